@@ -1,0 +1,49 @@
+"""The only home of floors, ``0 * log 0`` and safe logarithms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_ZERO = -1000.0
+"""Log-probability of an impossible category.
+
+Finite, so that sums, differences and masks stay finite, and low enough that ``exp`` of it is
+exactly 0 in every floating dtype. Nothing a score can reach without being saturated is as low in
+float32 (about -40) or float64 (about -80), except through the sigmoid, whose tails are linear.
+"""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores of ``dtype`` are computed: half precision becomes float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def largest_score(dtype: torch.dtype) -> float:
+    """Bound on scores that keeps sums over any path and differences of two scores finite."""
+    return torch.finfo(dtype).max / 256
+
+
+def safe_log(x: Tensor) -> Tensor:
+    """``log x`` for ``x >= 0``; :data:`LOG_ZERO` with zero gradient at 0. NaN stays NaN.
+
+    >>> safe_log(torch.tensor([0.0, 1.0]))
+    tensor([-1000.,     0.])
+    """
+    zero = x <= 0
+    return torch.where(zero, LOG_ZERO, torch.log(torch.where(zero, 1.0, x)))
+
+
+def finite_log_probs(log_probs: Tensor) -> Tensor:
+    """Log-probabilities with ``-inf`` replaced by :data:`LOG_ZERO`."""
+    return torch.where(log_probs == -torch.inf, LOG_ZERO, log_probs)
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform (vmap, grad, jacrev, jvp, ...) is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def can_branch_on(x: Tensor) -> bool:
+    """Whether Python may look at the values of ``x`` at no cost: on the CPU, not being traced."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()

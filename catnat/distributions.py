@@ -1,0 +1,91 @@
+"""The distribution a head returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, constraints
+from torch.distributions.kl import register_kl
+from torch.distributions.utils import lazy_property
+
+from catnat._numerics import can_branch_on, finite_log_probs
+from catnat.estimators import straight_through_gumbel
+
+
+class HeadCategorical(Categorical):
+    """A categorical distribution given by normalized, finite log-probabilities.
+
+    Unlike torch's ``Categorical`` it keeps impossible categories: their probability is exactly 0,
+    their log-probability a finite floor, so they are never sampled, and entropy, KL divergence
+    and all gradients stay finite.
+
+    Args:
+        log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`.
+        validate_args: check values passed in. By default only on the CPU, where it costs no
+            device synchronization, and not under torch.compile or torch.func.
+
+    >>> from catnat import make_head
+    >>> make_head("natural", 4)(torch.zeros(3)).entropy()
+    tensor(1.3863)
+    """
+
+    arg_constraints = {"logits": constraints.real_vector}
+
+    def __init__(self, log_probs: Tensor, validate_args: bool | None = None) -> None:
+        if validate_args is None and not can_branch_on(log_probs):
+            validate_args = False
+        self.logits = self._param = log_probs  # already normalized
+        self._num_events = log_probs.shape[-1]
+        torch.distributions.Distribution.__init__(
+            self, log_probs.shape[:-1], validate_args=validate_args
+        )
+
+    @lazy_property
+    def probs(self) -> Tensor:
+        """Probabilities, (*, K), exactly 0 for impossible categories."""
+        return self.logits.exp()
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
+        """The same distribution with a larger batch shape."""
+        shape = torch.Size(batch_shape) + self._param.shape[-1:]
+        return HeadCategorical(self.logits.expand(shape), validate_args=False)
+
+    def entropy(self) -> Tensor:
+        """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
+        return -(self.probs * self.logits).sum(-1)
+
+    def one_hot_sample(self, sample_shape: Any = ()) -> Tensor:
+        """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
+        index: Tensor = self.sample(torch.Size(sample_shape))  # type: ignore[no-untyped-call]
+        return torch.zeros(
+            *index.shape, self._num_events, dtype=self.logits.dtype, device=index.device
+        ).scatter_(-1, index[..., None], 1)
+
+    def rsample_relaxed(
+        self, temperature: float | Tensor, hard: bool = False, sample_shape: Any = ()
+    ) -> Tensor:
+        """A Gumbel-softmax sample, (*sample_shape, *, K), with gradient.
+
+        Args:
+            temperature: > 0; towards 0 the sample becomes one-hot.
+            hard: return an exact one-hot sample with the relaxed one's gradient.
+            sample_shape: as in ``sample``.
+        """
+        log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
+        return straight_through_gumbel(log_probs, temperature, hard=hard)
+
+
+def _kl(p: Categorical, q: Categorical) -> Tensor:
+    """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
+    log_p = finite_log_probs(p.logits)
+    return (log_p.exp() * (log_p - finite_log_probs(q.logits))).sum(-1)
+
+
+for _pair in (
+    (HeadCategorical, HeadCategorical),
+    (HeadCategorical, Categorical),
+    (Categorical, HeadCategorical),
+):
+    register_kl(*_pair)(_kl)

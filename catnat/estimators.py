@@ -1,0 +1,119 @@
+"""Gradients through discrete samples: score function and straight-through Gumbel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def score_function_surrogate(
+    losses: Tensor, log_probs: Tensor, baseline: float | Tensor | None = None
+) -> Tensor:
+    r"""Mean of the losses L_m of M samples z_m of p, with the unbiased gradient of E[L].
+
+    The value is the plain mean. The gradient is the pathwise one plus the score-function term,
+
+    .. math:: \frac1M \sum_m \nabla L_m + (L_m - b_m) \nabla \log p(z_m),
+
+    where b_m is the mean loss of the other M - 1 samples, or ``baseline`` when given. For this
+    to be unbiased b_m must not depend on z_m: without a ``baseline``, L_m must be a function of
+    z_m alone. A loss over pairs of samples needs its own ``baseline``.
+
+    Shapes: ``losses`` and ``log_probs`` (M, \*), ``baseline`` a number or a tensor that
+    broadcasts to (M, \*), result (\*). Half precision is computed, and returned, in float32.
+
+    References:
+        Williams, Simple Statistical Gradient-Following Algorithms, 1992.
+        Kool, van Hoof and Welling, Buy 4 REINFORCE Samples, Get a Baseline for Free!, 2019.
+
+    Example:
+        >>> log_probs = torch.zeros(2, requires_grad=True)
+        >>> score_function_surrogate(torch.tensor([1.0, 3.0]), log_probs).backward()
+        >>> log_probs.grad
+        tensor([-1.,  1.])
+    """
+    if losses.shape != log_probs.shape or losses.dim() == 0:
+        raise ValueError(
+            "losses and log_probs must both be (M, *), "
+            f"got shapes {tuple(losses.shape)} and {tuple(log_probs.shape)}"
+        )
+    losses, log_probs = _at_least_float32(losses), _at_least_float32(log_probs)
+    mean = losses.mean(0)
+    advantage = _advantage(losses.detach(), mean.detach(), baseline)
+    # The difference is exactly zero, so the value stays that of the mean to the last bit.
+    return mean + (advantage * (log_probs - log_probs.detach())).mean(0)
+
+
+def _advantage(losses: Tensor, mean: Tensor, baseline: float | Tensor | None) -> Tensor:
+    M = losses.shape[0]
+    if baseline is None:
+        if M < 2:
+            raise ValueError(
+                f"the leave-one-out baseline needs M >= 2 samples, got M = {M}; "
+                "pass baseline= to use a single one"
+            )
+        return (losses - mean) * (M / (M - 1))  # = L_m - mean of the others
+    advantage = losses - (baseline.detach() if isinstance(baseline, Tensor) else baseline)
+    if advantage.shape != losses.shape:
+        raise ValueError(
+            f"baseline must broadcast to the shape {tuple(losses.shape)} of losses, "
+            f"but together they make {tuple(advantage.shape)}"
+        )
+    return advantage
+
+
+def straight_through_gumbel(
+    log_probs: Tensor,
+    temperature: float | Tensor,
+    hard: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""One-hot sample of the categorical p with the gradient of its relaxation y at temperature τ.
+
+    .. math:: y = \mathrm{softmax}((\log p + g) / \tau), \qquad g_k \sim \mathrm{Gumbel}(0, 1)
+
+    With ``hard`` the value is the one-hot vector of argmax y, an exact sample of p, and the
+    gradient is that of y; without, the value is y. Categories of probability zero (a log-prob
+    around -1000) are never chosen. The temperature may be a 0-d tensor, taken on trust: looking
+    at it would wait for the device.
+
+    Shapes: ``log_probs`` (\*, K), result (\*, K) in the same dtype. Half precision is computed in
+    float32.
+
+    References:
+        Jang, Gu and Poole, Categorical Reparameterization with Gumbel-Softmax, 2017.
+
+    Example:
+        >>> straight_through_gumbel(torch.tensor([[-1000.0, 0.0], [0.0, -1000.0]]), 0.5)
+        tensor([[0., 1.],
+                [1., 0.]])
+    """
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    scores = _at_least_float32(log_probs)
+    scores = scores + gumbel_like(scores, generator=generator)
+    y = (scores / temperature).softmax(-1)
+    if hard:
+        # argmax of the scores, not of y: a high temperature rounds different scores to one y.
+        one_hot = torch.zeros_like(y).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        y = one_hot + (y - y.detach())  # plus exactly zero: the value stays one-hot
+    return y.to(log_probs.dtype)
+
+
+def gumbel_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    r"""Independent standard Gumbel noise g = -log E, with E exponential, in the shape of ``x``.
+
+    Always finite: E = 0, which a sampler may return, counts as the smallest normal number.
+
+    Shapes: ``x`` (\*), of floating dtype, result (\*).
+
+    Example:
+        >>> gumbel_like(torch.zeros(2, 3)).isfinite().all()
+        tensor(True)
+    """
+    exponential = torch.empty_like(x).exponential_(generator=generator)
+    return exponential.clamp_min_(torch.finfo(x.dtype).tiny).log_().neg_()
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

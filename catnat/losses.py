@@ -1,0 +1,156 @@
+"""The energy score, the two terms of the ELBO, and the importance-weighted likelihood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _PairwiseDistance(torch.autograd.Function):
+    """``|x_m - x_n|`` for all pairs: ``(*, M, D) -> (*, M, M)``.
+
+    ``torch.cdist`` with another backward: with weights w_mn = g_mn / |x_m - x_n|, the gradient
+    sum_n w_mn (x_m - x_n) is one matrix product instead of two passes over all (m, n, d).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        # The matrix-product mode would turn coincident points into distances of about 1e-3.
+        return torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor
+        distance: Tensor
+        x, distance = ctx.saved_tensors
+        weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
+        weight = weight + weight.mT
+        x = x - x.mean(-2, keepdim=True)  # a common offset would cancel, but not in rounding
+        return weight.sum(-1, keepdim=True) * x - weight @ x
+
+
+def energy_score(samples: Tensor, target: Tensor) -> Tensor:
+    r"""Energy score of M samples x_m against the observation y, the lower the better.
+
+    .. math:: \frac1M \sum_m \|x_m - y\|_2 - \frac1{2M(M-1)} \sum_{m \neq n} \|x_m - x_n\|_2
+
+    Unbiased for every M >= 2, hence possibly negative. Where two points coincide, their term
+    has gradient zero. Half precision is computed, and returned, in float32.
+
+    Shapes: ``samples`` (M, \*, D), ``target`` (\*, D), result (\*).
+
+    References:
+        Gneiting and Raftery, Strictly Proper Scoring Rules, Prediction, and Estimation, 2007.
+
+    Example:
+        >>> energy_score(torch.tensor([[0.0], [2.0]]), torch.tensor([3.0]))
+        tensor(1.)
+    """
+    if samples.dim() != target.dim() + 1 or samples.shape[1:] != target.shape or not target.dim():
+        raise ValueError(
+            "samples must be (M, *, D) and target (*, D), "
+            f"got shapes {tuple(samples.shape)} and {tuple(target.shape)}"
+        )
+    M = samples.shape[0]
+    if M < 2:
+        raise ValueError(f"the energy score needs M >= 2 samples, got M = {M}")
+    samples = _at_least_float32(samples)
+    error: Tensor = torch.linalg.vector_norm(samples - target, dim=-1)  # (M, *)
+    distance: Tensor = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())  # (*, M, M)
+    return error.mean(0) - distance.sum((-2, -1)) / (2 * M * (M - 1))
+
+
+def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
+    r"""Negative log-likelihood -log p(x | logits), summed over the last ``event_dims`` dimensions.
+
+    .. math:: -\sum_d x_d \log\sigma(l_d) + (1 - x_d) \log(1 - \sigma(l_d)), \quad x_d \in [0, 1]
+
+    Shapes: ``logits`` (\*, E), ``x`` the same or without some leading dimensions (one x for many
+    samples of the logits), result (\*), where E stands for ``event_dims`` dimensions.
+
+    Example:
+        >>> bernoulli_nll(torch.zeros(5, 1, 28, 28), torch.ones(5, 1, 28, 28), event_dims=3).shape
+        torch.Size([5])
+    """
+    if not 0 <= event_dims <= x.dim():
+        raise ValueError(f"event_dims must lie in 0..{x.dim()}, got {event_dims}")
+    # Stricter than broadcasting, so that (B, 1) against (B, D) is an error and not a wrong number.
+    if x.dim() > logits.dim() or logits.shape[logits.dim() - x.dim() :] != x.shape:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not end the shape {tuple(logits.shape)} of logits"
+        )
+    logits = _at_least_float32(logits)
+    nll = F.binary_cross_entropy_with_logits(
+        logits, x.to(logits.dtype).expand_as(logits), reduction="none"
+    )
+    return nll.flatten(logits.dim() - event_dims).sum(-1) if event_dims else nll
+
+
+def kl_to_uniform(log_probs: Tensor) -> Tensor:
+    r"""Divergence of the categorical q from the uniform distribution over its K categories.
+
+    .. math:: KL(q \,\|\, u) = \log K + \sum_k q_k \log q_k
+
+    A category with q_k = 0, whatever stands for its logarithm, adds zero to value and gradient.
+
+    Shapes: ``log_probs`` (\*, K), result (\*).
+
+    Example:
+        >>> kl_to_uniform(torch.tensor([0.0, -1000.0]).expand(3, 2))
+        tensor([0.6931, 0.6931, 0.6931])
+    """
+    log_probs = _at_least_float32(log_probs)
+    probs = log_probs.exp()
+    log_probs = torch.where(probs == 0, 0.0, log_probs)  # 0 * -inf would be NaN
+    return (probs * log_probs).sum(-1) + math.log(log_probs.shape[-1])
+
+
+@torch.no_grad()
+def importance_weighted_nll(
+    log_weights: Callable[[int], Tensor], num_samples: int = 512, chunk_size: int = 64
+) -> Tensor:
+    r"""Importance-weighted estimate of -log p(x) from M = ``num_samples`` draws z_m of q(z | x).
+
+    .. math:: -\log \frac1M \sum_m w_m, \qquad \log w_m = \log p(x, z_m) - \log q(z_m \mid x)
+
+    ``log_weights(m)`` draws m fresh samples and returns their log-weights. It is asked for at most
+    ``chunk_size`` at a time and nothing else is kept, also no graph: this is for evaluation.
+
+    Shapes: ``log_weights(m)`` (m, \*), result (\*).
+
+    References:
+        Burda, Grosse and Salakhutdinov, Importance Weighted Autoencoders, 2016.
+
+    Example:
+        >>> importance_weighted_nll(lambda m: torch.full((m, 2), -90.0), num_samples=100)
+        tensor([90., 90.])
+    """
+    if num_samples < 1 or chunk_size < 1:
+        raise ValueError(
+            f"num_samples and chunk_size must be positive, got {num_samples} and {chunk_size}"
+        )
+    total: Tensor | None = None
+    for start in range(0, num_samples, chunk_size):
+        m = min(chunk_size, num_samples - start)
+        chunk = log_weights(m)
+        if chunk.shape[:1] != (m,):
+            raise ValueError(f"log_weights({m}) must be ({m}, *), got {tuple(chunk.shape)}")
+        part = _at_least_float32(chunk).logsumexp(0)
+        total = part if total is None else torch.logaddexp(total, part)
+    assert total is not None
+    return math.log(num_samples) - total
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

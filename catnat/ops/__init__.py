@@ -1,0 +1,14 @@
+"""Fast paths behind two functions, :func:`tree_log_probs` and :func:`sparsemax_log_probs`.
+
+Three implementations of each agree to rounding and are chosen by where the scores live:
+
+- plain torch, the reference: any device and dtype, torch.func, torch.compile, differentiable any
+  number of times;
+- C, in ``_native.c``: CPU, float32, one pass forward and one backward;
+- Triton: CUDA, float32, one kernel forward and one backward.
+"""
+
+from catnat.ops.sparsemax import sparsemax_log_probs
+from catnat.ops.tree import tree_log_probs
+
+__all__ = ["sparsemax_log_probs", "tree_log_probs"]

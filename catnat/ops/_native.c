@@ -1,0 +1,373 @@
+/* Fused CPU kernels, float32: log-probabilities of a tree of binary splits and of sparsemax, and
+ * their gradients. Plain C called through ctypes; no Python or torch headers.
+ *
+ * Scores are (B, K-1) or (B, K), rows contiguous. A kernel works through blocks of rows small
+ * enough for the first-level cache: elementwise mathematics over the whole block (vectorized by
+ * the compiler), then one walk over each row's tree. Built with -ffinite-math-only, which makes
+ * comparisons cheap to vectorize; NaN is looked for in the bits and put into the results.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORIZED __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define VECTORIZED
+#endif
+
+#define LOG_ZERO -1000.0f
+#define BLOCK 1024 /* scores a block holds, unless one row is longer */
+#define LARGEST (3.4028234663852886e38f / 256)
+
+enum split { SIGMOID = 0, NATURAL = 1 };
+
+typedef struct {
+    const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centred at 0 */
+    float *out;
+    long rows, categories;
+    int split;
+    float rate, high, low; /* natural: pi/A, and A/2 as a sum of two floats */
+    int failed;
+} job;
+
+typedef void (*kernel)(job *, long first, long last);
+
+/* ------------------------------------------------------------------ elementary functions */
+
+static inline int bits_of(float x) {
+    union { float f; int i; } u = {x};
+    return u.i;
+}
+
+static inline float from_bits(int i) {
+    union { int i; float f; } u = {i};
+    return u.f;
+}
+
+/* All bits set where x is NaN, none elsewhere; without a branch, so that loops vectorize. */
+static inline int nan_mask(float x) { return (0x7f800000 - (bits_of(x) & 0x7fffffff)) >> 31; }
+
+/* y, or NaN where x is NaN. */
+static inline float keep_nan(float y, float x) { return from_bits(bits_of(y) | nan_mask(x)); }
+
+/* exp(-x) for x >= 0, not below 1e-38. Polynomials are in Estrin's form: short chains. */
+static inline float exp_minus(float x) {
+    x = fminf(x, 87.0f);
+    float n = 12582912.0f - x * 1.44269504f; /* adding 1.5 * 2^23 rounds to an integer */
+    n -= 12582912.0f;
+    float r = n * 2.12194440e-4f - (n * 0.693359375f + x);
+    float r2 = r * r, r4 = r2 * r2;
+    float p = (0.5f + 1.6666665459e-1f * r) + (4.1665795894e-2f + 8.3334519073e-3f * r) * r2 +
+              (1.3981999507e-3f + 1.9875691500e-4f * r) * r4;
+    return ((1.0f + r) + r2 * p) * from_bits(((int)n + 127) << 23);
+}
+
+/* 2 atanh(t) = log((1 + t) / (1 - t)) for |t| <= 1/3. */
+static inline float two_atanh(float t) {
+    float u = t * t, u2 = u * u, u4 = u2 * u2;
+    float p = ((2.0f / 3 + 2.0f / 5 * u) + (2.0f / 7 + 2.0f / 9 * u) * u2) +
+              ((2.0f / 11 + 2.0f / 13 * u) + 2.0f / 15 * u2) * u4; /* the next term is < 3e-9 */
+    return 2.0f * t + t * u * p;
+}
+
+static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* 0 <= x <= 1 */
+
+/* log(x) for normal x > 0. */
+static inline float log_positive(float x) {
+    int e = (bits_of(x) - 0x3f3504f3) >> 23; /* mantissa in [sqrt(1/2), sqrt(2)) */
+    float m = from_bits(bits_of(x) - (e << 23)), n = (float)e;
+    return n * 0.693147182f + (two_atanh((m - 1.0f) / (m + 1.0f)) - n * 1.9046542e-9f);
+}
+
+/* 2 log cos(x) for u = x^2, 0 <= x <= pi/4; relative error below 3e-9. */
+static inline float log_cos_squared(float u) {
+    float u2 = u * u, u4 = u2 * u2;
+    float p = ((-1.000000002f - 1.666663549e-1f * u) +
+               (-4.445224194e-2f - 1.341941110e-2f * u) * u2) +
+              ((-4.691762294e-3f - 7.845413504e-4f * u) - 1.204253843e-3f * u2) * u4;
+    return p * u;
+}
+
+/* 2 log sin(x) = 2 log(x) + 2 log(sin(x) / x), x normal; error of the second term below 1e-9. */
+static inline float log_sin_squared(float x, float u) {
+    float p = (-3.333332833e-1f - 1.111189001e-2f * u) +
+              (-7.017163058e-4f - 5.993279433e-5f * u) * (u * u);
+    return 2.0f * log_positive(x) + p * u;
+}
+
+static inline float sin_eighth(float x) { /* 0 <= x <= pi/4 */
+    float u = x * x, u2 = u * u;
+    float p = (-1.6666667e-1f + 8.3333333e-3f * u) + (-1.9841270e-4f + 2.7557319e-6f * u) * u2;
+    return x + x * u * p;
+}
+
+static inline float cos_eighth(float x) {
+    float u = x * x, u2 = u * u;
+    float p = (4.1666667e-2f - 1.3888889e-3f * u) + (2.4801587e-5f - 2.7557319e-7f * u) * u2;
+    return (1.0f - 0.5f * u) + u2 * p;
+}
+
+/* ------------------------------------------------------------------------ binary splits */
+
+static inline void sigmoid_logs(float x, float *left, float *right) {
+    float size = fminf(fabsf(x), LARGEST), tail = log1p_unit(exp_minus(size));
+    *left = keep_nan((x > 0 ? -size : 0.0f) - tail, x);
+    *right = keep_nan((x > 0 ? 0.0f : -size) - tail, x);
+}
+
+static inline void sigmoid_slopes(float x, float *left, float *right) {
+    float e = exp_minus(fabsf(x)), major = 1.0f / (1.0f + e), minor = e * major;
+    *left = keep_nan(x > 0 ? major : minor, x);
+    *right = keep_nan(x > 0 ? minor : major, x);
+}
+
+/* above, below: distances of x to the upper and to the lower edge. */
+static inline void natural_logs(float x, float above, float below, float rate, float *left,
+                                float *right) {
+    float d = fminf(above, below), theta = fmaxf(d, 1e-30f) * (0.5f * rate), u = theta * theta;
+    float rare = d > 0 ? log_sin_squared(theta, u) : LOG_ZERO, likely = log_cos_squared(u);
+    *left = keep_nan(above < below ? rare : likely, x);
+    *right = keep_nan(above < below ? likely : rare, x);
+}
+
+static inline void natural_slopes(float x, float above, float below, float rate, float *left,
+                                  float *right) {
+    float d = fminf(above, below), theta = fmaxf(d, 1e-30f) * (0.5f * rate);
+    float s = sin_eighth(theta), c = cos_eighth(theta), scale = (d > 0 ? rate : 0.0f) / (s * c);
+    float steep = scale * (c * c), gentle = scale * (s * s);
+    *left = keep_nan(above < below ? steep : gentle, x);
+    *right = keep_nan(above < below ? gentle : steep, x);
+}
+
+/* Apply one of the four functions above to `rows` rows of S scores. */
+#define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION)                                       \
+    VECTORIZED static void NAME(const job *j, const float *restrict x, long rows,                  \
+                                float *restrict left, float *restrict right) {                     \
+        long S = j->categories - 1, n = rows * S;                                                  \
+        const float *restrict c = j->constants;                                                    \
+        float rate = j->rate, high = j->high, low = j->low;                                        \
+        if (j->split == SIGMOID && !c) {                                                           \
+            for (long i = 0; i < n; i++) SIGMOID_FUNCTION(x[i], left + i, right + i);              \
+        } else if (j->split == SIGMOID) {                                                          \
+            for (long r = 0; r < n; r += S)                                                        \
+                for (long i = 0; i < S; i++)                                                       \
+                    SIGMOID_FUNCTION(x[r + i] - c[i], left + r + i, right + r + i);                \
+        } else if (!c) {                                                                           \
+            for (long i = 0; i < n; i++)                                                           \
+                NATURAL_FUNCTION(x[i], (high - x[i]) + low, (x[i] + high) + low, rate, left + i,   \
+                                 right + i);                                                       \
+        } else {                                                                                   \
+            for (long r = 0; r < n; r += S)                                                        \
+                for (long i = 0; i < S; i++)                                                       \
+                    NATURAL_FUNCTION(x[r + i], (c[i] - x[r + i]) + c[S + i],                       \
+                                     (x[r + i] - c[2 * S + i]) - c[3 * S + i], rate,               \
+                                     left + r + i, right + r + i);                                 \
+        }                                                                                          \
+    }
+SPLIT_ROWS(split_logs, sigmoid_logs, natural_logs)
+SPLIT_ROWS(split_slopes, sigmoid_slopes, natural_slopes)
+
+/* ---------------------------------------------------------------------- walks over trees */
+
+/* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves. */
+VECTORIZED static void descend(long K, const float *restrict left, const float *restrict right,
+                               float *restrict heap, float *restrict out) {
+    heap[1] = 0;
+    for (long j = 1; 2 * j + 1 < K; j++) {
+        heap[2 * j] = heap[j] + left[j - 1];
+        heap[2 * j + 1] = heap[j] + right[j - 1];
+    }
+    long j = K / 2;
+    if (K % 2) { /* node K-1 is internal, its sibling K a leaf */
+        heap[2 * j] = heap[j] + left[j - 1];
+        out[0] = heap[j] + right[j - 1];
+        j++;
+    }
+    float *restrict pair = out + (2 * j - K);
+    for (long i = 0; i < K - j; i++) {
+        pair[2 * i] = heap[j + i] + left[j - 1 + i];
+        pair[2 * i + 1] = heap[j + i] + right[j - 1 + i];
+    }
+}
+
+VECTORIZED static void ascend(long K, const float *restrict left, const float *restrict right,
+                              const float *restrict grad, float *restrict heap,
+                              float *restrict out) {
+    long j = K / 2 + K % 2; /* first node whose children are both leaves */
+    const float *restrict pair = grad + (2 * j - K);
+    for (long i = 0; i < K - j; i++) {
+        float a = pair[2 * i], b = pair[2 * i + 1];
+        heap[j + i] = a + b;
+        out[j - 1 + i] = b * right[j - 1 + i] - a * left[j - 1 + i];
+    }
+    if (K % 2) { /* node K/2 has the internal child K-1 and the leaf K */
+        j--;
+        float a = heap[K - 1], b = grad[0];
+        heap[j] = a + b;
+        out[j - 1] = b * right[j - 1] - a * left[j - 1];
+    }
+    for (j--; j > 0; j--) {
+        float a = heap[2 * j], b = heap[2 * j + 1];
+        heap[j] = a + b;
+        out[j - 1] = b * right[j - 1] - a * left[j - 1];
+    }
+}
+
+static void tree_rows(job *job, long first, long last, int backward) {
+    long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1;
+    float *left = malloc(sizeof(float) * (2 * chunk * S + K + 1));
+    if (!left) {
+        job->failed = 1;
+        return;
+    }
+    float *right = left + chunk * S, *heap = right + chunk * S;
+    for (long row = first; row < last; row += chunk) {
+        long n = last - row < chunk ? last - row : chunk;
+        (backward ? split_slopes : split_logs)(job, job->scores + row * S, n, left, right);
+        for (long r = 0; r < n; r++) {
+            if (backward)
+                ascend(K, left + r * S, right + r * S, job->grad + (row + r) * K, heap,
+                       job->out + (row + r) * S);
+            else
+                descend(K, left + r * S, right + r * S, heap, job->out + (row + r) * K);
+        }
+    }
+    free(left);
+}
+
+static void tree_forward_rows(job *j, long first, long last) { tree_rows(j, first, last, 0); }
+static void tree_backward_rows(job *j, long first, long last) { tree_rows(j, first, last, 1); }
+
+/* ----------------------------------------------------------------------------- sparsemax */
+
+/* Newton's method on sum_k max(s_k - tau, 0) = 1, a convex piecewise linear equation: from below
+ * tau only rises and the support only shrinks; once its size stays, tau is exact. First in float,
+ * then from there in double, so that small probabilities keep their relative accuracy. */
+VECTORIZED static void sparsemax_row(const float *restrict s, long K, float *restrict out) {
+    float top = s[0];
+    int nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : nan)
+    for (long k = 0; k < K; k++) {
+        top = fmaxf(s[k], top);
+        nan |= nan_mask(s[k]);
+    }
+    for (long k = 0; k < K; k++) out[k] = keep_nan(fmaxf(s[k] - top, -2.0f), from_bits(nan));
+    if (nan) return;
+    float tau = -1, size = 0;
+    for (;;) {
+        float sum = 0, active = 0;
+#pragma omp simd reduction(+ : sum, active)
+        for (long k = 0; k < K; k++) {
+            sum += fmaxf(out[k] - tau, 0.0f);
+            active += out[k] > tau ? 1.0f : 0.0f;
+        }
+        if (active == size) break;
+        tau += fmaxf((sum - 1) / active, 0.0f);
+        size = active;
+    }
+    double exact = tau, before = 0;
+    for (;;) {
+        double sum = 0, active = 0;
+#pragma omp simd reduction(+ : sum, active)
+        for (long k = 0; k < K; k++) {
+            double p = ((double)s[k] - top) - exact;
+            sum += p > 0 ? p : 0.0;
+            active += p > 0 ? 1.0 : 0.0;
+        }
+        if (active == before) break;
+        exact += (sum - 1) / active; /* the first step may go down, to below the solution */
+        before = active;
+    }
+    for (long k = 0; k < K; k++) {
+        float p = (float)(((double)s[k] - top) - exact);
+        out[k] = p > 0 ? log_positive(fmaxf(p, 1e-30f)) : LOG_ZERO;
+    }
+}
+
+/* With g = grad / p on the support: the gradient is g minus its mean there, and 0 elsewhere. */
+VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
+                                          const float *restrict grad, long K,
+                                          float *restrict out) {
+    float sum = 0, size = 0;
+#pragma omp simd reduction(+ : sum, size)
+    for (long k = 0; k < K; k++) {
+        float inside = log_probs[k] <= LOG_ZERO ? 0.0f : 1.0f;
+        float g = inside * grad[k] / exp_minus(inside * -log_probs[k]);
+        out[k] = g;
+        sum += g;
+        size += inside;
+    }
+    float mean = sum / size;
+    for (long k = 0; k < K; k++) out[k] = log_probs[k] <= LOG_ZERO ? 0.0f : out[k] - mean;
+}
+
+static void sparsemax_forward_rows(job *j, long first, long last) {
+    long K = j->categories;
+    for (long r = first; r < last; r++) sparsemax_row(j->scores + r * K, K, j->out + r * K);
+}
+
+static void sparsemax_backward_rows(job *j, long first, long last) {
+    long K = j->categories;
+    for (long r = first; r < last; r++)
+        sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
+}
+
+/* ------------------------------------------------------------------------------- threads */
+
+typedef struct {
+    kernel run;
+    job *job;
+    long first, last;
+} share;
+
+static void *run_share(void *argument) {
+    share *s = argument;
+    s->run(s->job, s->first, s->last);
+    return NULL;
+}
+
+/* Threads live for one call: nothing to shut down, and safe across fork. */
+static int run(kernel kernel, job *job, int threads) {
+    enum { MOST = 64 };
+    pthread_t handles[MOST];
+    share shares[MOST];
+    int started[MOST] = {0};
+    if (threads > MOST) threads = MOST;
+    if (threads > job->rows) threads = (int)job->rows;
+    if (threads < 1) threads = 1;
+    for (int t = threads - 1; t >= 0; t--) {
+        shares[t] = (share){kernel, job, job->rows * t / threads, job->rows * (t + 1) / threads};
+        if (t > 0) started[t] = pthread_create(handles + t, NULL, run_share, shares + t) == 0;
+        if (!started[t]) run_share(shares + t);
+    }
+    for (int t = 1; t < threads; t++)
+        if (started[t]) pthread_join(handles[t], NULL);
+    return job->failed;
+}
+
+int catnat_tree_forward(const float *scores, const float *constants, float *out, long rows,
+                        long categories, int split, float rate, float high, float low,
+                        int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, split, rate, high, low, 0};
+    return run(tree_forward_rows, &j, threads);
+}
+
+int catnat_tree_backward(const float *scores, const float *constants, const float *grad,
+                         float *out, long rows, long categories, int split, float rate,
+                         float high, float low, int threads) {
+    job j = {scores, grad, constants, out, rows, categories, split, rate, high, low, 0};
+    return run(tree_backward_rows, &j, threads);
+}
+
+int catnat_sparsemax_forward(const float *scores, float *out, long rows, long categories,
+                             int threads) {
+    job j = {scores, NULL, NULL, out, rows, categories, 0, 0, 0, 0, 0};
+    return run(sparsemax_forward_rows, &j, threads);
+}
+
+int catnat_sparsemax_backward(const float *log_probs, const float *grad, float *out, long rows,
+                              long categories, int threads) {
+    job j = {log_probs, grad, NULL, out, rows, categories, 0, 0, 0, 0, 0};
+    return run(sparsemax_backward_rows, &j, threads);
+}

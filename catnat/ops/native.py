@@ -1,0 +1,95 @@
+"""The C kernels of ``_native.c``, called through ctypes: CPU, float32.
+
+They are compiled when the package is installed. Without a compiler the installation goes through
+all the same, and plain torch takes their place: same numbers, several times slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from catnat.ops.splits import NaturalSplit, Split
+
+PARALLEL = 1 << 18
+"""Scores from which on a kernel starts as many threads as torch would use."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they were not built."""
+    spec = importlib.util.find_spec("catnat.ops._native")
+    if spec is None or spec.origin is None:
+        return None
+    lib = ctypes.CDLL(spec.origin)
+    pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+    tail: list[Any] = [long, long, ctypes.c_int, number, number, number, ctypes.c_int]
+    lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *tail]
+    lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *tail]
+    lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
+    lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
+    return lib
+
+
+def usable(scores: Tensor) -> bool:
+    """Whether the C kernels take these scores."""
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and library() is not None
+
+
+def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
+    scores = scores.contiguous()
+    out = scores.new_empty(scores.shape[0], scores.shape[1] + 1)
+    _call("tree_forward", scores, _pointer(constants), out.data_ptr(), out, *_settings(split))
+    return out
+
+
+def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """Gradient in the scores, (B, K-1), from that in the log-probabilities, (B, K)."""
+    scores, grad = scores.contiguous(), grad.contiguous()
+    out = torch.empty_like(scores)
+    pointers = (_pointer(constants), grad.data_ptr(), out.data_ptr())
+    _call("tree_backward", scores, *pointers, grad, *_settings(split))
+    return out
+
+
+def sparsemax_forward(scores: Tensor) -> Tensor:
+    """Log-probabilities, (B, K) -> (B, K)."""
+    scores = scores.contiguous()
+    out = torch.empty_like(scores)
+    _call("sparsemax_forward", scores, out.data_ptr(), out)
+    return out
+
+
+def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
+    """Gradient in the scores from that in the log-probabilities, (B, K) -> (B, K)."""
+    grad = grad.contiguous()
+    out = torch.empty_like(grad)
+    _call("sparsemax_backward", log_probs, grad.data_ptr(), out.data_ptr(), grad)
+    return out
+
+
+def _settings(split: Split) -> tuple[int, float, float, float]:
+    """Kind of split, pi/A, and A/2 as a sum of two floats."""
+    if isinstance(split, NaturalSplit):
+        return 1, split.rate, *split.half_width(torch.float32)
+    return 0, 0.0, 0.0, 0.0
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _call(name: str, first: Tensor, *arguments: int | float | Tensor | None) -> None:
+    """Call a kernel; the tensor among the arguments stands for its shape (rows, categories)."""
+    values: list[int | float | None] = [first.data_ptr()]
+    for argument in arguments:
+        values += argument.shape if isinstance(argument, Tensor) else [argument]
+    threads = torch.get_num_threads() if first.numel() >= PARALLEL else 1
+    if getattr(library(), f"catnat_{name}")(*values, threads):
+        raise MemoryError(f"out of memory in {name} for scores of shape {tuple(first.shape)}")

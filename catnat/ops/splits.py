@@ -1,0 +1,170 @@
+"""The two binary splits of the paper, each in closed form: value, slopes, information.
+
+A split turns the score s of a node into log(1 - a(s)), the log-probability of bit 0, and
+log a(s), that of bit 1. Its *slopes* are the rates at which these move: -d log(1-a)/ds and
+d log a/ds, both >= 0. Their product (a')^2 / (a (1-a)) is the Fisher information of the split.
+
+These are the plain differentiable forms; the fused kernels hold the same formulas again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from catnat._numerics import LOG_ZERO, largest_score
+
+
+class Split(Protocol):
+    """What a tree needs to know of its binary splits, whose centred score is x = s - C."""
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the methods below need of the centres C, (S,) in float64 -> (R, S)."""
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x of a split in the proportion left : right = 1 - a : a, in float64."""
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log(1 - a) and log a, (*, S) each; constants None where every node has C = 0."""
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
+
+
+@dataclass(frozen=True)
+class CustomSplit:
+    """A split known only by its function x -> log(1 - a(x)), log a(x), with a increasing."""
+
+    function: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        return centre[None].to(dtype)
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """By bisection of the log-odds; the end of the range searched where one side is 0."""
+        target = torch.log(right) - torch.log(left)
+        low, high = torch.full_like(target, -1e6), torch.full_like(target, 1e6)
+        for _ in range(80):
+            middle = (low + high) / 2
+            below, above = self.function(middle)
+            smaller = above - below < target
+            low, high = torch.where(smaller, middle, low), torch.where(smaller, high, middle)
+        return (low + high) / 2
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.function(scores if constants is None else scores - constants[0])
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = scores if constants is None else scores - constants[0]
+        moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
+        return -moved[0], moved[1]
+
+
+@dataclass(frozen=True)
+class SigmoidSplit:
+    """a(s) = 1 / (1 + exp(-(s - C)))."""
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        """The centres C themselves, (1, S)."""
+        return centre[None].to(dtype)
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """s - C of a split in the proportion left : right; far out, but finite, where one is 0."""
+        lowest = math.log(torch.finfo(left.dtype).smallest_normal) * 1.25  # exp of it is 0
+
+        def log(x: Tensor) -> Tensor:
+            return torch.where(x <= 0, lowest, torch.log(torch.where(x <= 0, 1.0, x)))
+
+        return log(right) - log(left)
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self._centred(scores, constants)
+        # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
+        return -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self._centred(scores, constants)
+        return torch.sigmoid(x), torch.sigmoid(-x)
+
+    @staticmethod
+    def _centred(scores: Tensor, constants: Tensor | None) -> Tensor:
+        bound = largest_score(scores.dtype)
+        x = scores if constants is None else scores - constants[0]
+        return x.clamp(-bound, bound)
+
+
+@dataclass(frozen=True)
+class NaturalSplit:
+    r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
+
+    Everything is written in terms of the distance d of s to the *nearer* edge C +- A/2: with
+    theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta) and the other
+    sin^2(theta). An edge is stored as a sum of two numbers, so d keeps its relative accuracy
+    right up to the edge, where log sin^2(theta) is steep.
+    """
+
+    amplitude: float = 2 * math.pi
+    half_in_float32: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rounded = torch.tensor(self.amplitude / 2, dtype=torch.float32).item()
+        object.__setattr__(self, "half_in_float32", rounded)
+
+    @property
+    def rate(self) -> float:
+        """pi / A: the constant square root of the split's Fisher information."""
+        return math.pi / self.amplitude
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
+        rows = []
+        for edge in (centre + self.amplitude / 2, centre - self.amplitude / 2):
+            high = edge.to(dtype)
+            rows += [high, (edge - high.double()).to(dtype)]
+        return torch.stack(rows)
+
+    def half_width(self, dtype: torch.dtype) -> tuple[float, float]:
+        """A/2 as a high part that the dtype can represent and a low part."""
+        half = self.amplitude / 2
+        if dtype == torch.float64:
+            return half, 0.0
+        return self.half_in_float32, half - self.half_in_float32
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """s - C of a split in the proportion left : right; the edge itself where one is 0."""
+        phi = torch.atan2(torch.sqrt(right), torch.sqrt(left))
+        return torch.where(left + right <= 0, 0.0, (phi - math.pi / 4) * (2 / self.rate))
+
+    def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Signed distance to the nearer edge (negative outside), and whether that is the upper."""
+        if constants is None:
+            high, low = self.half_width(scores.dtype)
+            above, below = (high - scores) + low, (scores + high) + low
+        else:
+            above = (constants[0] - scores) + constants[1]
+            below = (scores - constants[2]) - constants[3]
+        upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
+        return torch.where(upper, above, below), upper
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        distance, upper = self.distance(scores, constants)
+        outside = distance <= 0
+        theta = torch.where(outside, 1.0, distance * (self.rate / 2))
+        q = torch.sin(theta).square()
+        rare = torch.where(outside, LOG_ZERO, torch.log(q))
+        likely = torch.where(outside, 0.0, torch.log1p(-q))
+        return torch.where(upper, rare, likely), torch.where(upper, likely, rare)
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        distance, upper = self.distance(scores, constants)
+        outside = distance <= 0
+        tan = torch.tan(torch.where(outside, 1.0, distance * (self.rate / 2)))
+        steep = torch.where(outside, 0.0, self.rate / tan)
+        gentle = torch.where(outside, 0.0, self.rate * tan)
+        return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)

@@ -1,0 +1,75 @@
+"""Log-probabilities of the leaves of a tree of binary splits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from catnat._tree import path_sums, subtree_sums
+from catnat.ops import native
+from catnat.ops.dispatch import use_reference, use_triton
+from catnat.ops.splits import CustomSplit, Split
+
+TRITON_LIMIT = 32768
+"""Largest K the Triton kernels take: one program holds all leaves of a row in registers."""
+
+
+def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor:
+    """Log-probability of every leaf, (*, K-1) -> (*, K), for float32 or float64 scores.
+
+    Args:
+        scores: one score per internal node, (*, K-1), breadth first.
+        split: how a score divides the probability of its node.
+        constants: ``split.node_constants`` of the nodes, or None where all are centred at 0.
+    """
+    K = scores.shape[-1] + 1
+    triton = use_triton(scores, K, TRITON_LIMIT)
+    fused = (triton or native.usable(scores)) and not isinstance(split, CustomSplit)
+    if use_reference(triton) or not fused:
+        return reference_log_probs(scores, split, constants)
+    flat = scores.reshape(-1, K - 1)
+    out: Tensor = _TreeLogProbs.apply(flat, split, constants, triton)
+    return out.view(*scores.shape[:-1], K)
+
+
+def reference_log_probs(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """:func:`tree_log_probs` in plain differentiable torch."""
+    return path_sums(*split.log_split(scores, constants))[1]
+
+
+def reference_vjp(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """Gradient in the scores from the gradient in the log-probabilities, differentiable again."""
+    left, right = subtree_sums(grad)
+    left_slope, right_slope = split.slopes(scores, constants)
+    return right * right_slope - left * left_slope
+
+
+class _TreeLogProbs(torch.autograd.Function):
+    """scores (B, K-1) -> log-probabilities (B, K), by fused kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, split: Split, constants: Tensor | None, triton: bool
+    ) -> Tensor:
+        ctx.split, ctx.triton = split, triton
+        ctx.save_for_backward(scores, constants)
+        if triton:
+            from catnat.ops import triton_tree
+
+            return triton_tree.forward(scores, split, constants)
+        return native.tree_forward(scores, split, constants)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        scores, constants = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            out = reference_vjp(scores, grad, ctx.split, constants)
+        elif ctx.triton:
+            from catnat.ops import triton_tree
+
+            out = triton_tree.backward(scores, grad, ctx.split, constants)
+        else:
+            out = native.tree_backward(scores, grad, ctx.split, constants)
+        return out, None, None, None

@@ -1,0 +1,81 @@
+"""HeadProbe: remember what each head of a model saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from catnat.heads import CategoricalHead
+
+
+class HeadProbe:
+    """Keeps the scores of the latest call of every :class:`CategoricalHead` inside a module.
+
+    It observes through forward hooks and changes nothing. Attach before the first call of a
+    compiled model: a hook registered later never fires there; :meth:`__iter__` raises if nothing
+    was seen. Only calls of the head itself (``head(scores)``) are seen, not ``head.log_probs``.
+
+    Args:
+        module: the model, or a head.
+
+    >>> import torch
+    >>> from catnat import make_head
+    >>> head = make_head("natural", 4)
+    >>> with HeadProbe(head) as probe:
+    ...     _ = head(torch.zeros(2, 3))
+    >>> [(name, scores.shape) for name, _, scores in probe]
+    [('', torch.Size([2, 3]))]
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.heads = {n: m for n, m in module.named_modules() if isinstance(m, CategoricalHead)}
+        if not self.heads:
+            raise ValueError(f"{type(module).__name__} contains no CategoricalHead")
+        self.scores: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> HeadProbe:
+        """Start to observe; returns itself."""
+        if not self._handles:
+            self._handles = [
+                head.register_forward_hook(partial(self._remember, name))
+                for name, head in self.heads.items()
+            ]
+        return self
+
+    def detach(self) -> None:
+        """Stop to observe; what was seen stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __iter__(self) -> Iterator[tuple[str, CategoricalHead, Tensor]]:
+        """(name, head, latest scores without gradient) of every head that was called."""
+        if not self.scores:
+            raise RuntimeError(
+                "no head was called since the probe was attached; call the head itself "
+                "(head(scores)), and attach before the first call of a compiled model"
+            )
+        for name, scores in self.scores.items():
+            yield name, self.heads[name], scores
+
+    def __enter__(self) -> HeadProbe:
+        return self.attach()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _remember(
+        self, name: str, head: nn.Module, inputs: tuple[Tensor, ...], output: Any
+    ) -> None:
+        self.scores[name] = inputs[0].detach()

@@ -1,0 +1,126 @@
+"""The Triton kernels against plain torch. Needs a CUDA device; skipped elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from catnat import head_names, make_head
+from catnat._numerics import LOG_ZERO
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CATEGORIES = [2, 3, 5, 18, 32, 256, 1000, 16384, 131072]
+
+
+def awkward_scores(head, rows: int, seed: int = 0) -> torch.Tensor:
+    """Scores of many sizes, some at, just inside and beyond the edges of the natural split."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, head.num_scores)
+    scores = torch.randn(shape, generator=generator) * 10 ** (
+        torch.rand(rows, 1, generator=generator) * 3 - 1.5
+    )
+    edge = torch.tensor([math.pi, -math.pi, 3.1415925, 3.14, 4.0, -1e30, 1e30, 0.0])
+    pick = torch.randint(len(edge), shape, generator=generator)
+    take = torch.rand(shape, generator=generator) < 0.02
+    return torch.where(take, edge[pick], scores)
+
+
+@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("K", CATEGORIES)
+def test_kernels_agree_with_float64(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    for rows in (1, 3, 65):
+        if rows * K > 4_000_000:
+            continue
+        scores = awkward_scores(head, rows).cuda().requires_grad_()
+        exact = scores.detach().double().requires_grad_()
+        out, truth = head.log_probs(scores), head.log_probs(exact)
+        impossible = truth < LOG_ZERO / 2
+        assert torch.equal(out < LOG_ZERO / 2, impossible)
+        error = (out.double() - truth).abs() / (1 + truth.abs())
+        assert error[~impossible].max() < 2e-6
+        grad = torch.randn(out.shape, device="cuda") / math.sqrt(K)
+        (got,) = torch.autograd.grad(out, scores, grad)
+        (want,) = torch.autograd.grad(truth, exact, grad.double())
+        assert got.isfinite().all()
+        size = want.abs().amax(-1, keepdim=True)
+        assert ((got - want).abs() / (1e-3 + size)).max() < 1e-3 if name != "natural" else True
+        plain = head.cpu().log_probs(scores.detach().cpu())
+        head.cuda()
+        assert torch.allclose(out.detach().cpu(), plain, atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "natural"])
+@pytest.mark.parametrize("K", [2, 5, 18, 32, 1000])
+def test_gradients_away_from_the_edge(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    scores = (torch.randn(100, K - 1, device="cuda")).clamp(-2, 2).requires_grad_()
+    exact = scores.detach().double().requires_grad_()
+    grad = torch.randn(100, K, device="cuda")
+    (got,) = torch.autograd.grad(head.log_probs(scores), scores, grad)
+    (want,) = torch.autograd.grad(head.log_probs(exact), exact, grad.double())
+    assert torch.allclose(got.double(), want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", head_names())
+def test_nan_stays_in_its_row(name: str) -> None:
+    head = make_head(name, 18).cuda()
+    scores = torch.randn(4, head.num_scores, device="cuda")
+    scores[1, 0] = torch.nan
+    out = head.log_probs(scores)
+    assert out[1].isnan().all()
+    assert out[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("K", [5, 32])
+def test_compiles_in_one_graph(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
+    compiled = torch.compile(
+        lambda s: head(s).entropy().sum() + head.log_probs(s)[:, 0].sum(), fullgraph=True
+    )
+    (got,) = torch.autograd.grad(compiled(scores), scores)
+    plain = head(scores).entropy().sum() + head.log_probs(scores)[:, 0].sum()
+    (want,) = torch.autograd.grad(plain, scores)
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", head_names())
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    head = make_head(name, 32).cuda()
+    scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
+
+    def step() -> torch.Tensor:
+        sample = head(scores).rsample_relaxed(0.5, hard=True)
+        return torch.autograd.grad((sample * torch.arange(32, device="cuda")).sum(), scores)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert out.isfinite().all()
+    assert not torch.equal(first, out)  # fresh noise on every replay
+
+
+@pytest.mark.parametrize("name", head_names())
+def test_half_precision_and_transforms(name: str) -> None:
+    head = make_head(name, 8).cuda().half()
+    scores = torch.randn(6, head.num_scores, device="cuda")
+    for dtype in (torch.float16, torch.bfloat16):
+        out = head.log_probs(scores.to(dtype))
+        assert out.dtype == torch.float32
+        assert torch.allclose(out, head.log_probs(scores.to(dtype).float()))
+    jacobian = torch.func.vmap(torch.func.jacrev(head.log_probs))(scores)
+    leaf = scores.clone().requires_grad_()
+    (want,) = torch.autograd.grad(head.log_probs(leaf)[:, 3].sum(), leaf)
+    assert torch.allclose(jacobian[:, 3], want, atol=1e-5)

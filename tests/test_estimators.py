@@ -1,0 +1,231 @@
+"""Estimators by exhaustive enumeration, so that bias and variance are exact, and by frequency."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from catnat.estimators import gumbel_like, score_function_surrogate, straight_through_gumbel
+
+K = 3
+FLOOR = -1000.0
+
+
+def loss_table(weight):
+    """Loss of each category: the weight of a network comes into it, so both gradients exist."""
+    return torch.stack([weight**2, 3 - weight, 10 * weight.sin()]) + 5
+
+
+@pytest.fixture
+def parameters():
+    scores = torch.tensor([0.3, -1.1, 0.7], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    return scores, weight
+
+
+def true_gradients(scores, weight):
+    expectation = (scores.softmax(0) * loss_table(weight)).sum()
+    return torch.autograd.grad(expectation, (scores, weight))
+
+
+def every_estimate(scores, weight, M, baseline):
+    """Probability (K^M,) of each tuple of M samples, and its gradient estimate (K^M, K + 1)."""
+    probabilities, estimates = [], []
+    for z in map(torch.tensor, itertools.product(range(K), repeat=M)):
+        log_probs = scores.log_softmax(0)[z]
+        surrogate = score_function_surrogate(loss_table(weight)[z], log_probs, baseline)
+        gradients = torch.autograd.grad(surrogate, (scores, weight))
+        estimates.append(torch.cat([g.flatten() for g in gradients]))
+        probabilities.append(log_probs.detach().sum().exp())
+    return torch.stack(probabilities), torch.stack(estimates)
+
+
+# --- score function ---
+
+
+@pytest.mark.parametrize(
+    ("M", "baseline"),
+    [
+        (2, None),
+        (3, None),
+        (1, 0.0),
+        (1, 6.5),
+        (2, 6.5),
+        (1, torch.tensor([6.5])),
+        (2, torch.tensor([1.0, 9.0])),
+    ],
+)
+def test_the_expected_gradient_is_the_true_one(parameters, M, baseline):
+    probabilities, estimates = every_estimate(*parameters, M, baseline)
+    expected = torch.cat([g.flatten() for g in true_gradients(*parameters)])
+    torch.testing.assert_close(probabilities @ estimates, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("M", [2, 3])
+def test_leaving_one_out_has_less_variance_than_no_baseline(parameters, M):
+    def variance(baseline):
+        probabilities, estimates = every_estimate(*parameters, M, baseline)
+        estimates = estimates[:, :K]  # of the scores; the weight has no score-function term
+        return probabilities @ estimates.square() - (probabilities @ estimates).square()
+
+    assert (variance(None) < 0.5 * variance(0.0)).all()
+
+
+def test_the_value_is_the_mean_loss_to_the_last_bit():
+    losses, log_probs = torch.randn(5, 3, 2) * 100, torch.randn(5, 3, 2) - 1000
+    for baseline in (None, 125.0, torch.randn(3, 2)):
+        value = score_function_surrogate(losses, log_probs, baseline)
+        assert torch.equal(value, losses.mean(0))
+
+
+def test_the_gradient_has_a_pathwise_and_a_score_part():
+    losses = torch.tensor([[1.0], [3.0], [8.0]], requires_grad=True)
+    log_probs = torch.zeros(3, 1, requires_grad=True)
+    score_function_surrogate(losses, log_probs).sum().backward()
+    # Coefficients are detached: nothing of (L_m - b_m) log p reaches the losses.
+    torch.testing.assert_close(losses.grad, torch.full((3, 1), 1 / 3))
+    coefficients = torch.tensor([[1 - 11 / 2], [3 - 9 / 2], [8 - 4 / 2]])
+    torch.testing.assert_close(log_probs.grad, coefficients / 3)
+
+
+def test_a_given_baseline_enters_the_coefficients_only_and_gets_no_gradient():
+    log_probs = torch.zeros(2, requires_grad=True)
+    baseline = torch.tensor([1.0, 2.0], requires_grad=True)
+    score_function_surrogate(torch.tensor([5.0, 5.0]), log_probs, baseline).backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([2.0, 1.5]))
+    assert baseline.grad is None
+
+
+def test_batch_elements_do_not_mix():
+    losses, log_probs = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+    (together,) = torch.autograd.grad(score_function_surrogate(losses, log_probs).sum(), log_probs)
+    for b in range(3):
+        alone = score_function_surrogate(losses[:, b], log_probs[:, b])
+        (grad,) = torch.autograd.grad(alone, log_probs)
+        torch.testing.assert_close(together[:, b], grad[:, b])
+
+
+def test_half_precision_losses_are_averaged_in_float32():
+    losses, log_probs = torch.randn(8).bfloat16() + 100, torch.zeros(8).bfloat16()
+    value = score_function_surrogate(losses, log_probs)
+    torch.testing.assert_close(value, losses.float().mean())
+
+
+def test_the_surrogate_refuses_what_it_cannot_mean():
+    with pytest.raises(ValueError, match=r"M = 1; pass baseline"):
+        score_function_surrogate(torch.zeros(1, 4), torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"\(2, 4\) and \(2,\)"):
+        score_function_surrogate(torch.zeros(2, 4), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"\(\) and \(\)"):
+        score_function_surrogate(torch.zeros(()), torch.zeros(()), 0.0)
+    with pytest.raises(ValueError, match=r"\(1,\).*\(5,\)"):
+        score_function_surrogate(torch.zeros(1), torch.zeros(1), torch.zeros(5))
+
+
+# --- straight-through Gumbel ---
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_frequencies_are_the_probabilities(temperature, dtype):
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01], dtype=dtype)
+    draws = straight_through_gumbel(
+        probs.log().expand(100_000, 5), temperature, generator=generator()
+    )
+    counts = draws.double().sum(0)
+    assert chisquare(counts, 100_000 * probs.double() / probs.double().sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_impossible_categories_are_never_picked(dtype):
+    log_probs = torch.tensor([FLOOR, math.log(0.5), FLOOR, math.log(0.5)], dtype=dtype)
+    draws = straight_through_gumbel(log_probs.expand(100_000, 4), 1.0, generator=generator())
+    assert draws[:, ::2].sum() == 0
+    assert draws[:, 1].sum() > 0
+    assert draws[:, 3].sum() > 0
+
+
+@pytest.mark.parametrize("worst", [0.0, 1e3])
+def test_impossible_categories_lose_even_to_the_worst_noise(worst, monkeypatch):
+    """Noise as kind as it can be to the floored category and as unkind to the other."""
+    exponential = torch.tensor([worst, 1e3])
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda x, **_: x.copy_(exponential))
+    assert gumbel_like(torch.zeros(2)).isfinite().all()
+    draw = straight_through_gumbel(torch.tensor([FLOOR, 0.0]), 1.0)
+    assert draw.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_value_is_one_hot_to_the_last_bit(dtype):
+    log_probs = torch.randn(1000, 7).log_softmax(-1).to(dtype).requires_grad_()
+    draws = straight_through_gumbel(log_probs, 0.7)
+    assert draws.dtype == dtype
+    assert ((draws == 0) | (draws == 1)).all()
+    assert (draws.sum(-1) == 1).all()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_the_gradient_is_that_of_the_relaxed_sample(temperature):
+    log_probs = torch.randn(4, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    direction = torch.randn(4, 5, dtype=torch.float64)
+    gradients = {}
+    for hard in (True, False):
+        y = straight_through_gumbel(log_probs, temperature, hard=hard, generator=generator(3))
+        (gradients[hard],) = torch.autograd.grad((y * direction).sum(), log_probs)
+    assert torch.equal(gradients[True], gradients[False])
+
+    noise = gumbel_like(log_probs, generator=generator(3))
+    relaxed = ((log_probs + noise) / temperature).softmax(-1)
+    (expected,) = torch.autograd.grad((relaxed * direction).sum(), log_probs)
+    torch.testing.assert_close(gradients[True], expected)
+
+
+def test_the_relaxed_sample_sums_to_one_and_its_argmax_is_the_hard_one():
+    log_probs = torch.randn(200, 6).log_softmax(-1)
+    relaxed = straight_through_gumbel(log_probs, 2.0, hard=False, generator=generator())
+    hard = straight_through_gumbel(log_probs, 2.0, generator=generator())
+    torch.testing.assert_close(relaxed.sum(-1), torch.ones(200))
+    assert ((relaxed > 0) & (relaxed < 1)).all()
+    assert torch.equal(relaxed.argmax(-1), hard.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("lowest", [-1e3, -1e30, -3e38])
+def test_extreme_log_probs_and_temperatures_stay_finite(temperature, lowest):
+    log_probs = torch.tensor([0.0, lowest, -50.0]).expand(100, 3).clone().requires_grad_()
+    for hard in (True, False):
+        y = straight_through_gumbel(log_probs, temperature, hard=hard)
+        (grad,) = torch.autograd.grad((y * torch.arange(3.0)).sum(), log_probs)
+        assert y.isfinite().all()
+        assert grad.isfinite().all()
+
+
+def test_the_temperature_may_be_a_tensor_and_must_be_positive():
+    log_probs = torch.randn(4, 5).log_softmax(-1)
+    number, tensor = (
+        straight_through_gumbel(log_probs, t, hard=False, generator=generator())
+        for t in (0.5, torch.tensor(0.5))
+    )
+    torch.testing.assert_close(number, tensor)
+    # A value on the device is never looked at: the meta device has none to show.
+    meta = straight_through_gumbel(log_probs.to("meta"), torch.tensor(0.5, device="meta"))
+    assert meta.shape == (4, 5)
+    for wrong in (0, 0.0, -1.5, math.nan):
+        with pytest.raises(ValueError, match=f"temperature must be positive, got {wrong}"):
+            straight_through_gumbel(log_probs, wrong)
+
+
+def test_gumbel_noise_has_its_mean_and_variance_and_follows_the_generator():
+    noise = gumbel_like(torch.empty(200_000, dtype=torch.float64), generator=generator())
+    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
+    again = gumbel_like(torch.empty(200_000, dtype=torch.float64), generator=generator())
+    assert torch.equal(noise, again)
+    rows = gumbel_like(torch.zeros(3).expand(2, 3))  # one stored row, but two rows of noise
+    assert not torch.equal(rows[0], rows[1])

@@ -1,0 +1,279 @@
+"""Losses against literal sums, an independent package, and models small enough to enumerate."""
+
+import itertools
+import math
+
+import pytest
+import scoringrules
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from catnat.losses import bernoulli_nll, energy_score, importance_weighted_nll, kl_to_uniform
+
+
+def double(*shape, **kwargs):
+    return torch.randn(*shape, dtype=torch.float64, **kwargs)
+
+
+def literal_energy_score(samples, target):
+    """The formula, term by term, for (M, D) samples and a (D,) target."""
+    M = len(samples)
+    score = sum((x - target).square().sum().sqrt() for x in samples) / M
+    for m, n in itertools.product(range(M), repeat=2):
+        if m != n:
+            score = score - (samples[m] - samples[n]).square().sum().sqrt() / (2 * M * (M - 1))
+    return score
+
+
+# --- energy score ---
+
+
+@given(M=st.integers(2, 7), D=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_energy_score_is_the_double_loop_in_value_and_gradient(M, D, scale):
+    torch.manual_seed(10 * M + D)
+    samples = (double(M, D) * scale).requires_grad_()
+    target = (double(D) * scale).requires_grad_()
+    ours, literal = energy_score(samples, target), literal_energy_score(samples, target)
+    torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-12 * scale)
+    for a, b in zip(
+        torch.autograd.grad(ours, (samples, target)),
+        torch.autograd.grad(literal, (samples, target)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_energy_score_is_that_of_scoringrules_up_to_the_weight_of_pairs():
+    M, B, D = 9, 5, 4
+    samples, target = double(M, B, D), double(B, D)
+    biased = torch.from_numpy(
+        scoringrules.es_ensemble(target.numpy(), samples.numpy(), m_axis=0, v_axis=-1)
+    )
+    error = (samples - target).norm(dim=-1).mean(0)
+    pairs = error - biased  # divided by M² there, by M(M-1) here
+    torch.testing.assert_close(energy_score(samples, target), error - pairs * M / (M - 1))
+
+
+def test_energy_score_of_a_hand_computed_case():
+    samples = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    # (5 + 0 + 5) / 3 - (5 + 5 + 0) * 2 / (2 * 3 * 2)
+    torch.testing.assert_close(
+        energy_score(samples, torch.tensor([3.0, 4.0])), torch.tensor(10 / 3 - 10 / 6)
+    )
+
+
+def test_energy_score_is_unbiased_for_every_number_of_samples():
+    values, target, expected = double(3, 2), double(2), None
+    for M in (2, 3, 4):
+        tuples = torch.tensor(list(itertools.product(range(3), repeat=M)))  # (3^M, M)
+        mean = energy_score(values[tuples.T], target.expand(len(tuples), 2)).mean()
+        expected = mean if expected is None else expected
+        torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,)])
+def test_energy_score_works_elementwise_over_any_batch(batch):
+    samples, target = double(4, *batch, 3), double(*batch, 3)
+    score = energy_score(samples, target)
+    assert score.shape == batch
+    for index in itertools.product(*map(range, batch)):
+        expected = literal_energy_score(samples[(slice(None), *index)], target[index])
+        torch.testing.assert_close(score[index], expected)
+
+
+def test_energy_score_has_right_first_and_second_derivatives():
+    inputs = (double(4, 2, 3, requires_grad=True), double(2, 3, requires_grad=True))
+    assert torch.autograd.gradcheck(energy_score, inputs)
+    assert torch.autograd.gradgradcheck(energy_score, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_coincident_samples_neither_attract_nor_repel(dtype):
+    """Samples 0 and 1 are one point, sample 2 is the target, sample 3 is free."""
+    target = torch.zeros(2, dtype=dtype)
+    samples = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 2.0]], dtype=dtype)
+    samples.requires_grad_()
+    (grad,) = torch.autograd.grad(energy_score(samples, target), samples)
+    far = torch.tensor([1.0, -2.0], dtype=dtype) / math.sqrt(5)
+    x = torch.tensor([1.0, 0.0], dtype=dtype)
+    y = torch.tensor([0.0, 1.0], dtype=dtype)
+    expected = torch.stack(
+        [
+            x / 4 - (x + far) / 12,
+            x / 4 - (x + far) / 12,
+            -(-2 * x - y) / 12,
+            y / 4 - (y - 2 * far) / 12,
+        ]
+    )
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_energy_score_of_identical_samples_is_the_error_with_no_gradient_between(dtype):
+    samples = torch.full((32, 5, 48), 0.1, dtype=dtype, requires_grad=True)
+    score = energy_score(samples, samples[0].detach())
+    score.sum().backward()
+    assert (score == 0).all()
+    assert (samples.grad == 0).all()
+
+
+def test_energy_score_does_not_suffer_from_a_common_offset():
+    centred = torch.randn(8, 3, 4)
+    target = torch.randn(3, 4)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        samples = (centred + 1e4).to(dtype).requires_grad_()
+        energy_score(samples, (target + 1e4).to(dtype)).sum().backward()
+        gradients.append(samples.grad.double())
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+
+
+def test_energy_score_can_be_vmapped_and_half_is_computed_in_float32():
+    samples, target = torch.randn(4, 6, 3), torch.randn(6, 3)
+    mapped = torch.func.vmap(energy_score, in_dims=(1, 0))(samples, target)
+    torch.testing.assert_close(mapped, energy_score(samples, target))
+    half, half_target = samples.bfloat16(), target.bfloat16()
+    torch.testing.assert_close(
+        energy_score(half, half_target), energy_score(half.float(), half_target.float())
+    )
+
+
+def test_energy_score_refuses_what_it_cannot_mean():
+    with pytest.raises(ValueError, match=r"M = 1"):
+        energy_score(torch.zeros(1, 5, 3), torch.zeros(5, 3))
+    with pytest.raises(ValueError, match=r"\(4, 5, 3\) and \(5, 1\)"):
+        energy_score(torch.zeros(4, 5, 3), torch.zeros(5, 1))
+    with pytest.raises(ValueError, match=r"\(4, 3\) and \(4, 3\)"):
+        energy_score(torch.zeros(4, 3), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"\(4,\) and \(\)"):
+        energy_score(torch.zeros(4), torch.zeros(()))
+
+
+# --- terms of the ELBO ---
+
+
+@pytest.mark.parametrize("event_dims", [0, 1, 2, 3])
+def test_bernoulli_nll_is_minus_the_log_prob(event_dims):
+    logits, x = double(2, 5, 3, 4), torch.rand(2, 5, 3, 4).bernoulli().double()
+    bernoulli = torch.distributions.Bernoulli(logits=logits)
+    expected = -torch.distributions.Independent(bernoulli, event_dims).log_prob(x)
+    torch.testing.assert_close(bernoulli_nll(logits, x, event_dims), expected)
+
+
+def test_bernoulli_nll_takes_grey_values_and_extreme_logits():
+    logits = torch.tensor([-1e4, 0.0, 1e4], requires_grad=True)
+    nll = bernoulli_nll(logits, torch.tensor([0.25, 0.25, 0.25]), event_dims=0)
+    torch.testing.assert_close(nll, torch.tensor([2500.0, math.log(2), 7500.0]))
+    nll.sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([-0.25, 0.25, 0.75]))
+
+
+def test_bernoulli_nll_shares_one_x_among_samples_but_never_broadcasts_events():
+    logits, x = double(6, 2, 4), torch.rand(2, 4).double()
+    nll = bernoulli_nll(logits, x, event_dims=1)
+    expected = torch.stack([bernoulli_nll(each, x, event_dims=1) for each in logits])
+    torch.testing.assert_close(nll, expected)
+    with pytest.raises(ValueError, match=r"\(2, 1\).*\(6, 2, 4\)"):
+        bernoulli_nll(logits, x[:, :1], event_dims=1)
+    with pytest.raises(ValueError, match=r"\(1, 2, 4\).*\(2, 4\)"):
+        bernoulli_nll(logits[0], x[None], event_dims=1)
+    with pytest.raises(ValueError, match=r"0\.\.2, got 3"):
+        bernoulli_nll(logits, x, event_dims=3)
+
+
+def test_kl_to_uniform_is_that_of_torch():
+    log_probs = double(2, 3, 5).log_softmax(-1).requires_grad_()
+    uniform = torch.distributions.Categorical(logits=torch.zeros(5, dtype=torch.float64))
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=log_probs.detach()), uniform
+    )
+    torch.testing.assert_close(kl_to_uniform(log_probs), expected)
+    assert torch.autograd.gradcheck(kl_to_uniform, log_probs)
+
+
+@pytest.mark.parametrize("floor", [-1000.0, -1e30, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_impossible_categories_add_nothing_to_the_kl(floor, dtype):
+    log_probs = torch.tensor([math.log(0.5), floor, math.log(0.5), floor], dtype=dtype)
+    log_probs.requires_grad_()
+    kl = kl_to_uniform(log_probs)
+    kl.backward()
+    tolerance = torch.finfo(dtype).eps
+    assert kl.item() == pytest.approx(math.log(2), abs=2 * tolerance)
+    assert (log_probs.grad[1::2] == 0).all()
+    assert log_probs.grad[0].item() == pytest.approx(0.5 * (1 - math.log(2)), abs=tolerance)
+
+
+# --- importance-weighted likelihood ---
+
+
+class NineLatents:
+    """One x and nine values of z: p(x, z) is a table, q(z | x) another."""
+
+    def __init__(self):
+        self.log_joint = double(9) - 90
+        self.log_q = double(9).log_softmax(0)
+        self.nll = -self.log_joint.logsumexp(0)
+
+    def log_weights(self, m):
+        z = torch.multinomial(self.log_q.exp(), m, replacement=True)
+        return (self.log_joint - self.log_q)[z]
+
+
+def test_nll_is_exact_for_one_sample_when_q_is_the_posterior():
+    model = NineLatents()
+    model.log_q = model.log_joint + model.nll
+    for num_samples in (1, 5, 130):
+        torch.testing.assert_close(
+            importance_weighted_nll(model.log_weights, num_samples), model.nll
+        )
+
+
+def test_nll_is_exact_when_the_samples_are_a_stratified_draw_of_q():
+    """Each z as often as q says: the mean weight is then exactly p(x)."""
+    model = NineLatents()
+    counts = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    model.log_q = (counts.double() / counts.sum()).log()
+    weights = (model.log_joint - model.log_q).repeat_interleave(counts)
+    stream = iter(weights[torch.randperm(45)])
+    nll = importance_weighted_nll(
+        lambda m: torch.stack([next(stream) for _ in range(m)]), num_samples=45, chunk_size=7
+    )
+    torch.testing.assert_close(nll, model.nll, rtol=0, atol=1e-12)
+
+
+def test_nll_approaches_the_truth_from_above():
+    model = NineLatents()
+    estimate = importance_weighted_nll(model.log_weights, 100_000, chunk_size=10_000)
+    assert estimate.item() == pytest.approx(model.nll.item(), abs=0.02)
+    one = torch.stack([importance_weighted_nll(model.log_weights, 1) for _ in range(2000)])
+    assert one.mean() > model.nll + 0.05
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 1000])
+def test_nll_does_not_depend_on_the_chunks_and_asks_for_no_more(chunk_size):
+    weights = double(100, 2, 3) * 5 - 1000
+    asked, position = [], 0
+
+    def log_weights(m):
+        nonlocal position
+        asked.append(m)
+        position += m
+        return weights[position - m : position]
+
+    nll = importance_weighted_nll(log_weights, 100, chunk_size)
+    torch.testing.assert_close(nll, math.log(100) - weights.logsumexp(0), rtol=1e-13, atol=0)
+    assert sum(asked) == 100
+    assert max(asked) == min(chunk_size, 100)
+
+
+def test_nll_keeps_no_graph_and_refuses_nonsense():
+    weights = torch.zeros(1, requires_grad=True)
+    assert not importance_weighted_nll(lambda m: weights.expand(m, 1)).requires_grad
+    with pytest.raises(ValueError, match="got 0 and 64"):
+        importance_weighted_nll(lambda m: torch.zeros(m), 0)
+    with pytest.raises(ValueError, match="got 512 and -1"):
+        importance_weighted_nll(lambda m: torch.zeros(m), chunk_size=-1)
+    with pytest.raises(ValueError, match=r"\(64, \*\), got \(3, 64\)"):
+        importance_weighted_nll(lambda m: torch.zeros(3, m))

@@ -1,0 +1,27 @@
+"""The README's commands are the ones that are checked, and its code runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def test_python_blocks_run():
+    code = "\n".join(blocks("python"))  # in another process: it registers a head
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "natural" in done.stdout
+
+
+def test_ci_runs_the_test_command():
+    tests = next(block for block in blocks("bash") if "pytest" in block)
+    checked = (ROOT / ".ci" / "run").read_text().splitlines()
+    for command in re.split(r"\s*&&\s*\\?\n?\s*", tests.strip()):
+        assert command in checked
