@@ -24,7 +24,11 @@ ScoreFunction = Callable[[Parameters], Tensor]
 
 
 def score_fisher(
-    head: CategoricalHead, scores: Tensor, kind: str = "exact", num_samples: int = 1
+    head: CategoricalHead,
+    scores: Tensor,
+    kind: str = "exact",
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Fisher matrix in score space, (*, S) -> (*, S, S).
 
@@ -33,6 +37,7 @@ def score_fisher(
         scores: (*, S).
         kind: ``"exact"`` or ``"sampled"``.
         num_samples: M, categories drawn per row where sampled.
+        generator: source of the draws, so that observing need not disturb the global one.
 
     >>> from catnat import make_head
     >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
@@ -43,11 +48,16 @@ def score_fisher(
         return head.fisher(scores)
     if kind != "sampled":
         raise ValueError(f"unknown kind {kind!r}; choose from exact, sampled")
-    gradients = sampled_scores(head, scores, num_samples)  # (M, *, S)
+    gradients = sampled_scores(head, scores, num_samples, generator)  # (M, *, S)
     return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
-def sampled_scores(head: CategoricalHead, scores: Tensor, num_samples: int = 1) -> Tensor:
+def sampled_scores(
+    head: CategoricalHead,
+    scores: Tensor,
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
@@ -55,7 +65,7 @@ def sampled_scores(head: CategoricalHead, scores: Tensor, num_samples: int = 1) 
         leaf = scores.detach().expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
         flat = log_probs.detach().exp().flatten(0, -2)
-        drawn = torch.multinomial(flat, 1).view(*log_probs.shape[:-1], 1)
+        drawn = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:-1], 1)
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
     return gradients.to(log_probs.dtype)
