@@ -1,0 +1,83 @@
+"""Encoders that end in scores, and decoders that begin at one-hot samples, for 28 x 28 images."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import nn
+
+IMAGE_SHAPE = (1, 28, 28)
+
+
+def conv_encoder(num_outputs: int) -> nn.Sequential:
+    """Three strided convolutions and two linear layers.
+
+    Shapes: images (B, 1, 28, 28), result (B, num_outputs).
+
+    Example:
+        >>> import torch
+        >>> conv_encoder(70)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 70])
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),  # 14 x 14
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),  # 7 x 7
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),  # 3 x 3
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_outputs),
+    )
+
+
+def conv_decoder(num_inputs: int) -> nn.Sequential:
+    """Mirror of :func:`conv_encoder`: two linear layers and three transposed convolutions.
+
+    Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
+
+    Example:
+        >>> import torch
+        >>> conv_decoder(80)(torch.zeros(2, 80)).shape
+        torch.Size([2, 1, 28, 28])
+    """
+    return nn.Sequential(
+        nn.Linear(num_inputs, 128),
+        nn.ReLU(),
+        nn.Linear(128, 288),
+        nn.ReLU(),
+        nn.Unflatten(1, (32, 3, 3)),
+        nn.ConvTranspose2d(32, 16, 3, stride=2),  # 7 x 7
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 8, 3, stride=2, padding=1, output_padding=1),  # 14 x 14
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 1, 3, stride=2, padding=1, output_padding=1),  # 28 x 28
+    )
+
+
+def mlp_encoder(num_outputs: int) -> nn.Sequential:
+    """784 - 512 - 256 - num_outputs with ReLU.
+
+    Shapes: images (B, 1, 28, 28), result (B, num_outputs).
+    """
+    return nn.Sequential(nn.Flatten(), *_mlp(784, 512, 256, num_outputs))
+
+
+def mlp_decoder(num_inputs: int) -> nn.Sequential:
+    """Mirror of :func:`mlp_encoder`: num_inputs - 256 - 512 - 784 with ReLU.
+
+    Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
+    """
+    return nn.Sequential(*_mlp(num_inputs, 256, 512, 784), nn.Unflatten(1, IMAGE_SHAPE))
+
+
+def _mlp(*sizes: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]

@@ -1,0 +1,5 @@
+"""Data for the experiments, as Lightning data modules."""
+
+from .mnist import MNISTDataModule
+
+__all__ = ["MNISTDataModule"]

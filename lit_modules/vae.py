@@ -1,0 +1,338 @@
+"""The convolutional VAE with N categorical latents, trained with straight-through Gumbel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from catnat import HeadCategorical, make_head
+from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
+from catnat.networks import conv_decoder, conv_encoder
+
+from .noise import noise_state, own_noise, set_noise_state
+
+_COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
+_DECODED_AT_ONCE = {"cpu": 1024, "cuda": 32768}  # images, in the importance-sampled likelihood
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+
+
+class DiscreteVAE(LightningModule):
+    r"""VAE on 28 x 28 images with latents z = (z_1..z_N), each one of K categories.
+
+    .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
+
+    z is one-hot, a Gumbel sample of q whose gradient is that of its relaxation at temperature
+    τ(step) = max(exp(-rate step), min), renewed every ``temperature_steps`` steps.
+
+    A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
+    :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
+
+    Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl; test/nll, test/elbo, test/kl,
+    test/saturated (share of scores in a flat region of the head) and test/collapsed (1 if the
+    latents carry nothing). Evaluation draws noise of its own, the same each time: how often it
+    happens does not change what is learned.
+
+    Args:
+        head: a name from ``catnat.head_names()``.
+        num_latents: N.
+        num_categories: K.
+        learning_rate: of the optimizer.
+        optimizer: "adam" or "sgd" (without momentum).
+        lr_decay: factor on the learning rate every ``lr_decay_steps`` steps; 1 keeps it constant.
+        lr_decay_steps: see ``lr_decay``.
+        gradient_clip: largest norm of the gradient; 0 for no limit.
+        temperature_rate: r in τ = exp(-r step).
+        min_temperature: lower limit of τ.
+        temperature_steps: steps between changes of τ.
+        nll_samples: importance samples per image for test/nll.
+        head_options: options of the head, such as ``amplitude`` for natural.
+    """
+
+    temperature: Tensor
+    _options_not_used: ClassVar[tuple[str, ...]] = ()  # for subclasses: kept out of hparams
+
+    def __init__(
+        self,
+        head: str = "natural",
+        num_latents: int = 10,
+        num_categories: int = 8,
+        learning_rate: float = 1e-3,
+        optimizer: Literal["adam", "sgd"] = "adam",
+        lr_decay: float = 1.0,
+        lr_decay_steps: int = 1000,
+        gradient_clip: float = 1.0,
+        temperature_rate: float = 3e-5,
+        min_temperature: float = 0.5,
+        temperature_steps: int = 1000,
+        nll_samples: int = 512,
+        head_options: dict[str, float | bool] | None = None,
+    ) -> None:
+        super().__init__()
+        if optimizer not in _OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {optimizer!r}; choose from adam, sgd")
+        require_positive(
+            num_latents=num_latents,
+            learning_rate=learning_rate,
+            lr_decay=lr_decay,
+            lr_decay_steps=lr_decay_steps,
+            min_temperature=min_temperature,
+            temperature_steps=temperature_steps,
+            nll_samples=nll_samples,
+        )
+        require_positive(
+            or_zero=True, gradient_clip=gradient_clip, temperature_rate=temperature_rate
+        )
+        self.save_hyperparameters(ignore=self._options_not_used)
+        self.head = make_head(head, num_categories, **(head_options or {}))
+        self.num_latents = num_latents
+        self.encoder, self.decoder = self.make_networks(
+            num_latents * self.head.num_scores, num_latents * num_categories
+        )
+        self.learning_rate, self.optimizer_name = learning_rate, optimizer
+        self.lr_decay, self.lr_decay_steps = lr_decay, lr_decay_steps
+        self.gradient_clip = gradient_clip
+        self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
+        self.temperature_steps = temperature_steps
+        self.nll_samples = nll_samples
+        # On the device, because a captured step reads it there; a function of the step, so not
+        # part of a checkpoint.
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
+        self._temperature = 1.0  # the same number where reading it waits for nothing
+        self._totals: dict[str, Tensor] = {}
+        self._noise_to_restore: dict[str, Tensor] | None = None
+        self._prior_noise = torch.Generator().manual_seed(0)
+
+    def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
+        """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
+        return conv_encoder(num_scores), conv_decoder(num_inputs)
+
+    def scores(self, batch: Any) -> Tensor:
+        """Scores of the head for every latent, (B, N, S)."""
+        scores: Tensor = self.encoder(images(batch))
+        return scores.reshape(-1, self.num_latents, self.head.num_scores)
+
+    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
+        """What is minimized, a scalar; q has batch shape (B, N)."""
+        z = q.rsample_relaxed(self.temperature, hard=True)  # (B, N, K)
+        return (self.reconstruction(batch, z) + self.kl(q)).mean()
+
+    def forward(self, batch: Any) -> HeadCategorical:
+        """q(z | x), of batch shape (B, N)."""
+        q: HeadCategorical = self.head(self.scores(batch))
+        return q
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Logits of the pixels for one-hot latents, (*, N, K) -> (*, 1, 28, 28)."""
+        logits: Tensor = self.decoder(z.reshape(-1, z.shape[-2] * z.shape[-1]))
+        return logits.reshape(*z.shape[:-2], *logits.shape[1:])
+
+    def reconstruction(self, batch: Any, z: Tensor) -> Tensor:
+        """-log p(x | z), summed over pixels, (*, B, N, K) -> (*, B)."""
+        return bernoulli_nll(self.decode(z), images(batch), event_dims=3)
+
+    def kl(self, q: HeadCategorical) -> Tensor:
+        """KL(q(z | x) || uniform), summed over latents, (B,)."""
+        return kl_to_uniform(q.logits).sum(-1)
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
+        with evaluating(self):
+            z = F.one_hot(self(x).probs.argmax(-1), self.head.num_categories)
+            return self.decode(z.to(x.dtype)).sigmoid()
+
+    @torch.no_grad()
+    def sample_prior(self, n: int) -> Tensor:
+        """Mean pixels at n latents drawn from the prior, (n, 1, 28, 28); leaves torch's seed be."""
+        K = self.head.num_categories
+        index = torch.randint(K, (n, self.num_latents), generator=self._prior_noise)
+        with evaluating(self):
+            z = F.one_hot(index.to(self.device), K)
+            return self.decode(z.to(self.temperature.dtype)).sigmoid()
+
+    # -- training --------------------------------------------------------------------------
+
+    def annealed_temperature(self, step: int) -> float:
+        """τ at an optimizer step."""
+        step -= step % self.temperature_steps
+        return max(math.exp(-self.temperature_rate * step), self.min_temperature)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One loss, from scores to scalar; now and then logged."""
+        loss = self._step_loss(batch, self.temperature)
+        every: int = getattr(self.trainer, "log_every_n_steps", 0)
+        if every and (self.global_step + 1) % every == 0:
+            self.log("train/loss", loss.detach(), prog_bar=True)
+            self.log_dict(self._settings())
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Set the temperature of this step."""
+        temperature = self.annealed_temperature(self.global_step)
+        if temperature != self._temperature:
+            self._temperature = temperature
+            self.temperature.fill_(temperature)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Adam or SGD, with a decaying learning rate if asked for."""
+        kind = _OPTIMIZERS[self.optimizer_name]
+        optimizer: Optimizer = kind(self.parameters(), lr=self.learning_rate)
+        if self.lr_decay == 1:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as the Trainer says, else to the norm ``gradient_clip``."""
+        if gradient_clip_val is None:
+            gradient_clip_val = self.gradient_clip
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    def _step_loss(self, batch: Any, temperature: Tensor) -> Tensor:
+        """The loss as device work alone: no host synchronization, no logging, no Python state."""
+        self.temperature = temperature
+        return self.loss(batch, self(batch))
+
+    def _settings(self) -> dict[str, float]:
+        return {"train/temperature": self._temperature}
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget earlier sums."""
+        self._totals = {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """One sample per image."""
+        with self._evaluation_noise(batch_idx):
+            q = self(batch)
+            loss, reconstruction = (
+                self.loss(batch, q),
+                self.reconstruction(batch, q.one_hot_sample()),
+            )
+        kl = self.kl(q)
+        self._add(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log means over all images of all ranks."""
+        self._log_means("val", self._means())
+
+    def on_test_epoch_start(self) -> None:
+        """Forget earlier sums."""
+        self._totals = {}
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """``nll_samples`` samples per image."""
+        scores = self.scores(batch)
+        q = self.head(scores)
+        with self._evaluation_noise(batch_idx):
+            nll, reconstruction = self._likelihood(batch, q)
+        kl = self.kl(q)
+        saturated = self.head.saturated(scores).float().mean((-2, -1))
+        self._add(nll=nll, elbo=-reconstruction - kl, kl=kl, saturated=saturated)
+
+    def on_test_epoch_end(self) -> None:
+        """Log means over all images of all ranks, and what follows from them."""
+        self._log_means("test", self._test_metrics(self._means()))
+
+    def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        return means | {"collapsed": (means["kl"] < _COLLAPSED_BELOW).float()}
+
+    def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
+        """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
+        log_prior = -self.num_latents * math.log(self.head.num_categories)
+        total = torch.zeros((), device=self.device)
+
+        def log_weights(m: int) -> Tensor:
+            nonlocal total
+            z = q.one_hot_sample((m,))  # (m, B, N, K)
+            reconstruction = self.reconstruction(batch, z)
+            total = total + reconstruction.sum(0)
+            return log_prior - reconstruction - (z * q.logits).sum((-2, -1))
+
+        room = _DECODED_AT_ONCE.get(self.device.type, 1024)
+        chunk = max(1, room // max(1, q.batch_shape[0]))
+        nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
+        return nll, total / self.nll_samples
+
+    @contextmanager
+    def _evaluation_noise(self, batch_idx: int) -> Iterator[None]:
+        with own_noise(self.device, seed=batch_idx * self.trainer.world_size + self.global_rank):
+            yield
+
+    def _add(self, **values: Tensor) -> None:
+        """Add values of images, each (B,), to the sums of this epoch."""
+        values["count"] = torch.ones_like(values["kl"])
+        for name, value in values.items():
+            self._totals[name] = self._totals.get(name, 0) + value.double().sum()
+
+    def _means(self) -> dict[str, Tensor]:
+        names = list(self._totals)
+        sums = self.trainer.strategy.reduce(
+            torch.stack([self._totals[name] for name in names]), reduce_op="sum"
+        )
+        count = sums[names.index("count")]
+        return {n: s / count for n, s in zip(names, sums, strict=True) if n != "count"}
+
+    def _log_means(self, stage: str, means: Mapping[str, Tensor]) -> None:
+        self.log_dict({f"{stage}/{name}": m.float() for name, m in means.items()}, sync_dist=True)
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random states of all ranks."""
+        checkpoint["noise"] = noise_state(self.device, self.all_gather)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the random states until training goes on."""
+        self._noise_to_restore = checkpoint.get("noise")
+
+    def on_train_start(self) -> None:
+        """Continue the random numbers of a resumed run."""
+        if self._noise_to_restore is not None:
+            set_noise_state(self._noise_to_restore, self.device, self.global_rank)
+            self._noise_to_restore = None
+
+
+def images(batch: Any) -> Tensor:
+    """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
+    x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+    return x
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into eval mode inside the block."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+def require_positive(or_zero: bool = False, **values: float) -> None:
+    """Raise a ValueError that names the first value not > 0 (or < 0 with ``or_zero``)."""
+    for name, value in values.items():
+        if not (value > 0 or (or_zero and value == 0)) or math.isinf(value):
+            raise ValueError(f"{name} must be {'>= 0' if or_zero else 'positive'}, got {value}")
