@@ -21,7 +21,7 @@ from catnat.networks import conv_decoder, conv_encoder
 from .noise import noise_state, own_noise, set_noise_state
 
 _COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
-_DECODED_AT_ONCE = {"cpu": 1024, "cuda": 32768}  # images, in the importance-sampled likelihood
+_DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -270,7 +270,7 @@ class DiscreteVAE(LightningModule):
             total = total + reconstruction.sum(0)
             return log_prior - reconstruction - (z * q.logits).sum((-2, -1))
 
-        room = _DECODED_AT_ONCE.get(self.device.type, 1024)
+        room = _DECODED_AT_ONCE.get(self.device.type, 512)
         chunk = max(1, room // max(1, q.batch_shape[0]))
         nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
         return nll, total / self.nll_samples
