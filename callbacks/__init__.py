@@ -1,0 +1,27 @@
+"""Callbacks for Lightning: they observe, and never change what is learned."""
+
+from .checkpoints import (
+    AtomicCheckpointIO,
+    LastCheckpoint,
+    Stopped,
+    check_same,
+    find_checkpoint,
+    open_run,
+)
+from .figures import VAEFigures
+from .fisher import FisherMonitor
+from .progress import ProgressLines
+from .report import report
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "FisherMonitor",
+    "LastCheckpoint",
+    "ProgressLines",
+    "Stopped",
+    "VAEFigures",
+    "check_same",
+    "find_checkpoint",
+    "open_run",
+    "report",
+]

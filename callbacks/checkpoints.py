@@ -1,0 +1,213 @@
+"""Checkpoints that survive a kill at any moment, and stopping on a signal without losing work."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
+    """Raised after a signal, once everything is saved."""
+
+    def __init__(self, signum: int, step: int, path: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum, self.step, self.path = signum, step, path
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target and renames; reads tensors and plain values, never code.
+
+    Lightning's own writer goes through the system's temporary folder, and moving a file from
+    there to another disk is a copy that a kill can cut short.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save; whatever goes wrong, the file that was there before is untouched."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
+        torch.save(checkpoint, content)
+        try:
+            with open(partial, "wb") as file:
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Load with ``weights_only=True``, whatever was asked for."""
+        return load_checkpoint(path, map_location)
+
+
+def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; a ``ValueError`` of one line says what is wrong with it."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} is refused: it holds more than tensors and plain values"
+        ) from error
+    except Exception as error:  # a damaged file fails in many ways
+        raise ValueError(f"checkpoint {path} is damaged, or no checkpoint at all") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"checkpoint {path} holds no model")
+    return checkpoint
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps ``last.ckpt``, from which a run can continue.
+
+    It is written every n steps, after the last step, and when SIGINT or SIGTERM asks to stop: the
+    step in progress is finished, saved, and :class:`Stopped` raised. A second SIGINT does not
+    wait.
+
+    Args:
+        dirpath: the folder; rank 0's counts.
+        every_n_steps: how often.
+    """
+
+    def __init__(self, dirpath: str | Path, every_n_steps: int = 500) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        self.path = str(Path(dirpath) / "last.ckpt")
+        self.every_n_steps = every_n_steps
+        self._saved_step = 0
+        self._signum = 0
+        self._handlers: dict[int, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """All ranks write, or rather let rank 0 write, to one place."""
+        self.path = trainer.strategy.broadcast(self.path)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on there is something to save."""
+        self._saved_step = trainer.global_step
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Save if it is time, or if a signal came."""
+        step = trainer.global_step
+        stop = self._must_stop(trainer, batch_idx)
+        due = step // self.every_n_steps > self._saved_step // self.every_n_steps
+        if stop or due or (step == trainer.max_steps != self._saved_step):
+            self._save(trainer)
+        if stop:
+            raise Stopped(self._signum or signal.SIGTERM, step, self.path)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training may end for other reasons than the number of steps."""
+        if trainer.global_step > self._saved_step:
+            self._save(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the signals back."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+
+    def _save(self, trainer: Trainer) -> None:
+        self._saved_step = trainer.global_step
+        trainer.save_checkpoint(self.path)
+
+    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signum = signum
+
+    def _must_stop(self, trainer: Trainer, batch_idx: int) -> bool:
+        """Whether a signal came on any rank; ranks agree every ten steps, as asking costs time."""
+        if trainer.world_size == 1:
+            return bool(self._signum)
+        if batch_idx % 10:
+            return False
+        return trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False)
+
+
+def find_checkpoint(home: Path, wanted: str) -> Path:
+    """A file, or the checkpoint called "last" or "best" of the newest run in home that has one."""
+    if wanted not in ("last", "best"):
+        return Path(wanted)
+    for run in reversed(_runs(home)):
+        path = run / "checkpoints" / f"{wanted}.ckpt"
+        if path.is_file():
+            return path
+    raise ValueError(f"--ckpt_path {wanted}: there is no {wanted}.ckpt in any run under {home}")
+
+
+def check_same(path: Path, model: LightningModule) -> None:
+    """Raise a ``ValueError`` of one line if the checkpoint is not one of this very model.
+
+    Heads can have equal shapes: without this, the wrong one would load without complaint.
+    """
+    checkpoint = load_checkpoint(path)
+    made, here = checkpoint.get("hyper_parameters", {}), dict(model.hparams)
+    for name in ("head", "head_options", "num_latents", "num_categories"):
+        if made.get(name) != here.get(name):
+            raise ValueError(
+                f"checkpoint {path} has {name} {made.get(name)}, the command line {here.get(name)}"
+            )
+    shapes = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    if shapes != {name: value.shape for name, value in model.state_dict().items()}:
+        raise ValueError(f"checkpoint {path} is one of another model")
+
+
+def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
+    """The folder of the checkpoint's run, or home/version_k with the next free k.
+
+    Where a configuration is given, it is written there; otherwise nothing is.
+    """
+    runs = _runs(home)
+    number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
+    resumed = ckpt_path is not None and ckpt_path.parent.name == "checkpoints"
+    folder = ckpt_path.parent.parent if ckpt_path and resumed else home / f"version_{number}"
+    if (
+        config is None or getattr(rank_zero_only, "rank", 0) != 0
+    ):  # other ranks only need to know a path
+        return folder
+    while not resumed:
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # another process was faster
+            number += 1
+            folder = home / f"version_{number}"
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def _runs(home: Path) -> list[Path]:
+    runs = [run for run in home.glob("version_*") if run.name[8:].isdigit()]
+    return sorted(runs, key=lambda run: int(run.name[8:]))

@@ -1,0 +1,131 @@
+"""Pictures for TensorBoard: reconstructions, samples from the prior, use of the categories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from matplotlib import colormaps
+from torch import Tensor
+
+from catnat import HeadProbe
+
+
+def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
+    """Give an image (H, W) or (H, W, 3) in [0, 1] to every logger that takes images."""
+    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().numpy()
+    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_image"):
+            experiment.add_image(tag, pixels, step, dataformats="HWC")
+        elif hasattr(logger, "log_image"):
+            logger.log_image(tag, [pixels], step=step)
+
+
+def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 12) -> Tensor:
+    """A matrix (R, C) as a picture (R * cell, C * cell, 3): values low..high become colours."""
+    scaled = (matrix.detach().float().cpu().numpy() - low) / max(high - low, 1e-12)
+    picture = colormaps[colours](scaled)[..., :3].astype(np.float32)
+    return torch.from_numpy(picture.repeat(cell, 0).repeat(cell, 1))
+
+
+def tile(images: Tensor, columns: int) -> Tensor:
+    """Images (n, 1, H, W) side by side, row by row: (n / columns * H, columns * W)."""
+    height, width = images.shape[-2:]
+    grid = images.reshape(-1, columns, height, width)
+    return grid.transpose(1, 2).reshape(-1, columns * width)
+
+
+class VAEFigures(Callback):
+    """Pictures of a VAE at each validation.
+
+    ``images/reconstructions``: inputs above, reconstructions below; ``images/prior``: decoded
+    draws from the prior; ``latents/usage``: the mean probability of each category (columns) of
+    each latent (rows) over the validation set, black = never, white = always.
+
+    A model without ``reconstruct``, ``sample_prior`` or a head just gets fewer pictures.
+
+    Args:
+        num_images: how many reconstructions and prior samples.
+    """
+
+    def __init__(self, num_images: int = 10) -> None:
+        if num_images < 1:
+            raise ValueError(f"num_images must be at least 1, got {num_images}")
+        self.num_images = num_images
+        self._probe: HeadProbe | None = None
+        self._usage: dict[str, Tensor] = {}
+        self._inputs: Tensor | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach before the first call of a model that may be compiled."""
+        try:
+            self._probe = HeadProbe(pl_module).attach()
+        except ValueError:  # no head in there
+            self._probe = None
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the epoch before."""
+        self._usage, self._inputs = {}, None
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the first inputs and add up how often each category is used."""
+        if trainer.sanity_checking:
+            return
+        if batch_idx == 0:
+            first = batch[0] if isinstance(batch, (tuple, list)) else batch
+            self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
+        if self._probe is None:
+            return
+        for name, scores in self._probe.scores.items():
+            head = self._probe.heads[name]
+            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores)).sum(0)
+            self._usage[name] = self._usage.get(name, torch.zeros_like(probs)) + probs  # (N, K)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw. The draws come from a forked random state: training never notices."""
+        if trainer.sanity_checking or not trainer.loggers:
+            return
+        self._draw_usage(trainer)
+        if not trainer.is_global_zero:
+            return
+        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(0)  # the same draws each time, so that the change is the model's
+            self._draw_images(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach."""
+        if self._probe is not None:
+            self._probe.detach()
+
+    def _draw_usage(self, trainer: Trainer) -> None:
+        for name, usage in self._usage.items():
+            summed = trainer.strategy.reduce(usage, reduce_op="sum")
+            assert isinstance(summed, Tensor)
+            share = summed / summed.sum(-1, keepdim=True)
+            tag = "latents/usage" if len(self._usage) == 1 else f"latents/{name}/usage"
+            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), trainer.global_step)
+
+    def _draw_images(self, trainer: Trainer, model: Any) -> None:
+        if self._inputs is not None and hasattr(model, "reconstruct"):
+            images: Tensor = model.reconstruct(self._inputs)
+            inputs = self._inputs.reshape(images.shape).to(images.dtype)
+            both = tile(torch.cat([inputs, images]), images.shape[0])
+            add_image(trainer.loggers, "images/reconstructions", both, trainer.global_step)
+        if hasattr(model, "sample_prior"):
+            samples = tile(model.sample_prior(self.num_images), self.num_images)
+            add_image(trainer.loggers, "images/prior", samples, trainer.global_step)

@@ -1,0 +1,55 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+
+_MANY = 0.5  # share of saturated scores worth a sentence
+
+
+def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
+    """Print the test metrics and where to look further; fill TensorBoard's hparams tab."""
+    table = Table(show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for sentence in warnings_of(metrics):
+        console.print(sentence, highlight=False)
+    console.print(f"run: {folder}", highlight=False)
+    root = trainer.default_root_dir
+    console.print(f"compare runs: tensorboard --logdir {root}", highlight=False)
+    _fill_hparams_tab(trainer, metrics)
+
+
+def warnings_of(metrics: dict[str, float]) -> list[str]:
+    """Plain sentences about a run that did not learn what it should."""
+    sentences = []
+    if metrics.get("test/collapsed"):
+        sentences.append(
+            "The run COLLAPSED: its latents carry no information (KL near 0). "
+            "Try a smaller learning rate or another seed."
+        )
+    if (share := metrics.get("test/saturated", 0)) > _MANY:
+        sentences.append(
+            f"{share:.0%} of the scores are SATURATED: they lie where the head is flat and get no "
+            "gradient (usual for sparsemax, a sign of trouble for natural)."
+        )
+    return sentences
+
+
+def _fill_hparams_tab(trainer: Trainer, metrics: dict[str, float]) -> None:
+    hparams: dict[str, Any] = {}
+    for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        hparams |= dict(getattr(part, "hparams", {}))
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(hparams, metrics)
+            logger.save()
+            logger.experiment.flush()

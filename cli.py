@@ -1,0 +1,188 @@
+"""The command line of train.py: names and options, with one-line errors.
+
+Nothing here imports torch, which takes seconds: a misspelt name is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
+
+
+class UsageError(Exception):
+    """Something on the command line is wrong; the message is one line."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(" ".join(str(message).split()))
+
+
+class _NameParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+# -- names, before torch -----------------------------------------------------------------------
+
+
+def read_names(argv: list[str], models: Collection[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Command, model, head and imports, from options or files; and the options that are left."""
+    parser = _NameParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", "--model.name")
+    parser.add_argument("--head", "--model.head")
+    parser.add_argument("--import", dest="imports", action="append", default=[])
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("--print_config", "--print-config", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    command = "fit" if argv[0].startswith("-") else argv[0]
+    check_choice("command", command, ("fit", "test"))
+    names, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
+    for path in reversed(names.config):  # the last one wins
+        _add_names_of_file(names, path)
+    names.command, names.model = command, names.model or "vae"
+    check_choice("--model", names.model, models)
+    heads = builtin_heads()
+    names.head = heads.get(names.head or "natural", names.head)
+    if not names.imports:
+        check_choice("--head", names.head, heads)
+    return names, [*(f"--config={path}" for path in names.config), *rest]
+
+
+def _add_names_of_file(names: argparse.Namespace, path: str) -> None:
+    try:
+        config = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: {getattr(error, 'strerror', error)}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is no YAML: {error}") from error
+    model = (config.get("model") or {}) if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        raise UsageError(f"--config {path} should read like what --print_config prints")
+    names.model = names.model or model.get("name")
+    names.head = names.head or model.get("head")
+    names.imports += config.get("import") or []
+
+
+def builtin_heads() -> dict[str, str]:
+    """Names and aliases of the heads in catnat/heads.py, read without importing it."""
+    spec = importlib.util.find_spec("catnat")
+    assert spec is not None and spec.origin is not None
+    heads: dict[str, str] = {}
+    for node in ast.parse(Path(spec.origin).with_name("heads.py").read_text()).body:
+        words = {word.arg: word.value for word in getattr(node, "keywords", ())}
+        if "name" in words:
+            name = ast.literal_eval(words["name"])
+            aliases = ast.literal_eval(words["aliases"]) if "aliases" in words else ()
+            heads |= dict.fromkeys((name, *aliases), name)
+    return heads
+
+
+def import_modules(names: list[str]) -> None:
+    """Import the user's modules, which may lie in the working directory."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(f"--import {name}: {error}") from error
+
+
+def check_choice(what: str, value: str, choices: Collection[str]) -> None:
+    """Raise unless value is one of the choices."""
+    if value not in choices:
+        listed = ", ".join(choices)
+        raise UsageError(f"{what} {value!r} is not one of {listed}{hint(value, choices)}")
+
+
+def hint(value: str, choices: Collection[str]) -> str:
+    """; did you mean this or that? Nothing if nothing is close."""
+    close = difflib.get_close_matches(value, list(choices), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# -- options, once the parser is there -----------------------------------------------------------
+
+
+def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
+    """Parse options whose group may be left out."""
+    try:
+        return parser.parse_args(list(_full_names(argv, _option_names(parser))))
+    except argparse.ArgumentError as error:
+        raise UsageError(_plain(str(error), parser)) from error
+
+
+def _option_names(parser: ArgumentParser) -> list[str]:
+    return [a.dest for a in parser._actions if a.option_strings and a.dest not in SHORT]
+
+
+def _full_names(argv: list[str], known: list[str]) -> Iterator[str]:
+    """--max_steps and --max-steps become --trainer.max_steps; an unknown option raises."""
+    for arg in argv:
+        if not arg.startswith("--"):
+            yield arg
+            continue
+        typed, equals, value = arg[2:].partition("=")
+        name = typed.rstrip("+").replace("-", "_")
+        candidates = [name, *(f"{group}.{name}" for group in SHORT)]
+        full = next((each for each in candidates if _is_known(each, known)), None)
+        if full is None:
+            short = [each.split(".", 1)[-1] for each in known if each.split(".")[0] in SHORT]
+            close = hint(name, known) or hint(name, short)
+            close = close.replace("mean ", "mean --")
+            raise UsageError(f"unknown option --{typed}{close or '; see --help'}")
+        yield f"--{full}{'+' * typed.endswith('+')}{equals}{value}"
+
+
+def _is_known(name: str, known: list[str]) -> bool:
+    """Options of an option's value count too: --trainer.logger.save_dir, --head_options.center."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in known for n in range(len(parts), 0, -1))
+
+
+def _plain(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message in one line: the option, the value and what would do."""
+    if group := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        name = ".".join(group.groups())
+        return f"unknown option {name}{hint(name, _option_names(parser))}"
+    key = re.search(r'[Pp]arser key "([^"]+)"', message)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    if key is None or value is None:
+        return message
+    literals = ", ".join(re.findall(r"Literal\[(.*?)\]", message))
+    choices = list(dict.fromkeys(re.findall(r"[^\s,']+", literals)))
+    if choices:
+        close = hint(value[1], choices)
+        return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
+    kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
+    wanted = " or ".join(kind for kind in kinds if kind != "NoneType") or "something else"
+    return f"--{key[1]} {value[1]!r}: expected {wanted}"
+
+
+def group_help(parser: ArgumentParser, group: str) -> str:
+    """The options of one group, one line each."""
+    lines = []
+    for action in parser._actions:
+        if not action.dest.startswith(f"{group}."):
+            continue
+        default = parser.get_default(action.dest)
+        text = " ".join((action.help or "").split()).split(". ")[0].replace("``", "")
+        shown = "" if default is None else f" [{default}]"
+        lines.append(f"  --{action.dest.removeprefix(f'{group}.'):32}{text}{shown}")
+    return "\n".join(
+        textwrap.shorten(line, 110, placeholder=" ...", drop_whitespace=False) for line in lines
+    )
