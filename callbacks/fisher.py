@@ -51,7 +51,7 @@ class FisherMonitor(Callback):
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
         image_every_n_steps: how often to draw G; 0 for never.
-        write_every_n_steps: how many observed steps are written at once.
+        write_every_n_steps: how many observed steps are written at once, up to 200.
         seed: of the draws.
     """
 
@@ -71,6 +71,8 @@ class FisherMonitor(Callback):
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if write_every_n_steps > 200:
+            raise ValueError(f"write_every_n_steps must be at most 200, got {write_every_n_steps}")
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.image_every_n_steps = image_every_n_steps
@@ -80,6 +82,7 @@ class FisherMonitor(Callback):
         self._probe: HeadProbe | None = None
         self._generator: torch.Generator | None = None
         self._records: dict[str, _Records] = {}
+        self._replayed: _OnDevice | None = None
         self._trained: dict[str, Tensor] = {}
         self._step = 0
 
@@ -89,6 +92,11 @@ class FisherMonitor(Callback):
         self._generator = torch.Generator(pl_module.device)
         self._generator.manual_seed(self.seed + trainer.global_rank)
         self._records = {}
+        self._replayed = None
+        if not pl_module.automatic_optimization and hasattr(pl_module, "step_observers"):
+            self._replayed = _OnDevice(self._probe, self.num_samples, self._generator)
+            pl_module.step_observers.append(self._replayed.observe)
+            pl_module.step_generators.append(self._generator)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Steps count from where a resumed run stopped."""
@@ -104,6 +112,12 @@ class FisherMonitor(Callback):
     ) -> None:
         """Observe, and write once enough has come together."""
         if trainer.global_step == self._step:  # gradients are still accumulating
+            return
+        if self._replayed is not None:
+            self._replayed.steps += range(self._step, trainer.global_step)
+            self._step = trainer.global_step
+            if len(self._replayed.steps) >= self.write_every_n_steps:
+                self._write(trainer)
             return
         self._step = trainer.global_step
         step = self._step - 1  # counted from 0, like Lightning's own metrics
@@ -137,6 +151,10 @@ class FisherMonitor(Callback):
         if self._probe is not None:
             self._probe.detach()
             self._probe = None
+        if self._replayed is not None:
+            pl_module.step_observers.remove(self._replayed.observe)
+            pl_module.step_generators.remove(self._generator)
+            self._replayed = None
 
     def _observe(self, step: int) -> None:
         assert self._probe is not None
@@ -148,6 +166,8 @@ class FisherMonitor(Callback):
             records.observed.append(observe(head, flat, self.num_samples, self._generator))
 
     def _write(self, trainer: Trainer) -> None:
+        if self._replayed is not None:
+            self._records = self._replayed.records(self.every_n_steps)
         for name, records in self._records.items():
             if not records.steps:
                 continue
@@ -200,6 +220,54 @@ class _Records:
 
     def clear(self) -> None:
         self.steps, self.rows, self.observed = [], [], []
+
+
+class _OnDevice:
+    """Observes from within a step that is replayed as a CUDA graph, where no Python runs.
+
+    Each step writes its row into a buffer on the device, at a place that is counted there too.
+    """
+
+    ROWS = 256  # more than are written at once, plus those of a batch of several steps
+
+    def __init__(
+        self, probe: HeadProbe, num_samples: int, generator: torch.Generator | None
+    ) -> None:
+        self.probe, self.num_samples, self.generator = probe, num_samples, generator
+        self.steps: list[int] = []
+        self._buffers: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+        self._next: Tensor | None = None
+
+    def observe(self) -> None:
+        """Add a row for each head; device work alone."""
+        for name, head, scores in self.probe:
+            flat = scores.reshape(-1, head.num_scores)
+            row = observe(head, flat, self.num_samples, self.generator)
+            if name not in self._buffers:
+                self._buffers[name] = row.new_zeros(self.ROWS, len(row))
+                self._rows[name] = flat.shape[0]
+            if self._next is None:
+                self._next = torch.zeros(1, dtype=torch.int64, device=row.device)
+            self._buffers[name].index_copy_(0, self._next, row[None])
+        assert self._next is not None
+        self._next.add_(1).remainder_(self.ROWS)
+
+    def records(self, every_n_steps: int) -> dict[str, _Records]:
+        """What was observed since the last time, of each n-th step."""
+        kept = [k for k, step in enumerate(self.steps) if step % every_n_steps == 0]
+        records = {
+            name: _Records(
+                [self.steps[k] for k in kept],
+                [self._rows[name]] * len(kept),
+                [buffer[k].clone() for k in kept],
+            )
+            for name, buffer in self._buffers.items()
+        }
+        self.steps = []
+        if self._next is not None:
+            self._next.zero_()
+        return records
 
 
 def observe(

@@ -37,11 +37,13 @@ class ImageLoader:
         variant: as in :class:`~datamodules.MNISTDataModule`.
         shuffle: a new order in every epoch.
         seed: of order and binarization.
+        max_batches: end every epoch after so many batches, if it has more. (Whoever iterates does
+            that; the loader needs to know when it begins the next one.)
         rank: which share is ours.
         world_size: how many shares there are.
+        steps_per_batch: k; give out k batches at once, (k, B, 1, 28, 28), for models that take
+            several steps per call. The last may be fewer.
     """
-
-    batch_sampler = None  # Lightning asks for it beside ``sampler``
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class ImageLoader:
         variant: Variant = "gray",
         shuffle: bool = False,
         seed: int = 0,
+        max_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        steps_per_batch: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
@@ -65,21 +69,13 @@ class ImageLoader:
         self.variant = variant
         self.shuffle = shuffle
         self.seed = seed
+        self.max_batches = max_batches
         self.rank = rank
         self.world_size = world_size
+        self.steps_per_batch = steps_per_batch
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
         self._resumed = False
-
-    @property
-    def sampler(self) -> ImageLoader:
-        """Where Lightning looks for ``set_epoch``."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, or stay where we are within it."""
-        if epoch != self.epoch:
-            self.epoch, self._position, self._resumed = epoch, 0, False
 
     def state_dict(self) -> dict[str, int]:
         """Where we are, the same on all ranks."""
@@ -90,21 +86,33 @@ class ImageLoader:
         self.epoch, self._position, self._resumed = state["epoch"], state["position"], True
 
     def __len__(self) -> int:
+        return -(-self._num_batches // (self.steps_per_batch or 1))
+
+    @property
+    def _num_batches(self) -> int:
         stride = self.batch_size * self.world_size
         return len(self.images) // stride if self.shuffle else -(-len(self.images) // stride)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Lightning may make an iterator, load a state or set the epoch, and only then draw:
-        # everything is decided at the first draw, because this is a generator.
-        if self._resumed and self._position < len(self):
-            self._resumed = False
-        elif self._position:
-            self.epoch, self._position, self._resumed = self.epoch + 1, 0, False
+        # Lightning may make an iterator and never draw from it, or load a state in between: as
+        # this is a generator, all is decided at the first draw. And the epochs are counted here,
+        # because Lightning's count is one too high after resuming from the end of an epoch.
+        length = self._num_batches
+        if self.max_batches is not None:
+            length = min(length, self.max_batches * (self.steps_per_batch or 1))
+        if self._position and not (self._resumed and self._position < length):
+            self.epoch, self._position = self.epoch + 1, 0
+        self._resumed = False
         epoch = self.epoch if self.shuffle else 0
         order = self._order(epoch)
-        for batch in range(self._position, len(self)):
-            self._position = batch + 1
-            yield self._batch(order, epoch, batch)
+        for batch in range(self._position, self._num_batches, self.steps_per_batch or 1):
+            if self.steps_per_batch is None:
+                self._position = batch + 1
+                yield self._batch(order, epoch, batch)
+            else:
+                self._position = min(batch + self.steps_per_batch, self._num_batches)
+                several = range(batch, self._position)
+                yield torch.stack([self._batch(order, epoch, each) for each in several])
 
     def _order(self, epoch: int) -> Tensor:
         device = self.images.device

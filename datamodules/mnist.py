@@ -65,8 +65,11 @@ class MNISTDataModule(LightningDataModule):
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
         self.batch_size, self.seed = batch_size, seed
+        self.steps_per_batch: int | None = None  # for models that take several steps per call
         self._downloaded = False
         self._images: dict[str, Tensor] = {}
+        self._train_loader: ImageLoader | None = None
+        self._train_state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         """Download the files if they are wanted and not there."""
@@ -87,6 +90,7 @@ class MNISTDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the images."""
+        self._train_loader = self._train_state = None
         if self._images:
             return
         generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
@@ -110,8 +114,15 @@ class MNISTDataModule(LightningDataModule):
 
     def train_dataloader(self) -> ImageLoader:
         """Batches in a new order every epoch."""
-        overfit = getattr(self.trainer, "overfit_batches", 0)  # always the same few batches
-        return self._loader("train", shuffle=not overfit)
+        if self._train_loader is None:  # else Lightning reloads it, and the epochs go on
+            overfit = getattr(self.trainer, "overfit_batches", 0)  # always the same few batches
+            loader = self._loader("train", shuffle=not overfit)
+            limit = getattr(self.trainer, "limit_train_batches", 1.0)
+            loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
+            if self._train_state is not None:
+                loader.load_state_dict(self._train_state)
+            self._train_loader = loader
+        return self._train_loader
 
     def val_dataloader(self) -> ImageLoader:
         """The validation images, always in the same order."""
@@ -121,8 +132,17 @@ class MNISTDataModule(LightningDataModule):
         """The test images, always in the same order."""
         return self._loader("test")
 
+    def state_dict(self) -> dict[str, int]:
+        """Where the training data are; Lightning restores its loaders' states only mid-epoch."""
+        return {} if self._train_loader is None else self._train_loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from there."""
+        self._train_state = state_dict
+
     def _loader(self, part: str, shuffle: bool = False) -> ImageLoader:
         device, rank, world_size = torch.device("cpu"), 0, 1
+        several = self.steps_per_batch if part == "train" else None
         if self.trainer is not None:
             device = self.trainer.strategy.root_device
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
@@ -134,6 +154,7 @@ class MNISTDataModule(LightningDataModule):
             seed=self.seed,
             rank=rank,
             world_size=world_size,
+            steps_per_batch=several,
         )
 
     def _files(self) -> tuple[Path, Path] | None:

@@ -42,6 +42,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         num_samples: M, samples per image and step; at least 2 for leave-one-out.
         nll_samples: importance samples per image for test/nll.
         head_options: options of the head, such as ``amplitude`` for natural.
+        capture: as in :class:`DiscreteVAE`.
     """
 
     _options_not_used: ClassVar[tuple[str, ...]] = (
@@ -65,6 +66,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         num_samples: int = 1,
         nll_samples: int = 512,
         head_options: dict[str, float | bool] | None = None,
+        capture: bool | None = None,
     ) -> None:
         if baseline not in ("constant", "leave-one-out"):
             raise ValueError(f"unknown baseline {baseline!r}; choose from constant, leave-one-out")
@@ -82,6 +84,7 @@ class MLPDiscreteVAE(DiscreteVAE):
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
             head_options=head_options,
+            capture=capture,
         )
         self.baseline = baseline_value if baseline == "constant" else None
         self.num_samples = num_samples
