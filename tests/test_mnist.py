@@ -195,7 +195,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert first != second
     assert all(sorted(chain(*each)) == list(range(50)) for each in (first, second))
     jumped = ImageLoader(numbered(50), 10, shuffle=True)
-    jumped.set_epoch(1)
+    jumped.load_state_dict({"epoch": 1, "position": 0})
     assert epochs(jumped, 1) == [second]
     assert epochs(ImageLoader(numbered(50), 10, shuffle=True, seed=1), 1) != [first]
 
@@ -231,6 +231,13 @@ def test_resuming_goes_on_exactly_where_it_stopped(position):
         next(iterator)
     resumed.load_state_dict(stopped.state_dict())
     assert torch.equal(batches(resumed, 20 - position), straight[position:])
+
+
+def test_resuming_at_the_end_of_a_shortened_epoch_begins_the_next():
+    _, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
+    resumed = ImageLoader(numbered(50), 10, shuffle=True, max_batches=3)
+    resumed.load_state_dict({"epoch": 0, "position": 3})
+    assert epochs(resumed, 1) == [second]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

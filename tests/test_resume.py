@@ -1,0 +1,146 @@
+"""A run that was stopped and resumed ends, bit for bit, where an uninterrupted one ends."""
+
+import struct
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import MNISTDataModule
+from lit_modules import DiscreteVAE, MLPDiscreteVAE
+
+MODELS = {
+    "vae": (lambda: DiscreteVAE("natural", lr_decay=0.9, lr_decay_steps=3, temperature_steps=2,
+                                temperature_rate=0.05), "gray"),
+    "mlp-vae": (lambda: MLPDiscreteVAE("softmax"), "stochastic"),
+}  # fmt: skip
+STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """60 images to train and validate on, that is 5 batches of 10 per epoch, and 10 to test."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, n in (("train", 60), ("t10k", 10)):
+        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
+        path = folder / f"{name}-images-idx3-ubyte"
+        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
+    return folder
+
+
+def run(root, model, variant, ckpt_path=None, callbacks=(), **options):
+    data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
+    options = {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 1} | options
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+    trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def assert_same(model, other):
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert different == []
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def straight(root, request, tmp_path_factory):
+    """An uninterrupted run that leaves a checkpoint at every step."""
+    make, variant = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    seed_everything(1, verbose=False)
+    model = make()
+    trainer = run(root, model, variant, callbacks=[save])
+    assert trainer.global_step == STEPS
+    return make, variant, model, folder
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 7, 10, 11])
+def test_a_resumed_run_ends_at_the_same_parameters(root, straight, step):
+    make, variant, model, folder = straight
+    seed_everything(99, verbose=False)  # a new process would not have our random state either
+    resumed = make()
+    trainer = run(root, resumed, variant, ckpt_path=folder / f"step={step}.ckpt")
+    assert trainer.global_step == STEPS
+    assert_same(resumed, model)
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 3}, {"max_steps": -1, "max_epochs": 3},
+                                     {"val_check_interval": 2}])  # fmt: skip
+def test_it_holds_at_the_end_of_an_epoch_and_after_validation(root, tmp_path, options):
+    make, variant = MODELS["mlp-vae"]
+
+    def saving(folder):
+        return [
+            ModelCheckpoint(folder, "epoch-{step}", save_top_k=-1, every_n_epochs=1),
+            ModelCheckpoint(folder, "best-{step}", monitor="val/loss", save_top_k=-1),
+        ]
+
+    seed_everything(1, verbose=False)
+    model = make()
+    last = run(root, model, variant, callbacks=saving(tmp_path), **options).global_step
+    checkpoints = [path for path in tmp_path.glob("*.ckpt") if f"step={last}." not in path.name]
+    assert len(checkpoints) >= 4
+    for path in checkpoints:
+        seed_everything(99, verbose=False)
+        resumed = make()
+        assert run(root, resumed, variant, ckpt_path=path, **options).global_step == last
+        assert_same(resumed, model)
+
+
+def test_training_does_not_depend_on_what_is_watched(root, straight):
+    """No validation, no checkpoints, figures drawn meanwhile: the same parameters."""
+    make, variant, model, _ = straight
+    seed_everything(1, verbose=False)
+    other = make()
+    step = other.training_step
+
+    def watched_step(batch, batch_idx):
+        other.reconstruct(batch[:2])
+        other.sample_prior(2)
+        return step(batch, batch_idx)
+
+    other.training_step = watched_step
+    run(root, other, variant, limit_val_batches=0)
+    assert_same(other, model)
+
+
+def test_a_checkpoint_holds_plain_things_only(straight):
+    _, _, model, folder = straight
+    checkpoint = torch.load(folder / "step=5.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"]["head"] == model.hparams["head"]
+    assert checkpoint["datamodule_hyper_parameters"]["source"] == "files"
+    assert "temperature" not in checkpoint["state_dict"]
+    loaded = type(model).load_from_checkpoint(folder / "step=12.ckpt", weights_only=True)
+    assert loaded.hparams == model.hparams
+    assert_same(loaded, model)
+
+
+def test_loading_for_evaluation_leaves_the_random_state_alone(root, straight):
+    make, variant, _, folder = straight
+    model = make()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
+    before = torch.get_rng_state()
+    path = folder / "step=5.ckpt"
+    trainer.test(model, data, ckpt_path=path, weights_only=True, verbose=False)
+    assert torch.equal(torch.get_rng_state(), before)
