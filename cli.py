@@ -13,7 +13,6 @@ import importlib.util
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +20,7 @@ from typing import NoReturn
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+_WIDTH = 100  # of help pages
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
 
 
@@ -53,10 +53,10 @@ def read_names(argv: list[str], models: Collection[str]) -> tuple[argparse.Names
     names, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
     for path in reversed(names.config):  # the last one wins
         _add_names_of_file(names, path)
-    names.command, names.model = command, names.model or "vae"
+    names.command, names.model = command, "vae" if names.model is None else names.model
     check_choice("--model", names.model, models)
     heads = builtin_heads()
-    names.head = heads.get(names.head or "natural", names.head)
+    names.head = "natural" if names.head is None else heads.get(names.head, names.head)
     if not names.imports:
         check_choice("--head", names.head, heads)
     return names, [*(f"--config={path}" for path in names.config), *rest]
@@ -72,8 +72,8 @@ def _add_names_of_file(names: argparse.Namespace, path: str) -> None:
     model = (config.get("model") or {}) if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise UsageError(f"--config {path} should read like what --print_config prints")
-    names.model = names.model or model.get("name")
-    names.head = names.head or model.get("head")
+    names.model = model.get("name") if names.model is None else names.model
+    names.head = model.get("head") if names.head is None else names.head
     names.imports += config.get("import") or []
 
 
@@ -141,11 +141,17 @@ def _full_names(argv: list[str], known: list[str]) -> Iterator[str]:
         candidates = [name, *(f"{group}.{name}" for group in SHORT)]
         full = next((each for each in candidates if _is_known(each, known)), None)
         if full is None:
-            short = [each.split(".", 1)[-1] for each in known if each.split(".")[0] in SHORT]
-            close = hint(name, known) or hint(name, short)
-            close = close.replace("mean ", "mean --")
+            full_names = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
+            near = known if full_names else [each.removeprefix(_group(each)) for each in known]
+            close = hint(name, near).replace("mean ", "mean --")
             raise UsageError(f"unknown option --{typed}{close or '; see --help'}")
         yield f"--{full}{'+' * typed.endswith('+')}{equals}{value}"
+
+
+def _group(name: str) -> str:
+    """The part of an option's name that can be left out."""
+    first, dot, _ = name.partition(".")
+    return first + dot if first in SHORT else ""
 
 
 def _is_known(name: str, known: list[str]) -> bool:
@@ -162,27 +168,28 @@ def _plain(message: str, parser: ArgumentParser) -> str:
     key = re.search(r'[Pp]arser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:
-        return message
+        return re.sub(r'Parser key "([^"]+)":', r"--\1:", message)
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"[^\s,']+", literals)))
     if choices:
         close = hint(value[1], choices)
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
     kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
-    wanted = " or ".join(kind for kind in kinds if kind != "NoneType") or "something else"
-    return f"--{key[1]} {value[1]!r}: expected {wanted}"
+    wanted = " or ".join(kind for kind in kinds if kind != "NoneType")
+    return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
 
 
 def group_help(parser: ArgumentParser, group: str) -> str:
     """The options of one group, one line each."""
     lines = []
-    for action in parser._actions:
-        if not action.dest.startswith(f"{group}."):
+    for name in _option_names(parser):
+        if not name.startswith(f"{group}.") or name.endswith(".help"):
             continue
-        default = parser.get_default(action.dest)
-        text = " ".join((action.help or "").split()).split(". ")[0].replace("``", "")
-        shown = "" if default is None else f" [{default}]"
-        lines.append(f"  --{action.dest.removeprefix(f'{group}.'):32}{text}{shown}")
-    return "\n".join(
-        textwrap.shorten(line, 110, placeholder=" ...", drop_whitespace=False) for line in lines
-    )
+        action = next(each for each in parser._actions if each.dest == name)
+        text = " ".join((action.help or "").split()).split(". ")[0].rstrip(".").replace("``", "")
+        default = parser.get_default(name)
+        value = "" if default is None else f" [{default}]"
+        option = f"  --{name.removeprefix(_group(name)):28} "
+        room = _WIDTH - len(option + value)
+        lines.append(option + (text if len(text) <= room else f"{text[: room - 4]} ...") + value)
+    return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import traceback
 import warnings
 from argparse import Namespace as Names
 from collections.abc import Iterator
@@ -115,18 +116,28 @@ def train(names: Names, options: list[str]) -> int:
     with usage_errors():
         run = compose(names.command, parser, config)
     try:
-        if names.command == "fit":
-            run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-        weights = run.ckpt_path if names.command == "test" else None
-        tested = run.trainer.test(run.model, datamodule=run.data, ckpt_path=weights, verbose=False)
+        with usage_errors(("lightning.", "datamodules.")):
+            metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
     except Stopped as stop:
         again = f"python train.py --config {run.folder}/config.yaml --ckpt_path {stop.path}"
         if run.trainer.is_global_zero:
             print(f"{stop}; go on with: {again}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
-        report(run.trainer, dict(tested[0]), run.folder)
+        report(run.trainer, metrics, run.folder)
     return 0
+
+
+def fit_and_test(run: Run) -> dict[str, float]:
+    """Train, then test what was learned last."""
+    run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
+    return test(run, None)
+
+
+def test(run: Run, ckpt_path: Path | None) -> dict[str, float]:
+    """Test metrics of a checkpoint, or of the model as it is."""
+    tested = run.trainer.test(run.model, datamodule=run.data, ckpt_path=ckpt_path, verbose=False)
+    return dict(tested[0])
 
 
 @dataclass
@@ -143,6 +154,7 @@ class Run:
 def build_parser(name: str) -> ArgumentParser:
     """All options of a model, its data, the monitor and the Trainer, with their types."""
     from jsonargparse import ArgumentParser
+    from jsonargparse.typing import PositiveInt
     from lightning.pytorch import Trainer
 
     from callbacks import FisherMonitor
@@ -152,7 +164,7 @@ def build_parser(name: str) -> ArgumentParser:
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ckpt_path", type=str | None, default=None)
-    parser.add_argument("--save_every", type=int, default=500)
+    parser.add_argument("--save_every", type=PositiveInt, default=500)
     parser.add_argument("--import", type=list[str], default=[])
     parser.add_argument("--model.name", type=str, default=name)
     parser.add_class_arguments(load(recipe.model), "model", fail_untyped=False)
@@ -162,6 +174,8 @@ def build_parser(name: str) -> ArgumentParser:
     parser.set_defaults(recipe.defaults)
     parser.set_defaults({"trainer.devices": 1, "trainer.default_root_dir": "runs"})
     parser.set_defaults({"trainer.enable_model_summary": False})
+    # Validation goes by steps, because the length of an epoch differs with the data.
+    parser.set_defaults({"trainer.check_val_every_n_epoch": None})
     return parser
 
 
@@ -173,9 +187,10 @@ def fill_in(config: Namespace, recipe: Recipe) -> None:
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
-    if trainer.val_check_interval is None and trainer.check_val_every_n_epoch == 1:
-        trainer.check_val_every_n_epoch = None  # in steps, because epochs differ with the data
-        trainer.val_check_interval = max(1, min(500, abs(trainer.max_steps)))
+    if isinstance(trainer.val_check_interval, float) and not trainer.check_val_every_n_epoch:
+        trainer.check_val_every_n_epoch = 1  # a fraction is one of an epoch
+    if trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None:
+        trainer.val_check_interval = 500 if trainer.max_steps < 1 else min(500, trainer.max_steps)
 
 
 def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
@@ -189,6 +204,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     # Since 4.49 jsonargparse calls it by the first name.
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
+    Trainer(**options | {"logger": False})  # wrong flags fail here, before anything is written
     home = Path(options["default_root_dir"], name, config.model.head)
     if command == "test" and config.ckpt_path is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
@@ -196,7 +212,8 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     if ckpt_path is not None:
         check_same(ckpt_path, objects.model)
     objects.data.prepare_data()
-    objects.data.setup("fit")  # already here, because a damaged file is the user's to mend
+    objects.data.setup("fit")  # already here, because what is wrong with it is the user's to mend
+    objects.data.train_dataloader()
     folder = open_run(home, ckpt_path, saved if command == "fit" else None)
     options["logger"] = logger_of(command, options["logger"], folder)
     options["callbacks"] = callbacks_of(options, objects.fisher, folder, config.save_every)
@@ -241,13 +258,16 @@ def callbacks_of(
 
 
 @contextmanager
-def usage_errors() -> Iterator[None]:
-    """What goes wrong in here is the user's to mend, and needs one line, not a traceback."""
+def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """What these modules raise in here is the user's to mend: one line, not a traceback."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
         yield
     except (ValueError, TypeError, MisconfigurationException) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith(raised_in):
+            raise
         raise UsageError(error) from error
 
 

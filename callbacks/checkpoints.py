@@ -74,8 +74,8 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         ) from error
     except Exception as error:  # a damaged file fails in many ways
         raise ValueError(f"checkpoint {path} is damaged, or no checkpoint at all") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"checkpoint {path} holds no model")
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"checkpoint {path} is no checkpoint of a model")
     return checkpoint
 
 
@@ -179,7 +179,7 @@ def check_same(path: Path, model: LightningModule) -> None:
             raise ValueError(
                 f"checkpoint {path} has {name} {made.get(name)}, the command line {here.get(name)}"
             )
-    shapes = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
     if shapes != {name: value.shape for name, value in model.state_dict().items()}:
         raise ValueError(f"checkpoint {path} is one of another model")
 

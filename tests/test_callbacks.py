@@ -1,0 +1,304 @@
+"""The callbacks on a small model of a user's own."""
+
+import os
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import AtomicCheckpointIO, FisherMonitor, VAEFigures
+from callbacks.figures import heat_map, tile
+from callbacks.fisher import SCALARS, observe, summarize
+from catnat import head_names, make_head
+from catnat.fisher import condition_number, off_diagonal_mass, score_fisher
+
+BUILT_IN = head_names()[:4]
+S_OF = {"softmax": 6, "sparsemax": 6, "sigmoid": 5, "natural": 5}
+
+
+class Small(L.LightningModule):
+    """A linear layer with two latents of six categories; keeps the scores of every step."""
+
+    def __init__(self, head="natural", second=None, noisy=True):
+        super().__init__()
+        self.head = make_head(head, 6)
+        self.second = make_head(second, 3) if second else None
+        self.linear = nn.Linear(4, 2 * self.head.num_scores)
+        self.noisy = noisy
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        mine = batch[0][self.global_rank :: self.trainer.world_size]
+        scores = 3 * self.linear(mine).unflatten(-1, (2, -1))
+        self.seen.append(scores.detach().clone())
+        q = self.head(scores)
+        loss = -q.log_prob(q.sample()).mean() if self.noisy else q.entropy().mean()
+        if self.second is not None:
+            loss = loss + self.second(scores[:, 0, : self.second.num_scores]).entropy().mean()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.head(torch.zeros(1, 2, self.head.num_scores))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Memory(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    name, version = "memory", 0
+
+    def log_metrics(self, metrics, step=None):
+        self.rows[step] = self.rows.get(step, {}) | metrics
+
+    def log_hyperparams(self, params):
+        pass
+
+
+def loader(batch_size=8, batches=5):
+    x = torch.randn(batch_size * batches, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x), batch_size)
+
+
+def fit(model, *callbacks, logger=None, data=None, **flags):
+    torch.manual_seed(3)
+    flags = {"max_steps": 5, "accelerator": "cpu", "devices": 1, **flags}
+    trainer = L.Trainer(
+        logger=logger or Memory(),
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+        **flags,
+    )
+    trainer.fit(model, data or loader())
+    return trainer
+
+
+# -- FisherMonitor --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", BUILT_IN)
+def test_every_step_gets_the_values_of_its_own_scores(head):
+    model, logger = Small(head), Memory()
+    fit(model, FisherMonitor(write_every_n_steps=2), logger=logger)
+    assert sorted(logger.rows) == [0, 1, 2, 3, 4]
+    for step, scores in enumerate(model.seen):
+        mean = model.head.fisher(scores.double()).mean((0, 1))
+        row = logger.rows[step]
+        expected = {
+            "off_diagonal_mass": off_diagonal_mass(mean),
+            "off_diagonal_mass_fro": off_diagonal_mass(mean, "fro"),
+            "condition_number": condition_number(mean),
+            "saturated": model.head.saturated(scores).double().mean(),
+        }
+        for name, value in expected.items():
+            assert row[f"fim/{name}"] == pytest.approx(float(value), rel=1e-3, abs=1e-6), name
+    masses = [row["fim/off_diagonal_mass"] for row in logger.rows.values()]
+    if head in ("sigmoid", "natural"):
+        assert masses == [0] * 5
+    if head == "softmax":
+        assert masses == pytest.approx([0.5] * 5)
+
+
+def test_training_is_the_same_with_and_without_it():
+    watched, alone = Small("softmax"), Small("softmax")
+    alone.load_state_dict(watched.state_dict())
+    fit(watched, FisherMonitor(num_samples=4), VAEFigures())
+    fit(alone)
+    assert all(torch.equal(a, b) for a, b in zip(watched.seen, alone.seen, strict=True))
+
+
+def test_intervals_and_leaving_out_the_samples():
+    logger = Memory()
+    fit(Small(), FisherMonitor(every_n_steps=2, num_samples=0), logger=logger)
+    assert sorted(logger.rows) == [0, 2, 4]
+    assert "fim/off_diagonal_mass_sampled" not in logger.rows[0]
+
+
+def test_validation_does_not_get_mixed_in():
+    model, logger = Small("softmax"), Memory()
+    torch.manual_seed(3)
+    trainer = L.Trainer(
+        max_steps=4, val_check_interval=1, logger=logger, callbacks=[FisherMonitor()],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(model, loader(), loader(batches=1))
+    last = off_diagonal_mass(model.head.mean_fisher(model.seen[-1]), "fro")
+    assert logger.rows[3]["fim/off_diagonal_mass_fro"] == pytest.approx(float(last), rel=1e-4)
+
+
+def test_accumulated_gradients_count_as_one_step():
+    logger = Memory()
+    fit(Small(), FisherMonitor(), logger=logger, max_steps=2, accumulate_grad_batches=2)
+    assert sorted(logger.rows) == [0, 1]
+
+
+def test_several_heads_are_told_apart():
+    logger = Memory()
+    fit(Small("softmax", second="natural"), FisherMonitor(), logger=logger)
+    tags = {f"fim/{head}/{scalar}" for head in ("head", "second") for scalar in SCALARS}
+    assert tags == set(logger.rows[0])
+    assert logger.rows[4]["fim/second/off_diagonal_mass"] == 0
+
+
+def test_a_model_without_a_head_is_told_so():
+    class Headless(Small):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Identity()
+
+    with pytest.raises(ValueError, match="contains no CategoricalHead"):
+        fit(Headless(), FisherMonitor())
+
+
+def test_a_head_that_is_never_called_is_told_so():
+    class Silent(Small):
+        def training_step(self, batch, batch_idx):
+            return -self.head.log_probs(self.linear(batch[0]).unflatten(-1, (2, -1))).mean()
+
+    with pytest.raises(RuntimeError, match="no head was called"):
+        fit(Silent(), FisherMonitor())
+
+
+@pytest.mark.parametrize("name", ["every_n_steps", "write_every_n_steps"])
+def test_options_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        FisherMonitor(**{name: 0})
+
+
+@pytest.mark.parametrize("head", BUILT_IN)
+def test_the_sampled_matrix_estimates_the_exact_one(head):
+    scores = torch.randn(50, S_OF[head])
+    observed = observe(make_head(head, 6), scores, 4000, torch.Generator().manual_seed(0))
+    _, exact, sampled = observed.split([1, S_OF[head] ** 2, S_OF[head] ** 2])
+    tolerance = 0.1 if head == "sparsemax" else 0.03  # 1 / p has heavy tails
+    assert torch.allclose(exact, sampled, atol=tolerance * float(exact.max()))
+    assert torch.allclose(exact.view(S_OF[head], -1), make_head(head, 6).mean_fisher(scores))
+    reference = score_fisher(make_head(head, 6), scores, "sampled", 4000).mean(0)
+    assert torch.allclose(reference.flatten(), sampled, atol=tolerance * float(exact.max()))
+
+
+def test_samples_give_a_diagonal_matrix_a_floor_that_falls_with_their_number():
+    head, generator = make_head("natural", 8), torch.Generator().manual_seed(0)
+    floors = []
+    for num_samples in (1, 64, 4096):
+        observed = observe(head, torch.zeros(100, 7), num_samples, generator)
+        _, ((exact, _, sampled, _, _),) = summarize(observed[None], sampled=True)
+        assert exact == 0
+        floors.append(sampled)
+    assert floors == sorted(floors, reverse=True)
+    assert 0.1 < floors[0] < 0.5
+    assert floors[2] < 0.02
+
+
+def test_logged_to_tensorboard_with_a_picture(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="", version="run")
+    fit(Small(), FisherMonitor(image_every_n_steps=2), logger=logger)
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    for scalar in SCALARS:
+        assert [e.step for e in events.Scalars(f"fim/{scalar}")] == [0, 1, 2, 3, 4]
+    assert [e.step for e in events.Images("fim/mean")] == [0, 2, 4]
+
+
+def test_logged_to_a_logger_without_pictures(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="run")
+    fit(Small(), FisherMonitor(), logger=logger)
+    assert "fim/saturated" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+# -- over ranks -----------------------------------------------------------------------------------
+
+
+class Latest(L.Callback):
+    """Writes what a rank saw to a file."""
+
+    def __init__(self, folder, monitor):
+        self.folder, self.monitor = folder, monitor
+
+    def on_train_end(self, trainer, pl_module):
+        weights = {k: v.detach().cpu() for k, v in pl_module.state_dict().items()}
+        torch.save((self.monitor.latest, weights), self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("head", ["softmax", "natural"])
+def test_two_ranks_agree_with_one_process(head, tmp_path):
+    model, single = Small(head, noisy=False), Small(head, noisy=False)
+    single.load_state_dict(model.state_dict())
+    two, one = FisherMonitor(), FisherMonitor()
+    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    fit(model, two, Latest(tmp_path, two), max_steps=2, **flags)
+    fit(single, one, max_steps=2)
+    (first, weights), (second, others) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    assert first == second
+    assert all(torch.equal(weights[k], others[k]) for k in weights)
+    for name, value in single.state_dict().items():
+        assert torch.allclose(weights[name], value, atol=1e-6)
+    for name in set(first) - {"fim/off_diagonal_mass_sampled"}:  # each rank has draws of its own
+        assert one.latest[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+
+
+# -- pictures and checkpoints ---------------------------------------------------------------------
+
+
+def test_tiles_and_heat_maps():
+    images = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3)
+    grid = tile(images, 2)
+    assert grid.shape == (4, 6)
+    assert grid[0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert grid[3].tolist() == [2, 2, 2, 3, 3, 3]
+    picture = heat_map(torch.tensor([[0.0, 1.0]]), "gray", 0, 1, cell=2)
+    assert picture.shape == (2, 4, 3)
+    assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_figures_count_the_categories():
+    class Recording(Memory):
+        images = {}
+
+        @property
+        def experiment(self):
+            return self
+
+        def add_image(self, tag, image, step, dataformats):
+            self.images[tag] = image
+
+    logger = Recording()
+    trainer = L.Trainer(
+        max_steps=1, val_check_interval=1, limit_val_batches=2, logger=logger,
+        callbacks=[VAEFigures()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Small("softmax"), loader(), loader())
+    usage = logger.images["latents/usage"]
+    assert usage.shape == (24, 72, 3)  # 2 latents, 6 categories, zero scores: uniform
+    assert abs(int(usage.mean()) - 255 // 6) <= 1
+
+
+def test_a_failed_save_leaves_the_file_before(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, path)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        io.save_checkpoint({"state_dict": {}}, path)
+    assert io.load_checkpoint(path)["state_dict"]["a"].tolist() == [1, 1, 1]
+    assert [p.name for p in Path(tmp_path).iterdir()] == ["a.ckpt"]

@@ -1,0 +1,396 @@
+"""train.py as a user meets it: right and wrong command lines, runs, resumption, faults."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import train
+from catnat import head_names
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A root folder with 72 training and 20 test images of noise, in MNIST's format."""
+    root = tmp_path_factory.mktemp("data")
+    pixels = np.random.default_rng(0).integers(0, 256, (92, 28, 28), dtype=np.uint8)
+    for name, part in (("train", pixels[:72]), ("t10k", pixels[72:])):
+        header = np.array([0x803, len(part), 28, 28], dtype=">u4").tobytes()
+        (root / f"{name}-images-idx3-ubyte").write_bytes(header + part.tobytes())
+    return root
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, data):
+    """An empty working directory, and the options of a run of a second."""
+    monkeypatch.chdir(tmp_path)
+    return [f"--data.root={data}", "--batch_size=10", "--max_steps=3", "--nll_samples=2"]
+
+
+def run(*argv):
+    return train.main(["--model=vae", "--head=natural", *map(str, argv)])
+
+
+def last(folder="runs/vae/natural/version_0"):
+    return torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True)
+
+
+def same_weights(one, other):
+    return all(torch.equal(one["state_dict"][k], other["state_dict"][k]) for k in one["state_dict"])
+
+
+# -- wrong command lines --------------------------------------------------------------------------
+
+WRONG = {
+    "--model vea": "did you mean vae?",
+    "--model": "expected one argument",
+    "--head naturl": "did you mean natural?",
+    "--head=": "not one of",
+    "--head Softmax": "did you mean softmax?",
+    "--head catnat": "softmax, sparsemax",
+    "traim --model vae": "'traim' is not one of fit, test",
+    "--help modl": "did you mean model?",
+    "--import no.such.module": "no.such",
+    "--import no_such_module --head mine": "no_such_module",
+    "--import math --head mine": "softmax, sparsemax",
+    "--config no_such_file.yaml": "No such file",
+    "--config {broken}": "no YAML",
+    "--config {number}": "--print_config",
+    "--config {unknown}": "did you mean model.num_latents?",
+    "--config {binary}": "decode",
+    "--model.num_latent 3": "did you mean --model.num_latents?",
+    "--num_latent 3": "did you mean --num_latents?",
+    "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
+    "--max_stps 3": "did you mean --max_steps?",
+    "--colour blue": "unknown option --colour",
+    "--num_latents ten": "expected int",
+    "--num_latents 2.5": "expected int",
+    "--num_latents": "expected one argument",
+    "--num_latents 0": "num_latents must be positive",
+    "--num_categories 1": "at least 2",
+    "--learning_rate -1": "learning_rate must be positive",
+    "--learning_rate fast": "expected float",
+    "--optimizer adm": "did you mean adam?",
+    "--head_options.amplitde 3": "no option 'amplitde'",
+    "--variant binry": "did you mean binary?",
+    "--batch_size 0": "batch_size must be positive",
+    "--batch_size 5000": "more than the 60 training images",
+    "--seed x": "expected int",
+    "--seed -1": "-1",
+    "--max_steps -7": "max_steps",
+    "--precision 17": "16-mixed",
+    "--accelerator gpu": "gpu",
+    "--accelerator abacus": "abacus",
+    "--devices none": "`devices`",
+    "--strategy fast": "fast",
+    "--logger foo": "foo",
+    "--save_every 0": "--save_every",
+    "--fisher.every_n_steps 0": "at least 1",
+    "--fisher.every_step 1": "--fisher.every_step",
+    "leftover": "leftover",
+    "--max_steps 3 leftover": "leftover",
+    "test": "needs a checkpoint",
+    "--ckpt_path no_such.ckpt": "no checkpoint no_such.ckpt",
+    "--ckpt_path last": "no last.ckpt in any run",
+    "test --ckpt_path best": "no best.ckpt in any run",
+    "--ckpt_path .": "no checkpoint",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_gets_one_line(line, workplace, capfd):
+    if "accelerator gpu" in line and torch.cuda.is_available():
+        pytest.skip("right on this machine")
+    Path("broken.yaml").write_text("model: [1, 2\n")
+    Path("number.yaml").write_text("3\n")
+    Path("unknown.yaml").write_text("model:\n  num_latent: 3\n")
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    files = {name: f"{name}.yaml" for name in ("broken", "number", "unknown", "binary")}
+    argv = line.format(**files).split()
+    root = [] if argv[0] == "--help" else workplace[:1]
+    assert train.main(argv + root) == 2
+    out, err = capfd.readouterr()
+    assert len(err.splitlines()) == 1, err
+    assert WRONG[line] in err
+    assert "Traceback" not in out + err
+    assert not Path("runs").exists()
+
+
+def test_what_lightning_finds_out_late_is_one_line_too(workplace, capfd):
+    assert run(*workplace, "--val_check_interval=100", "--check_val_every_n_epoch=1") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "val_check_interval" in line
+
+
+def test_names_are_checked_before_torch_is_imported():
+    code = "import sys, train; print(train.main(sys.argv[1:]), 'torch' in sys.modules)"
+    for argv, rc in ((["--head", "naturl"], 2), (["--model", "x"], 2), (["--help"], 0)):
+        out = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, stdout=-1, text=True)
+        assert out.stdout.splitlines()[-1] == f"{rc} False"
+
+
+def test_a_damaged_data_file_is_named(workplace, capfd, tmp_path):
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0" * 100)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"\0" * 100)
+    assert run(*workplace, f"--data.root={tmp_path}") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "train-images-idx3-ubyte" in line
+
+
+# -- help and configuration -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["--model", "mlp-vae", "--help"]])
+def test_the_help_page_fits_a_screen(argv, capsys):
+    assert train.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert all(name in "\n".join(lines) for name in (*train.MODELS, *head_names()))
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [
+        ("model", "num_latents"),
+        ("data", "variant"),
+        ("trainer", "max_steps"),
+        ("fisher", "fisher.seed"),
+    ],
+)
+def test_each_group_has_a_help_page(group, option, capsys):
+    assert train.main(["--help", group]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"  --{option} ") for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [
+        "--model=mlp-vae",
+        "--head=catnat-sigmoid",
+        "--num-latents=7",
+        "--devices=2",
+        "--seed=5",
+    ]
+    assert train.main([*argv, "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    assert (
+        config["model"] | {"name": "mlp-vae", "head": "sigmoid", "num_latents": 7}
+        == config["model"]
+    )
+    assert int(config["trainer"]["devices"]) == 2
+    assert config["seed"] == 5
+    assert config["data"]["variant"] == "stochastic"
+    Path("c.yaml").write_text(printed)
+    assert train.main(["--config=c.yaml", "--print_config"]) == 0
+    assert capsys.readouterr().out == printed
+    assert train.main(["--config=c.yaml", "--head=softmax", "--max_steps=9", "--print_config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["model"]["head"], config["trainer"]["max_steps"]) == ("softmax", 9)
+
+
+def test_short_and_full_names_mean_the_same(capsys):
+    for argv in (["--max_steps", "9"], ["--trainer.max_steps=9"], ["--max-steps=9"]):
+        assert run(*argv, "--print_config") == 0
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 9
+
+
+def test_epochs_leave_steps_open(capsys):
+    assert run("--max_epochs=2", "--print_config") == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["max_steps"], trainer["max_epochs"]) == (-1, 2)
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", head_names()[:4])
+@pytest.mark.parametrize("model", train.MODELS)
+def test_every_model_trains_with_every_head(model, head, workplace, capfd):
+    assert train.main(["--model", model, "--head", head, *workplace]) == 0
+    out, err = capfd.readouterr()
+    assert "test/nll" in out
+    assert "tensorboard --logdir runs" in out
+    assert err == ""
+    folder = Path("runs", model, head, "version_0")
+    assert {"config.yaml", "hparams.yaml", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+
+
+def test_what_tensorboard_gets(workplace):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(*workplace, "--log_every_n_steps=1") == 0
+    events = EventAccumulator("runs/vae/natural/version_0").Reload()
+    tags = events.Tags()
+    assert {"train/loss", "val/loss", "test/nll", "fim/off_diagonal_mass"} <= set(tags["scalars"])
+    assert [e.step for e in events.Scalars("fim/condition_number")] == [0, 1, 2]
+    assert {"images/reconstructions", "images/prior", "latents/usage", "fim/mean"} <= set(
+        tags["images"]
+    )
+    plugins = [n for n in Path("runs/vae/natural/version_0").glob("events*")
+               if b"_hparams_/session_start_info" in n.read_bytes()]  # fmt: skip
+    assert plugins
+    assert any(b"test/nll" in n.read_bytes() for n in plugins)
+
+
+def test_two_devices(workplace, capfd):
+    assert run(*workplace, "--batch_size=5", "--devices=2", "--strategy=ddp_fork") == 0
+    out = capfd.readouterr().out
+    assert out.count("test/nll") == 1
+    assert last()["global_step"] == 3
+
+
+def test_a_head_of_the_users_own(workplace):
+    Path("my_heads.py").write_text(
+        "from catnat.heads import SoftmaxHead\nclass Mine(SoftmaxHead, name='mine_cli'): pass\n"
+    )
+    assert train.main(["--import=my_heads", "--head=mine_cli", *workplace]) == 0
+    assert Path("runs/vae/mine_cli/version_0").is_dir()
+
+
+def test_a_second_run_gets_a_folder_of_its_own(workplace):
+    assert run(*workplace, "--limit_test_batches=1") == 0
+    assert run(*workplace, "--limit_test_batches=1") == 0
+    assert Path("runs/vae/natural/version_1/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--fast_dev_run=true", "--logger=false", "--enable_checkpointing=false"]
+)
+def test_trainer_flags_that_switch_things_off(option, workplace):
+    assert run(*workplace, option) == 0
+
+
+def test_another_logger(workplace):
+    assert run(*workplace, "--logger=CSVLogger", "--logger.save_dir=logs") == 0
+    metrics = next(Path("logs").rglob("metrics.csv")).read_text()
+    assert "fim/off_diagonal_mass" in metrics
+
+
+def test_collapse_and_saturation_are_said_in_plain_words(capsys):
+    from callbacks.report import warnings_of
+
+    assert warnings_of({"test/collapsed": 0.0, "test/saturated": 0.1}) == []
+    collapsed, saturated = warnings_of({"test/collapsed": 1.0, "test/saturated": 0.8})
+    assert "COLLAPSED" in collapsed
+    assert "80% of the scores" in saturated
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workplace):
+    assert run(*workplace, "--max_steps=11", "--default_root_dir=whole") == 0
+    assert run(*workplace, "--max_steps=4") == 0
+    assert run(*workplace, "--max_steps=11", "--ckpt_path=last") == 0
+    assert not Path("runs/vae/natural/version_1").exists()
+    whole, resumed = last("whole/vae/natural/version_0"), last()
+    assert (whole["global_step"], whole["epoch"]) == (resumed["global_step"], resumed["epoch"])
+    assert same_weights(whole, resumed)
+
+
+def test_a_checkpoint_can_be_tested_alone(workplace, capfd):
+    assert run(*workplace) == 0
+    trained = capfd.readouterr().out.split("test/nll")[1].split()[1]
+    assert train.main(["test", "--head=natural", *workplace, "--ckpt_path=last"]) == 0
+    assert capfd.readouterr().out.split("test/nll")[1].split()[1] == trained
+    assert len(list(Path("runs/vae/natural").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--head=sigmoid", "has head natural, the command line sigmoid"),
+        ("--num_latents=5", "has num_latents 10, the command line 5"),
+        ("--num_categories=5", "has num_categories 8, the command line 5"),
+        ("--head_options.amplitude=3", "has head_options None"),
+        ("--model=mlp-vae", "another model"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(change, words, workplace, capfd):
+    assert run(*workplace) == 0
+    path = "runs/vae/natural/version_0/checkpoints/last.ckpt"
+    capfd.readouterr()
+    assert run(*workplace, f"--ckpt_path={path}", change) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+def test_damaged_and_malicious_checkpoints_are_refused(workplace, capfd):
+    assert run(*workplace) == 0
+    path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
+    content = path.read_bytes()
+    torch.save({"state_dict": {}, "evil": Evil()}, "evil.ckpt")
+    evil = Path("evil.ckpt").read_bytes()
+    capfd.readouterr()
+    for bad in (content[:-1], content[: len(content) // 2], b"", b"junk" * 100, evil):
+        path.write_bytes(bad)
+        assert run(*workplace, "--ckpt_path=last") == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "damaged" in line or "refused" in line
+    assert not Path("owned").exists()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(workplace, capfd, monkeypatch):
+    assert run(*workplace) == 0
+    before = last()
+    capfd.readouterr()
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert run(*workplace, "--max_steps=6", "--ckpt_path=last") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "No space left on device" in line
+    assert same_weights(last(), before)
+    assert [p.name for p in Path("runs/vae/natural/version_0/checkpoints").glob(".*")] == []
+
+
+def test_a_folder_that_cannot_be_written(workplace, capfd):
+    Path("runs").write_text("in the way")
+    assert run(*workplace) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "runs" in line
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(signum, workplace):
+    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workplace]
+    argv += ["--max_steps=100000", "--save_every=5", "--val_check_interval=100"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signum
+    assert err == ""
+    line = out.splitlines()[-1]
+    step = last()["global_step"]
+    assert f"stopped by {signum.name} after step {step}; go on with: python train.py" in line
+    again = line.split("python train.py ")[1].split()
+    assert train.main([*again, f"--max_steps={step + 2}", "--limit_test_batches=1"]) == 0
+    assert last()["global_step"] == step + 2
