@@ -93,10 +93,11 @@ class FisherMonitor(Callback):
         self._generator.manual_seed(self.seed + trainer.global_rank)
         self._records = {}
         self._replayed = None
-        if not pl_module.automatic_optimization and hasattr(pl_module, "step_observers"):
+        observers, generators = _replayed_by(pl_module)
+        if observers is not None:
             self._replayed = _OnDevice(self._probe, self.num_samples, self._generator)
-            pl_module.step_observers.append(self._replayed.observe)
-            pl_module.step_generators.append(self._generator)
+            observers.append(self._replayed.observe)
+            generators.append(self._generator)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Steps count from where a resumed run stopped."""
@@ -151,9 +152,10 @@ class FisherMonitor(Callback):
         if self._probe is not None:
             self._probe.detach()
             self._probe = None
+        observers, generators = _replayed_by(pl_module)
         if self._replayed is not None:
-            pl_module.step_observers.remove(self._replayed.observe)
-            pl_module.step_generators.remove(self._generator)
+            observers.remove(self._replayed.observe)
+            generators.remove(self._generator)
             self._replayed = None
 
     def _observe(self, step: int) -> None:
@@ -220,6 +222,13 @@ class _Records:
 
     def clear(self) -> None:
         self.steps, self.rows, self.observed = [], [], []
+
+
+def _replayed_by(module: LightningModule) -> tuple[Any, Any]:
+    """Lists of what a module calls and draws from in its replayed steps; None if it has none."""
+    if module.automatic_optimization:
+        return None, None
+    return getattr(module, "step_observers", None), getattr(module, "step_generators", None)
 
 
 class _OnDevice:

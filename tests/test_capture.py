@@ -1,0 +1,153 @@
+"""Replayed training steps: on the CPU the bookkeeping, on CUDA the graphs themselves."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from callbacks import FisherMonitor
+from datamodules import MNISTDataModule
+from lit_modules import DiscreteVAE, MLPDiscreteVAE, capture, vae
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class EagerGraph:
+    """Stands in for a StepGraph where there is no CUDA."""
+
+    def __init__(self, step, generators=None):
+        self.step = step
+
+    def __call__(self, batch):
+        return self.step(batch)
+
+    def reset(self):
+        pass
+
+
+class Curve(pl.loggers.logger.Logger):
+    """Keeps what is logged."""
+
+    name = version = None
+
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def series(self, tag):
+        return {step: row[tag] for step, row in self.rows if tag in row}
+
+
+def train(model_class, replayed, steps, tmp_path, ckpt_path=None, accelerator="cpu", **options):
+    pl.seed_everything(1, verbose=False)
+    model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
+    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    logger, monitor = Curve(), FisherMonitor(write_every_n_steps=7)
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator=accelerator,
+        devices=1,
+        logger=logger,
+        callbacks=[monitor],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=1,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return model, trainer, logger
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    monkeypatch.setattr(vae, "why_not", lambda module: None)
+    monkeypatch.setattr(vae, "StepGraph", EagerGraph)
+    monkeypatch.setattr(vae, "_REPLAYED", {"adam": {}, "sgd": {}})
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}]
+)
+def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, options):
+    one, trainer_one, log_one = train(DiscreteVAE, False, 47, tmp_path, **options)
+    many, trainer_many, log_many = train(DiscreteVAE, None, 47, tmp_path, **options)
+    assert not many.automatic_optimization
+    assert trainer_one.global_step == trainer_many.global_step == 47
+    assert equal(one, many)
+    fim = log_one.series("fim/off_diagonal_mass_sampled")
+    assert list(fim) == list(range(47))
+    assert log_many.series("fim/off_diagonal_mass_sampled") == fim
+    last = max(log_many.series("train/loss"))
+    assert log_many.series("train/loss")[last] == pytest.approx(log_one.series("train/loss")[last])
+
+
+def test_the_mlp_model_too(without_cuda, tmp_path):
+    one, _, _ = train(MLPDiscreteVAE, False, 23, tmp_path)
+    many, trainer, _ = train(MLPDiscreteVAE, None, 23, tmp_path)
+    assert trainer.global_step == 23 and equal(one, many)
+
+
+def test_checkpoints_cross_over(without_cuda, tmp_path):
+    whole, _, _ = train(DiscreteVAE, None, 40, tmp_path)
+    for first, second in ((None, None), (None, False), (False, None)):
+        _, trainer, _ = train(DiscreteVAE, first, 20, tmp_path)
+        path = tmp_path / "half.ckpt"
+        trainer.save_checkpoint(path)
+        model, trainer, _ = train(DiscreteVAE, second, 40, tmp_path, ckpt_path=path)
+        assert trainer.global_step == 40
+        assert equal(model, whole), (first, second)
+
+
+def test_says_why_not(tmp_path):
+    with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
+        model, _, _ = train(DiscreteVAE, True, 1, tmp_path)
+    assert model.automatic_optimization
+
+
+@cuda
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+@pytest.mark.parametrize("head", ["softmax", "natural"])
+def test_the_same_curve_as_eager(model_class, head, tmp_path):
+    _, _, eager = train(model_class, False, 100, tmp_path, accelerator="gpu", head=head)
+    model, trainer, graph = train(model_class, None, 100, tmp_path, accelerator="gpu", head=head)
+    assert not model.automatic_optimization and trainer.global_step == 100
+    want, got = eager.series("train/loss"), graph.series("train/loss")
+    for step in (19, 39, 99):
+        assert got[step] == pytest.approx(want[step], rel=1e-3)
+    mass = graph.series("fim/off_diagonal_mass_fro")
+    assert list(mass) == list(range(100))
+    for step, value in eager.series("fim/off_diagonal_mass_fro").items():
+        assert mass[step] == pytest.approx(value, abs=1e-3)
+
+
+@cuda
+def test_a_graph_is_captured_once_and_again_after_reset():
+    net = nn.Linear(3, 1).cuda()
+    calls = []
+
+    def step(x):
+        calls.append(1)
+        return net(x).sum()
+
+    graph = capture.StepGraph(step)
+    x = torch.randn(5, 3, device="cuda")
+    for k in range(10):
+        assert torch.allclose(graph(x * k), net(x * k).sum(), rtol=1e-4, atol=1e-5)
+    assert len(calls) == capture.WARM_UP + 1
+    graph.reset()
+    graph(x)
+    assert len(calls) == capture.WARM_UP + 2
+    graph(torch.randn(4, 3, device="cuda"))  # another shape
+    assert len(calls) == capture.WARM_UP + 3
