@@ -74,8 +74,8 @@ class CategoricalHead(nn.Module, ABC):
     and is overridden where a closed form is cheaper.
 
     Args:
-        num_categories: K, at least 2.
-        num_scores: S; K unless said otherwise.
+        num_categories: K, at least 2. The number of scores S is set to K; a subclass that needs
+            another sets ``self.num_scores`` afterwards.
 
     Shapes:
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
@@ -98,14 +98,14 @@ class CategoricalHead(nn.Module, ABC):
         _REGISTRY[name] = cls
         _ALIASES.update(dict.fromkeys(aliases, name))
 
-    def __init__(self, num_categories: int, num_scores: int | None = None) -> None:
+    def __init__(self, num_categories: int) -> None:
         super().__init__()
         if isinstance(num_categories, bool) or not isinstance(num_categories, int):
             raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
         if num_categories < 2:
             raise ValueError(f"num_categories must be at least 2, got {num_categories}")
         self.num_categories = num_categories
-        self.num_scores = num_categories if num_scores is None else num_scores
+        self.num_scores = num_categories
 
     @abstractmethod
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class CategoricalHead(nn.Module, ABC):
         return torch.zeros_like(scores, dtype=torch.bool)
 
     def extra_repr(self) -> str:
-        """Shown by ``print(head)``."""
+        """What ``print(head)`` shows."""
         return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
 
     def _checked(self, scores: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class CatnatHead(CategoricalHead):
         self.uniform_at_zero = uniform_at_zero
         self.register_buffer("constants32", None, persistent=False)
         self.register_buffer("constants64", None, persistent=False)
-        self._set_constants(torch.device("cpu"))
+        self._set_constants("cpu")
 
     def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) of centred scores x = s - C, differentiable; a increases."""
@@ -341,7 +341,7 @@ class CatnatHead(CategoricalHead):
         """
         left, right = subtree_sums(self._checked_probs(probs))
         reached = left + right > 0
-        scores = self.split.inverse(left, right) + self._centre(probs.device)
+        scores = self.split.inverse(left, right) + self._centre().to(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -364,19 +364,19 @@ class CatnatHead(CategoricalHead):
         """Hook for heads whose rounding must not leave the boundary of the simplex."""
         return scores
 
-    def _centre(self, device: torch.device) -> Tensor:
+    def _centre(self) -> Tensor:
         """The centre C of every node, (S,) in float64."""
-        shares = right_shares(self.num_categories).to(device)
+        shares = right_shares(self.num_categories)
         if not self.uniform_at_zero:
             return torch.full_like(shares, self.center)
         offset = -self.split.inverse(1 - shares, shares)
         return torch.where(shares == 0.5, 0.0, offset) + self.center
 
-    def _set_constants(self, device: torch.device) -> None:
-        centre = self._centre(device)
+    def _set_constants(self, device: torch.device | str) -> None:
+        centre = self._centre()
         if centre.any():
-            self.constants32 = self.split.node_constants(centre, torch.float32)
-            self.constants64 = self.split.node_constants(centre, torch.float64)
+            self.constants32 = self.split.node_constants(centre, torch.float32).to(device)
+            self.constants64 = self.split.node_constants(centre, torch.float64).to(device)
 
     def _constants(self, scores: Tensor) -> Tensor | None:
         return self.constants64 if scores.dtype == torch.float64 else self.constants32

@@ -290,8 +290,10 @@ VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
                                           const float *restrict grad, long K,
                                           float *restrict out) {
     float sum = 0, size = 0;
-#pragma omp simd reduction(+ : sum, size)
+    int nan = 0;
+#pragma omp simd reduction(+ : sum, size) reduction(| : nan)
     for (long k = 0; k < K; k++) {
+        nan |= nan_mask(log_probs[k]);
         float inside = log_probs[k] <= LOG_ZERO ? 0.0f : 1.0f;
         float g = inside * grad[k] / exp_minus(inside * -log_probs[k]);
         out[k] = g;
@@ -299,7 +301,8 @@ VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
         size += inside;
     }
     float mean = sum / size;
-    for (long k = 0; k < K; k++) out[k] = log_probs[k] <= LOG_ZERO ? 0.0f : out[k] - mean;
+    for (long k = 0; k < K; k++)
+        out[k] = keep_nan(log_probs[k] <= LOG_ZERO ? 0.0f : out[k] - mean, from_bits(nan));
 }
 
 static void sparsemax_forward_rows(job *j, long first, long last) {

@@ -37,17 +37,17 @@ def reference_probs(scores: Tensor) -> Tensor:
     z = scores.double()
     z = z - z.amax(-1, keepdim=True).detach()
     ranked = z.sort(-1, descending=True).values.clamp_min(-2)  # lower ones never matter
-    excess = ranked.cumsum(-1) - 1
+    beyond = ranked.cumsum(-1) - 1
     rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    size = (rank * ranked > excess).sum(-1, keepdim=True)
-    tau = excess.gather(-1, (size - 1).clamp_min(0)) / size
-    return (z - tau).clamp_min(0).to(scores.dtype)
+    size = (rank * ranked > beyond).sum(-1, keepdim=True)
+    excess = z - beyond.gather(-1, (size - 1).clamp_min(0)) / size
+    return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
 
 
 def reference_vjp(scores: Tensor, grad: Tensor) -> Tensor:
     """Gradient in the scores from the gradient in the log-probabilities, differentiable again."""
     probs = reference_probs(scores)
-    support = probs > 0
+    support = ~(probs <= 0)
     pulled = torch.where(support, grad / torch.where(support, probs, 1.0), 0.0)
     mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
     return torch.where(support, pulled - mean, 0.0)

@@ -96,7 +96,7 @@ class SigmoidSplit:
     def _centred(scores: Tensor, constants: Tensor | None) -> Tensor:
         bound = largest_score(scores.dtype)
         x = scores if constants is None else scores - constants[0]
-        return x.clamp(-bound, bound)
+        return torch.where(x.abs() > bound, torch.sign(x) * bound, x)  # not clamp: NaN's gradient
 
 
 @dataclass(frozen=True)

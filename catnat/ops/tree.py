@@ -26,8 +26,8 @@ def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None
     """
     K = scores.shape[-1] + 1
     triton = use_triton(scores, K, TRITON_LIMIT)
-    fused = (triton or native.usable(scores)) and not isinstance(split, CustomSplit)
-    if use_reference(triton) or not fused:
+    plain = use_reference(triton) or isinstance(split, CustomSplit)
+    if plain or not (triton or native.usable(scores)):
         return reference_log_probs(scores, split, constants)
     flat = scores.reshape(-1, K - 1)
     out: Tensor = _TreeLogProbs.apply(flat, split, constants, triton)
