@@ -12,8 +12,8 @@ from catnat._numerics import LOG_ZERO
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 
 
-@triton.jit
-def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -54,8 +54,8 @@ def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
     tl.store(out + offset, tl.where(broken, float("nan"), log_p), mask=inside)
 
 
-@triton.jit
-def _backward_kernel(log_probs, grad, out, rows, K, R: tl.constexpr, P: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """With g = grad / p on the support: g minus its mean there, 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)

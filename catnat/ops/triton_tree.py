@@ -146,13 +146,12 @@ def _load_levels(source, alive, HEIGHT: tl.constexpr):
     return loaded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     scores,
     constants,
     out,
     rows,
-    K,
     rate,
     high,
     low,
@@ -163,7 +162,8 @@ def _forward_kernel(
     NATURAL: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    S = K - 1
+    K: tl.constexpr = P + REST
+    S: tl.constexpr = K - 1
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
@@ -190,14 +190,13 @@ def _forward_kernel(
         tl.store(target + (i - REST)[None, :], here, mask=alive & (i >= REST)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     scores,
     constants,
     grad,
     out,
     rows,
-    K,
     rate,
     high,
     low,
@@ -208,7 +207,8 @@ def _backward_kernel(
     NATURAL: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    S = K - 1
+    K: tl.constexpr = P + REST
+    S: tl.constexpr = K - 1
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
@@ -278,7 +278,6 @@ def _settings(
         rate, (high, low) = split.rate, split.half_width(torch.float32)
     return (triton.cdiv(rows, R),), {
         "rows": rows,
-        "K": K,
         "rate": rate,
         "high": high,
         "low": low,
