@@ -153,6 +153,8 @@ def test_validation():
     q = make_head("natural", 5)(torch.zeros(4))
     with pytest.raises(ValueError, match="value argument"):
         q.log_prob(torch.tensor(5))
+    with pytest.raises(ValueError, match="value argument"):
+        q.expand((3,)).log_prob(torch.tensor(5))
     loose = HeadCategorical(torch.full((5,), math.nan), validate_args=False)
     assert loose.entropy().isnan()
     with pytest.raises(ValueError, match="logits"):

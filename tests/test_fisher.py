@@ -55,13 +55,15 @@ def test_theorem_catnat(name, K):
 @pytest.mark.parametrize("K", CATEGORIES)
 def test_corollary_natural(K, amplitude):
     head = make_head("natural", K, amplitude=amplitude)
-    scores = random_scores(head, scale=amplitude / 12)
-    inside = ~head.saturated(scores)
-    claim = head.node_probs(scores) * (math.pi / amplitude) ** 2
-    assert ((head.fisher_diagonal(scores) - claim) * inside).abs().max() < 1e-14
-    for row, diagonal in zip(scores, claim, strict=True):
-        if not head.saturated(row).any():
-            assert (autograd_fisher(head, row) - torch.diag(diagonal)).abs().max() < 1e-10
+    for row in random_scores(head, scale=amplitude / 12).clamp(-amplitude / 4, amplitude / 4):
+        reach = torch.zeros(K - 1, dtype=torch.float64)
+        for k, p in enumerate(head.probs(row)):
+            for node, _ in leaf_path(k, K):
+                reach[node] += p
+        claim = torch.diag(reach * (math.pi / amplitude) ** 2)
+        scale = (math.pi / amplitude) ** 2
+        assert (head.fisher(row) - claim).abs().max() < 1e-14 * scale * 10
+        assert (autograd_fisher(head, row) - claim).abs().max() < 1e-10 * scale
 
 
 def test_corollary_on_and_beyond_the_edge():
@@ -169,6 +171,32 @@ def test_products_and_trace_without_the_jacobian(name, K):
     assert torch.allclose(torch.cat([p.flatten() for p in product.values()]), full @ flat)
     for chunk in (1, 7, 64):
         assert torch.allclose(fisher_trace(head, function, parameters, chunk), full.trace())
+
+
+def test_dropout_and_batch_norm_are_in_evaluation_mode():
+    head = make_head("sparsemax", 5)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 5)
+    ).double()
+    function, parameters = module_scores(net, torch.randn(6, 3, dtype=torch.float64))
+    vector = {n: torch.randn_like(p) for n, p in parameters.items()}
+    product = fisher_vector_product(head, function, parameters, vector)
+    assert sum((vector[n] * product[n]).sum() for n in vector) >= 0
+    assert fisher_trace(head, function, parameters) > 0
+    assert all(module.training for module in net.modules())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_precision_under_autocast_and_inference_mode(name):
+    head = make_head(name, 8)
+    scores = 0.3 * torch.randn(50, head.num_scores)
+    jacobian = torch.randn(50, head.num_scores, 4)
+    want = head.mean_fisher(scores), pullback_fisher(jacobian, head.fisher(scores))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        got = head.mean_fisher(scores), pullback_fisher(jacobian, head.fisher(scores))
+        sampled = score_fisher(head, scores, "sampled", 3)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert sampled.shape == (50, head.num_scores, head.num_scores)
 
 
 # ------------------------------------------------------------------------------ diagnostics

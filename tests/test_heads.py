@@ -6,7 +6,9 @@ import copy
 import io
 import math
 import pickle
+import re
 
+import numpy
 import pytest
 import torch
 from cases import CATEGORIES, CATNAT, HEADS, autograd_fisher, exact_log_probs, random_scores
@@ -58,10 +60,12 @@ def test_unknown_option_lists_the_choices():
         make_head("softmax", 4, center=1.0)
 
 
-@pytest.mark.parametrize("option", [{"amplitude": 0.0}, {"amplitude": -1.0}, {"center": math.nan}])
+@pytest.mark.parametrize(
+    "option", [{"amplitude": 0.0}, {"amplitude": -1.0}, {"amplitude": 1e20}, {"center": math.nan}]
+)
 def test_bad_option_value_is_named(option):
     (name, value), *_ = option.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*finite, got {value!r}"):
+    with pytest.raises(ValueError, match=f"{name} must .*, got {re.escape(repr(value))}"):
         make_head("natural", 4, **option)
 
 
@@ -105,8 +109,46 @@ def test_wrong_scores_are_named(name):
 def test_an_incomplete_head_says_what_is_missing():
     with pytest.raises(TypeError, match="abstract"):
         CategoricalHead(3)
+    head = CatnatHead(4)
     with pytest.raises(NotImplementedError, match="must override log_split"):
-        CatnatHead(4).log_probs(torch.zeros(3))
+        head.log_probs(torch.zeros(3))
+
+    class Half(NaturalHead):
+        def log_split(self, x):
+            return x, x
+
+    with pytest.raises(TypeError, match="Half overrides log_split"):
+        Half(4)
+
+
+def test_a_head_with_options_of_its_own():
+    class SharpHead(CatnatHead):
+        def __init__(self, num_categories, sharp=2.0, **kwargs):
+            super().__init__(num_categories, **kwargs)
+            self.sharp = sharp
+
+        def log_split(self, x):
+            return tuple(torch.nn.functional.logsigmoid(sign * self.sharp * x) for sign in (-1, 1))
+
+    SharpHead.__init_subclass__.__func__(SharpHead, name="sharp")
+    try:
+        head = make_head("sharp", 5, sharp=3.0, center=0.5)
+        assert (head.sharp, head.center) == (3.0, 0.5)
+        assert torch.allclose(head.probs(torch.full((4,), 0.5)), torch.full((5,), 0.2), atol=1e-6)
+    finally:
+        _REGISTRY.pop("sharp")
+
+
+def test_integers_of_numpy():
+    head = make_head("natural", numpy.int64(5))
+    assert head.num_categories == 5 and type(head.num_categories) is int
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_built_on_the_meta_device(name):
+    with torch.device("meta"):
+        head = make_head(name, 5)
+    assert head.probs(torch.zeros(head.num_scores)).shape == (5,)
 
 
 # ------------------------------------------------------------------------------- definition
@@ -215,6 +257,9 @@ def test_inverse_on_the_boundary(name, K, dtype):
         assert (back - p).abs().max() < 1e-6
         if name != "softmax":
             assert torch.equal(back == 0, p == 0)
+    broken = torch.full((K,), 1 / K, dtype=dtype)
+    broken[0] = torch.nan
+    assert head.inverse(broken).isnan().any()
 
 
 # ---------------------------------------------------------------- a head known by log_split

@@ -45,6 +45,17 @@ def test_after_detaching_nothing_more_is_seen():
     assert not model.first._forward_hooks
 
 
+def test_named_arguments_and_a_second_time():
+    head = make_head("natural", 4)
+    probe = HeadProbe(head).attach()
+    head(scores=torch.zeros(2, 3))
+    assert [scores.shape for _, _, scores in probe] == [(2, 3)]
+    probe.detach()
+    probe.attach()
+    with pytest.raises(RuntimeError, match="no head was called since the probe was attached"):
+        list(probe)
+
+
 def test_says_so_when_there_is_nothing_to_see():
     with pytest.raises(ValueError, match="Linear contains no CategoricalHead"):
         HeadProbe(torch.nn.Linear(2, 2))
