@@ -9,17 +9,9 @@ tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
 
 from catnat import estimators, fisher, losses
 from catnat.distributions import HeadCategorical
-from catnat.heads import (
-    CategoricalHead,
-    CatnatHead,
-    NaturalHead,
-    SigmoidHead,
-    SoftmaxHead,
-    SparsemaxHead,
-    head_names,
-    make_head,
-)
+from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
 from catnat.probe import HeadProbe
+from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
 __version__ = "0.1.0"
 __all__ = [

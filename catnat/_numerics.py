@@ -14,9 +14,9 @@ float32 (about -40) or float64 (about -80), except through the sigmoid, whose ta
 """
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores of ``dtype`` are computed: half precision becomes float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in the dtype it is computed in: half precision becomes float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def largest_score(dtype: torch.dtype) -> float:
@@ -44,6 +44,19 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is just data in memory: not being traced, batched, faked or a dual number."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
 def can_branch_on(x: Tensor) -> bool:
-    """Whether Python may look at the values of ``x`` at no cost: on the CPU, not being traced."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
+    """Whether Python may look at the values of ``x`` at no cost: plain, and on the CPU."""
+    return x.device.type == "cpu" and is_plain(x)

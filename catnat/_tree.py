@@ -67,11 +67,12 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     here = leaves
     for first, last in reversed(list(levels(leaves.shape[-1]))):
         shallow = 2 * first - last
-        pairs = here[..., shallow:].unflatten(-1, (last - first, 2))
-        left.append(pairs[..., 0])
-        right.append(pairs[..., 1])
-        sums = pairs[..., 0] + pairs[..., 1]
-        here = torch.cat((sums, here[..., :shallow]), -1) if shallow else sums
+        pairs = here.narrow(-1, shallow, 2 * (last - first))
+        pairs = pairs.reshape(*pairs.shape[:-1], last - first, 2)
+        left.append(pairs.select(-1, 0))
+        right.append(pairs.select(-1, 1))
+        sums = left[-1] + right[-1]
+        here = torch.cat((sums, here.narrow(-1, 0, shallow)), -1) if shallow else sums
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
 
 
@@ -83,5 +84,5 @@ def right_shares(num_categories: int) -> Tensor:
     >>> right_shares(3)
     tensor([0.3333, 0.5000], dtype=torch.float64)
     """
-    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64))
+    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device="cpu"))
     return right / (left + right)

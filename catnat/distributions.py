@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, constraints
-from torch.distributions.kl import register_kl
+from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
 from catnat._numerics import can_branch_on, finite_log_probs
@@ -34,8 +34,8 @@ class HeadCategorical(Categorical):
     arg_constraints = {"logits": constraints.real_vector}
 
     def __init__(self, log_probs: Tensor, validate_args: bool | None = None) -> None:
-        if validate_args is None and not can_branch_on(log_probs):
-            validate_args = False
+        if validate_args is None:  # not torch's default, which the use of torch.compile turns off
+            validate_args = can_branch_on(log_probs)
         self.logits = self._param = log_probs  # already normalized
         self._num_events = log_probs.shape[-1]
         torch.distributions.Distribution.__init__(
@@ -50,7 +50,7 @@ class HeadCategorical(Categorical):
     def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
         """The same distribution with a larger batch shape."""
         shape = torch.Size(batch_shape) + self._param.shape[-1:]
-        return HeadCategorical(self.logits.expand(shape), validate_args=False)
+        return HeadCategorical(self.logits.expand(shape), validate_args=self._validate_args)
 
     def entropy(self) -> Tensor:
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
@@ -89,3 +89,8 @@ for _pair in (
     (Categorical, HeadCategorical),
 ):
     register_kl(*_pair)(_kl)
+
+# torch looks up the function for a pair at its first use, in a way torch.compile cannot trace.
+_HEAD, _PLAIN = HeadCategorical(torch.zeros(1)), Categorical(logits=torch.zeros(1))
+for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
+    kl_divergence(_p, _q)

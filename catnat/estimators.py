@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from catnat._numerics import at_least_float32
+
 
 def score_function_surrogate(
     losses: Tensor, log_probs: Tensor, baseline: float | Tensor | None = None
@@ -37,7 +39,7 @@ def score_function_surrogate(
             "losses and log_probs must both be (M, *), "
             f"got shapes {tuple(losses.shape)} and {tuple(log_probs.shape)}"
         )
-    losses, log_probs = _at_least_float32(losses), _at_least_float32(log_probs)
+    losses, log_probs = at_least_float32(losses), at_least_float32(log_probs)
     mean = losses.mean(0)
     advantage = _advantage(losses.detach(), mean.detach(), baseline)
     # The difference is exactly zero, so the value stays that of the mean to the last bit.
@@ -90,7 +92,7 @@ def straight_through_gumbel(
     """
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    scores = _at_least_float32(log_probs)
+    scores = at_least_float32(log_probs)
     scores = scores + gumbel_like(scores, generator=generator)
     y = (scores / temperature).softmax(-1)
     if hard:
@@ -113,7 +115,3 @@ def gumbel_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
     exponential = torch.empty_like(x).exponential_(generator=generator)
     return exponential.clamp_min_(torch.finfo(x.dtype).tiny).log_().neg_()
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -61,7 +61,7 @@ def sampled_scores(
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         leaf = scores.detach().expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
         flat = log_probs.detach().exp().flatten(0, -2)
@@ -73,11 +73,15 @@ def sampled_scores(
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
-    return jacobian.transpose(-1, -2) @ fisher @ jacobian
+    with torch.autocast(fisher.device.type, enabled=False):
+        return jacobian.transpose(-1, -2) @ fisher @ jacobian
 
 
 def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
+
+    In evaluation mode, whatever mode the network is in: the function is evaluated more than once
+    and must give the same scores each time, which dropout would not.
 
     >>> function, parameters = module_scores(torch.nn.Linear(2, 3), torch.ones(5, 2))
     >>> function(parameters).shape
@@ -86,7 +90,13 @@ def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction,
     parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
 
     def function(values: Parameters) -> Tensor:
-        scores: Tensor = functional_call(module, values, inputs)
+        modes = [(m, m.training) for m in module.modules()]
+        module.eval()
+        try:
+            scores: Tensor = functional_call(module, values, inputs)
+        finally:
+            for m, training in modes:
+                m.training = training
         return scores
 
     return function, parameters
@@ -102,7 +112,7 @@ def fisher_vector_product(
 
     Args:
         head: the head behind the scores.
-        function: parameters -> scores (*, S), such as :func:`module_scores` gives.
+        function: parameters -> scores (*, S), such as :func:`module_scores` gives; deterministic.
         parameters: where to evaluate, by name.
         vector: v, by name, in the shapes of the parameters.
     """

@@ -5,24 +5,23 @@ A head is an ``nn.Module`` whose ``forward`` maps scores (*, S) to a
 one class::
 
     class MyHead(CategoricalHead, name="mine"): ...
+
+Softmax and sparsemax are here, the catnat heads in :mod:`catnat.tree_heads`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from catnat._numerics import compute_dtype, safe_log, transforms_active
-from catnat._tree import path_sums, right_shares, subtree_sums
+from catnat._numerics import at_least_float32, is_plain, safe_log, transforms_active
 from catnat.distributions import HeadCategorical
-from catnat.ops import sparsemax_log_probs, tree_log_probs
-from catnat.ops.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
+from catnat.ops import sparsemax_log_probs
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}
@@ -59,12 +58,18 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
     cls = _REGISTRY.get(_ALIASES.get(head, head))
     if cls is None:
         raise ValueError(f"unknown head {head!r}; choose from {', '.join(head_names())}")
-    known = list(inspect.signature(cls).parameters)[1:]
+    parameters = inspect.signature(cls).parameters
+    known = list(parameters)[1:]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = sorted(set(options) - set(known))
-    if unknown:
+    if unknown and not open_ended:
         choices = ", ".join(known) or "none"
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
     return cls(num_categories, **options)
+
+
+def _identity(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class CategoricalHead(nn.Module, ABC):
@@ -74,8 +79,8 @@ class CategoricalHead(nn.Module, ABC):
     and is overridden where a closed form is cheaper.
 
     Args:
-        num_categories: K, at least 2.
-        num_scores: S; K unless said otherwise.
+        num_categories: K, at least 2. The number of scores S is set to K; a subclass that needs
+            another sets ``self.num_scores`` afterwards.
 
     Shapes:
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
@@ -92,20 +97,19 @@ class CategoricalHead(nn.Module, ABC):
         if name is None:
             return
         known = _REGISTRY.get(name)
-        if known is not None and known.__qualname__ != cls.__qualname__:
-            raise ValueError(f"head name {name!r} is taken by {known.__qualname__}")
+        if known is not None and _identity(known) != _identity(cls):  # a cell run twice is fine
+            raise ValueError(f"head name {name!r} is taken by {_identity(known)}")
         cls.name = name
         _REGISTRY[name] = cls
         _ALIASES.update(dict.fromkeys(aliases, name))
 
-    def __init__(self, num_categories: int, num_scores: int | None = None) -> None:
+    def __init__(self, num_categories: int) -> None:
         super().__init__()
-        if isinstance(num_categories, bool) or not isinstance(num_categories, int):
+        if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
             raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
         if num_categories < 2:
             raise ValueError(f"num_categories must be at least 2, got {num_categories}")
-        self.num_categories = num_categories
-        self.num_scores = num_categories if num_scores is None else num_scores
+        self.num_categories = self.num_scores = operator.index(num_categories)  # NumPy's, too
 
     @abstractmethod
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ class CategoricalHead(nn.Module, ABC):
         return torch.zeros_like(scores, dtype=torch.bool)
 
     def extra_repr(self) -> str:
-        """Shown by ``print(head)``."""
+        """What ``print(head)`` shows."""
         return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
 
     def _checked(self, scores: Tensor) -> Tensor:
@@ -160,7 +164,11 @@ class CategoricalHead(nn.Module, ABC):
             )
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
-        return scores.to(compute_dtype(scores.dtype))
+        wide = at_least_float32(scores)
+        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
+            largest = torch.finfo(scores.dtype).max  # steep gradients must not overflow on return
+            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+        return wide
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape."""
@@ -206,8 +214,9 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """diag(mean p) - P^T P / B over the B rows P."""
-        p = self.probs(scores).flatten(0, -2) if scores.dim() > 1 else self.probs(scores)[None]
-        return torch.diag(p.mean(0)) - p.t() @ p / p.shape[0]
+        p = self.probs(scores.reshape(-1, self.num_scores))
+        with torch.autocast(p.device.type, enabled=False):
+            return torch.diag(p.mean(0)) - p.t() @ p / p.shape[0]
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """G^+ grad in O(K): (grad - mean grad) / p, minus its own mean."""
@@ -250,8 +259,9 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over all leading dimensions, in O(B K^2) time, O(K^2) memory."""
         q, support, n = self._support(scores.reshape(-1, self.num_scores))
-        cross = (q / n).t() @ support
-        both = (support * (q.sum(-1, keepdim=True) / n.square())).t() @ support
+        with torch.autocast(q.device.type, enabled=False):
+            cross = (q / n).t() @ support
+            both = (support * (q.sum(-1, keepdim=True) / n.square())).t() @ support
         return torch.diag(q.mean(0)) + (both - cross - cross.t()) / q.shape[0]
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
@@ -262,191 +272,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return p * (grad - (p * grad).sum(-1, keepdim=True))
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """Scores of impossible categories."""
-        return self.probs(scores) == 0
+        """Scores of impossible categories, and all of them where one category is certain."""
+        possible = self.probs(scores) > 0
+        return ~possible | (possible.sum(-1, keepdim=True) == 1)
 
     def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
         p = self.probs(scores)
         support = (p > 0).to(p.dtype)
         return support / torch.where(p > 0, p, 1.0), support, support.sum(-1, keepdim=True)
-
-
-class CatnatHead(CategoricalHead):
-    r"""A tree of binary splits: p_k is the product of the splits on the way to leaf k, S = K - 1.
-
-    Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
-    diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
-    two: the tree is then a complete one, see :mod:`catnat._tree`.
-
-    A subclass overrides :meth:`log_split`, which says how a score splits its node; the rest
-    follows. The built-in ones bring a :class:`~catnat.ops.splits.Split` instead, which knows more
-    closed forms and has fused kernels.
-
-    Args:
-        num_categories: K, at least 2.
-        center: the paper's C, added to every node's centre.
-        uniform_at_zero: give each node a centre such that zero scores mean the uniform
-            distribution (without, they do only at K a power of two).
-    """
-
-    constants32: Tensor | None
-    constants64: Tensor | None
-
-    def __init__(
-        self,
-        num_categories: int,
-        center: float = 0.0,
-        uniform_at_zero: bool = True,
-        *,
-        split: Split | None = None,
-    ) -> None:
-        super().__init__(num_categories)
-        self.num_scores = num_categories - 1
-        if not math.isfinite(center):
-            raise ValueError(f"center must be finite, got {center!r}")
-        self.split: Split = CustomSplit(self.log_split) if split is None else split
-        self.center = float(center)
-        self.uniform_at_zero = uniform_at_zero
-        self.register_buffer("constants32", None, persistent=False)
-        self.register_buffer("constants64", None, persistent=False)
-        self._set_constants(torch.device("cpu"))
-
-    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """log(1 - a(x)) and log a(x) of centred scores x = s - C, differentiable; a increases."""
-        if isinstance(self.split, CustomSplit):
-            raise NotImplementedError(f"{type(self).__name__} must override log_split")
-        return self.split.log_split(x, None)
-
-    def log_probs(self, scores: Tensor) -> Tensor:
-        """Normalized log-probabilities, (*, K-1) -> (*, K)."""
-        scores = self._checked(scores)
-        return tree_log_probs(scores, self.split, self._constants(scores))
-
-    def node_probs(self, scores: Tensor) -> Tensor:
-        """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
-        scores = self._checked(scores)
-        return path_sums(*self.split.log_split(scores, self._constants(scores)))[0].exp()
-
-    def information(self, scores: Tensor) -> Tensor:
-        """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
-        scores = self._checked(scores)
-        left, right = self.split.slopes(scores, self._constants(scores))
-        return left * right
-
-    def inverse(self, probs: Tensor) -> Tensor:
-        """Scores of the splits p(bit 1) : p(bit 0) at every node; 0 at unreachable nodes.
-
-        On the boundary of the simplex the nearest representable score.
-        """
-        left, right = subtree_sums(self._checked_probs(probs))
-        reached = left + right > 0
-        scores = self.split.inverse(left, right) + self._centre(probs.device)
-        return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
-
-    def fisher(self, scores: Tensor) -> Tensor:
-        """The diagonal matrix of :meth:`fisher_diagonal`."""
-        return torch.diag_embed(self.fisher_diagonal(scores))
-
-    def fisher_diagonal(self, scores: Tensor) -> Tensor:
-        """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
-        return self.node_probs(scores) * self.information(scores)
-
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """The diagonal matrix of the mean of :meth:`fisher_diagonal`."""
-        return torch.diag(self.fisher_diagonal(scores).reshape(-1, self.num_scores).mean(0))
-
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
-        """Grad / G_ii in O(S); G_ii is taken as at least ``damping`` (unreachable nodes)."""
-        return grad / self.fisher_diagonal(scores).clamp_min(damping)
-
-    def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Hook for heads whose rounding must not leave the boundary of the simplex."""
-        return scores
-
-    def _centre(self, device: torch.device) -> Tensor:
-        """The centre C of every node, (S,) in float64."""
-        shares = right_shares(self.num_categories).to(device)
-        if not self.uniform_at_zero:
-            return torch.full_like(shares, self.center)
-        offset = -self.split.inverse(1 - shares, shares)
-        return torch.where(shares == 0.5, 0.0, offset) + self.center
-
-    def _set_constants(self, device: torch.device) -> None:
-        centre = self._centre(device)
-        if centre.any():
-            self.constants32 = self.split.node_constants(centre, torch.float32)
-            self.constants64 = self.split.node_constants(centre, torch.float64)
-
-    def _constants(self, scores: Tensor) -> Tensor | None:
-        return self.constants64 if scores.dtype == torch.float64 else self.constants32
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
-        """Follow the model to another device, but keep the constants exact under ``.half()``."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.constants32 is not None:
-            self._set_constants(self.constants32.device)
-        return self
-
-
-class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
-    r"""catnat with a(s) = 1 / (1 + exp(-(s - C))).
-
-    >>> SigmoidHead(4).probs(torch.zeros(3))
-    tensor([0.2500, 0.2500, 0.2500, 0.2500])
-    """
-
-    def __init__(
-        self, num_categories: int, center: float = 0.0, uniform_at_zero: bool = True
-    ) -> None:
-        super().__init__(num_categories, center, uniform_at_zero, split=SigmoidSplit())
-
-
-class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
-    r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
-
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary).
-
-    Args:
-        num_categories: K, at least 2.
-        amplitude: A, the width of the region in which the split moves; 2 pi gives the sigmoid's
-            slope at 0.
-        center: C.
-        uniform_at_zero: as in :class:`CatnatHead`.
-
-    >>> NaturalHead(4).fisher(torch.zeros(3))
-    tensor([[0.2500, 0.0000, 0.0000],
-            [0.0000, 0.1250, 0.0000],
-            [0.0000, 0.0000, 0.1250]])
-    """
-
-    split: NaturalSplit
-
-    def __init__(
-        self,
-        num_categories: int,
-        amplitude: float = 2 * math.pi,
-        center: float = 0.0,
-        uniform_at_zero: bool = True,
-    ) -> None:
-        if not (math.isfinite(amplitude) and amplitude > 0):
-            raise ValueError(f"amplitude must be positive and finite, got {amplitude!r}")
-        split = NaturalSplit(float(amplitude))
-        super().__init__(num_categories, center, uniform_at_zero, split=split)
-
-    def information(self, scores: Tensor) -> Tensor:
-        """(pi/A)^2 up to the edges |s - C| = A/2 and on them, 0 beyond."""
-        scores = self._checked(scores)
-        distance, _ = self.split.distance(scores, self._constants(scores))
-        return torch.where(distance < 0, 0.0, self.split.rate**2 + 0 * distance)
-
-    def saturated(self, scores: Tensor) -> Tensor:
-        """Scores on or beyond the edges."""
-        scores = self._checked(scores)
-        return self.split.distance(scores, self._constants(scores))[0] <= 0
-
-    def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Push scores of impossible bits over the edge where rounding left them just inside."""
-        outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
-        stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
-        return torch.where(stuck, torch.nextafter(scores, outward), scores)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from catnat._numerics import at_least_float32
+
 
 class _PairwiseDistance(torch.autograd.Function):
     """``|x_m - x_n|`` for all pairs: ``(*, M, D) -> (*, M, M)``.
@@ -65,7 +67,7 @@ def energy_score(samples: Tensor, target: Tensor) -> Tensor:
     M = samples.shape[0]
     if M < 2:
         raise ValueError(f"the energy score needs M >= 2 samples, got M = {M}")
-    samples = _at_least_float32(samples)
+    samples = at_least_float32(samples)
     error: Tensor = torch.linalg.vector_norm(samples - target, dim=-1)  # (M, *)
     distance: Tensor = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())  # (*, M, M)
     return error.mean(0) - distance.sum((-2, -1)) / (2 * M * (M - 1))
@@ -90,7 +92,7 @@ def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not end the shape {tuple(logits.shape)} of logits"
         )
-    logits = _at_least_float32(logits)
+    logits = at_least_float32(logits)
     nll = F.binary_cross_entropy_with_logits(
         logits, x.to(logits.dtype).expand_as(logits), reduction="none"
     )
@@ -110,7 +112,7 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
         >>> kl_to_uniform(torch.tensor([0.0, -1000.0]).expand(3, 2))
         tensor([0.6931, 0.6931, 0.6931])
     """
-    log_probs = _at_least_float32(log_probs)
+    log_probs = at_least_float32(log_probs)
     probs = log_probs.exp()
     log_probs = torch.where(probs == 0, 0.0, log_probs)  # 0 * -inf would be NaN
     return (probs * log_probs).sum(-1) + math.log(log_probs.shape[-1])
@@ -146,11 +148,7 @@ def importance_weighted_nll(
         chunk = log_weights(m)
         if chunk.shape[:1] != (m,):
             raise ValueError(f"log_weights({m}) must be ({m}, *), got {tuple(chunk.shape)}")
-        part = _at_least_float32(chunk).logsumexp(0)
+        part = at_least_float32(chunk).logsumexp(0)
         total = part if total is None else torch.logaddexp(total, part)
     assert total is not None
     return math.log(num_samples) - total
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

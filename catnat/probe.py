@@ -42,8 +42,9 @@ class HeadProbe:
     def attach(self) -> HeadProbe:
         """Start to observe; returns itself."""
         if not self._handles:
+            self.scores = {}
             self._handles = [
-                head.register_forward_hook(partial(self._remember, name))
+                head.register_forward_hook(partial(self._remember, name), with_kwargs=True)
                 for name, head in self.heads.items()
             ]
         return self
@@ -76,6 +77,11 @@ class HeadProbe:
         self.detach()
 
     def _remember(
-        self, name: str, head: nn.Module, inputs: tuple[Tensor, ...], output: Any
+        self,
+        name: str,
+        head: nn.Module,
+        inputs: tuple[Tensor, ...],
+        named: dict[str, Tensor],
+        output: Any,
     ) -> None:
-        self.scores[name] = inputs[0].detach()
+        self.scores[name] = (inputs[0] if inputs else named["scores"]).detach()

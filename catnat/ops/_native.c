@@ -48,6 +48,9 @@ static inline float from_bits(int i) {
 /* All bits set where x is NaN, none elsewhere; without a branch, so that loops vectorize. */
 static inline int nan_mask(float x) { return (0x7f800000 - (bits_of(x) & 0x7fffffff)) >> 31; }
 
+/* All bits set where x is finite. */
+static inline int finite_mask(float x) { return ((bits_of(x) & 0x7fffffff) - 0x7f800000) >> 31; }
+
 /* y, or NaN where x is NaN. */
 static inline float keep_nan(float y, float x) { return from_bits(bits_of(y) | nan_mask(x)); }
 
@@ -76,7 +79,7 @@ static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /*
 /* log(x) for normal x > 0. */
 static inline float log_positive(float x) {
     int e = (bits_of(x) - 0x3f3504f3) >> 23; /* mantissa in [sqrt(1/2), sqrt(2)) */
-    float m = from_bits(bits_of(x) - (e << 23)), n = (float)e;
+    float m = from_bits(bits_of(x) - e * (1 << 23)), n = (float)e;
     return n * 0.693147182f + (two_atanh((m - 1.0f) / (m + 1.0f)) - n * 1.9046542e-9f);
 }
 
@@ -125,7 +128,7 @@ static inline void sigmoid_slopes(float x, float *left, float *right) {
 /* above, below: distances of x to the upper and to the lower edge. */
 static inline void natural_logs(float x, float above, float below, float rate, float *left,
                                 float *right) {
-    float d = fminf(above, below), theta = fmaxf(d, 1e-30f) * (0.5f * rate), u = theta * theta;
+    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
     float rare = d > 0 ? log_sin_squared(theta, u) : LOG_ZERO, likely = log_cos_squared(u);
     *left = keep_nan(above < below ? rare : likely, x);
     *right = keep_nan(above < below ? likely : rare, x);
@@ -133,7 +136,7 @@ static inline void natural_logs(float x, float above, float below, float rate, f
 
 static inline void natural_slopes(float x, float above, float below, float rate, float *left,
                                   float *right) {
-    float d = fminf(above, below), theta = fmaxf(d, 1e-30f) * (0.5f * rate);
+    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
     float s = sin_eighth(theta), c = cos_eighth(theta), scale = (d > 0 ? rate : 0.0f) / (s * c);
     float steep = scale * (c * c), gentle = scale * (s * s);
     *left = keep_nan(above < below ? steep : gentle, x);
@@ -246,12 +249,14 @@ static void tree_backward_rows(job *j, long first, long last) { tree_rows(j, fir
  * then from there in double, so that small probabilities keep their relative accuracy. */
 VECTORIZED static void sparsemax_row(const float *restrict s, long K, float *restrict out) {
     float top = s[0];
-    int nan = 0;
-#pragma omp simd reduction(max : top) reduction(| : nan)
+    int nan = 0, finite = 0;
+#pragma omp simd reduction(max : top) reduction(| : nan, finite)
     for (long k = 0; k < K; k++) {
         top = fmaxf(s[k], top);
         nan |= nan_mask(s[k]);
+        finite |= finite_mask(s[k]);
     }
+    nan |= ~finite | ~finite_mask(top); /* infinite scores leave no probabilities */
     for (long k = 0; k < K; k++) out[k] = keep_nan(fmaxf(s[k] - top, -2.0f), from_bits(nan));
     if (nan) return;
     float tau = -1, size = 0;
@@ -266,7 +271,7 @@ VECTORIZED static void sparsemax_row(const float *restrict s, long K, float *res
         tau += fmaxf((sum - 1) / active, 0.0f);
         size = active;
     }
-    double exact = tau, before = 0;
+    double exact = fmin(tau, -1.0 / (double)K), before = 0; /* tau <= -1/K, whatever rounding did */
     for (;;) {
         double sum = 0, active = 0;
 #pragma omp simd reduction(+ : sum, active)
@@ -290,8 +295,10 @@ VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
                                           const float *restrict grad, long K,
                                           float *restrict out) {
     float sum = 0, size = 0;
-#pragma omp simd reduction(+ : sum, size)
+    int nan = 0;
+#pragma omp simd reduction(+ : sum, size) reduction(| : nan)
     for (long k = 0; k < K; k++) {
+        nan |= nan_mask(log_probs[k]);
         float inside = log_probs[k] <= LOG_ZERO ? 0.0f : 1.0f;
         float g = inside * grad[k] / exp_minus(inside * -log_probs[k]);
         out[k] = g;
@@ -299,7 +306,8 @@ VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
         size += inside;
     }
     float mean = sum / size;
-    for (long k = 0; k < K; k++) out[k] = log_probs[k] <= LOG_ZERO ? 0.0f : out[k] - mean;
+    for (long k = 0; k < K; k++)
+        out[k] = keep_nan(log_probs[k] <= LOG_ZERO ? 0.0f : out[k] - mean, from_bits(nan));
 }
 
 static void sparsemax_forward_rows(job *j, long first, long last) {

@@ -7,19 +7,30 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from catnat._numerics import transforms_active
+from catnat._numerics import is_plain
+from catnat.ops import native
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def use_triton(scores: Tensor, num_categories: int, limit: int) -> bool:
-    """Whether the Triton kernels take these scores: CUDA, float32, K up to ``limit``."""
-    on_device = scores.is_cuda and scores.dtype == torch.float32
-    return on_device and num_categories <= limit and HAS_TRITON
+def backend(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
+    """``"triton"``, ``"native"`` (the C kernels), or None for plain torch.
+
+    Plain torch is what torch.func, forward-mode derivatives, fake tensors and other tracers need.
+    ``torch.compile`` knows Triton, and turns the rest into kernels of its own.
+    """
+    if scores.dtype != torch.float32:
+        return None
+    compiling = torch.compiler.is_compiling()
+    if scores.is_cuda and HAS_TRITON and num_categories <= triton_limit:
+        return "triton" if compiling or is_plain(scores) else None
+    if scores.device.type == "cpu" and not compiling and is_plain(scores):
+        return "native" if native.library() is not None else None
+    return None
 
 
-def use_reference(triton: bool) -> bool:
-    """Whether only plain torch will do: under torch.func, or compiled (but for Triton)."""
+def differentiable(grad: Tensor) -> bool:
+    """Whether a backward pass must itself be plain torch: create_graph, or batched gradients."""
     if torch.compiler.is_compiling():
-        return not triton
-    return transforms_active()
+        return False
+    return torch.is_grad_enabled() or not is_plain(grad)

@@ -36,14 +36,9 @@ def library() -> ctypes.CDLL | None:
     return lib
 
 
-def usable(scores: Tensor) -> bool:
-    """Whether the C kernels take these scores."""
-    return scores.device.type == "cpu" and scores.dtype == torch.float32 and library() is not None
-
-
 def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
-    scores = scores.contiguous()
+    scores = _plain_memory(scores)
     out = scores.new_empty(scores.shape[0], scores.shape[1] + 1)
     _call("tree_forward", scores, _pointer(constants), out.data_ptr(), out, *_settings(split))
     return out
@@ -51,7 +46,7 @@ def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tens
 
 def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Gradient in the scores, (B, K-1), from that in the log-probabilities, (B, K)."""
-    scores, grad = scores.contiguous(), grad.contiguous()
+    scores, grad = _plain_memory(scores), _plain_memory(grad)
     out = torch.empty_like(scores)
     pointers = (_pointer(constants), grad.data_ptr(), out.data_ptr())
     _call("tree_backward", scores, *pointers, grad, *_settings(split))
@@ -60,7 +55,7 @@ def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor 
 
 def sparsemax_forward(scores: Tensor) -> Tensor:
     """Log-probabilities, (B, K) -> (B, K)."""
-    scores = scores.contiguous()
+    scores = _plain_memory(scores)
     out = torch.empty_like(scores)
     _call("sparsemax_forward", scores, out.data_ptr(), out)
     return out
@@ -68,7 +63,7 @@ def sparsemax_forward(scores: Tensor) -> Tensor:
 
 def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
     """Gradient in the scores from that in the log-probabilities, (B, K) -> (B, K)."""
-    grad = grad.contiguous()
+    grad = _plain_memory(grad)
     out = torch.empty_like(grad)
     _call("sparsemax_backward", log_probs, grad.data_ptr(), out.data_ptr(), grad)
     return out
@@ -79,6 +74,11 @@ def _settings(split: Split) -> tuple[int, float, float, float]:
     if isinstance(split, NaturalSplit):
         return 1, split.rate, *split.half_width(torch.float32)
     return 0, 0.0, 0.0, 0.0
+
+
+def _plain_memory(x: Tensor) -> Tensor:
+    """Contiguous, and without the negation that a view may carry as a flag."""
+    return x.resolve_neg().contiguous()
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from catnat._numerics import safe_log
 from catnat.ops import native
-from catnat.ops.dispatch import use_reference, use_triton
+from catnat.ops.dispatch import backend, differentiable
 
 TRITON_LIMIT = 16384
 """Largest K the Triton kernels take."""
@@ -21,11 +21,10 @@ TRITON_LIMIT = 16384
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities, (*, K) -> (*, K); at their floor outside the support."""
     K = scores.shape[-1]
-    triton = use_triton(scores, K, TRITON_LIMIT)
-    if use_reference(triton) or not (triton or native.usable(scores)):
+    fused = backend(scores, K, TRITON_LIMIT)
+    if fused is None:
         return safe_log(reference_probs(scores))
-    flat = scores.reshape(-1, K)
-    out: Tensor = _SparsemaxLogProbs.apply(flat, triton)
+    out: Tensor = _SparsemaxLogProbs.apply(scores.reshape(-1, K), fused)
     return out.view(scores.shape)
 
 
@@ -37,17 +36,17 @@ def reference_probs(scores: Tensor) -> Tensor:
     z = scores.double()
     z = z - z.amax(-1, keepdim=True).detach()
     ranked = z.sort(-1, descending=True).values.clamp_min(-2)  # lower ones never matter
-    excess = ranked.cumsum(-1) - 1
+    beyond = ranked.cumsum(-1) - 1
     rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
-    size = (rank * ranked > excess).sum(-1, keepdim=True)
-    tau = excess.gather(-1, (size - 1).clamp_min(0)) / size
-    return (z - tau).clamp_min(0).to(scores.dtype)
+    size = (rank * ranked > beyond).sum(-1, keepdim=True)
+    excess = z - beyond.gather(-1, (size - 1).clamp_min(0)) / size
+    return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
 
 
 def reference_vjp(scores: Tensor, grad: Tensor) -> Tensor:
     """Gradient in the scores from the gradient in the log-probabilities, differentiable again."""
     probs = reference_probs(scores)
-    support = probs > 0
+    support = ~(probs <= 0)
     pulled = torch.where(support, grad / torch.where(support, probs, 1.0), 0.0)
     mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
     return torch.where(support, pulled - mean, 0.0)
@@ -57,9 +56,9 @@ class _SparsemaxLogProbs(torch.autograd.Function):
     """scores (B, K) -> log-probabilities (B, K), by fused kernels."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, triton: bool) -> Tensor:
-        ctx.triton = triton
-        if triton:
+    def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
+        ctx.fused = fused
+        if fused == "triton":
             from catnat.ops import triton_sparsemax
 
             log_probs = triton_sparsemax.forward(scores)
@@ -71,9 +70,9 @@ class _SparsemaxLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scores, log_probs = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if differentiable(grad):
             return reference_vjp(scores, grad), None
-        if ctx.triton:
+        if ctx.fused == "triton":
             from catnat.ops import triton_sparsemax
 
             return triton_sparsemax.backward(log_probs, grad), None

@@ -10,6 +10,7 @@ These are the plain differentiable forms; the fused kernels hold the same formul
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,7 +97,7 @@ class SigmoidSplit:
     def _centred(scores: Tensor, constants: Tensor | None) -> Tensor:
         bound = largest_score(scores.dtype)
         x = scores if constants is None else scores - constants[0]
-        return x.clamp(-bound, bound)
+        return x + (x.clamp(-bound, bound) - x).detach()  # the gradient of x itself, also NaN's
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class NaturalSplit:
     half_in_float32: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        rounded = torch.tensor(self.amplitude / 2, dtype=torch.float32).item()
+        (rounded,) = struct.unpack("f", struct.pack("f", self.amplitude / 2))
         object.__setattr__(self, "half_in_float32", rounded)
 
     @property
@@ -153,18 +154,23 @@ class NaturalSplit:
         return torch.where(upper, above, below), upper
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        distance, upper = self.distance(scores, constants)
-        outside = distance <= 0
-        theta = torch.where(outside, 1.0, distance * (self.rate / 2))
-        q = torch.sin(theta).square()
-        rare = torch.where(outside, LOG_ZERO, torch.log(q))
-        likely = torch.where(outside, 0.0, torch.log1p(-q))
+        theta, outside, upper = self._angle(scores, constants)
+        sine = torch.sin(theta)
+        rare = torch.where(outside, LOG_ZERO, 2 * torch.log(sine))
+        likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
         return torch.where(upper, rare, likely), torch.where(upper, likely, rare)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        distance, upper = self.distance(scores, constants)
-        outside = distance <= 0
-        tan = torch.tan(torch.where(outside, 1.0, distance * (self.rate / 2)))
+        theta, outside, upper = self._angle(scores, constants)
+        tan = torch.tan(theta)
         steep = torch.where(outside, 0.0, self.rate / tan)
         gentle = torch.where(outside, 0.0, self.rate * tan)
         return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)
+
+    def _angle(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, at least 1e-30 (and some harmless number outside), with what distance() says."""
+        distance, upper = self.distance(scores, constants)
+        outside = distance <= 0
+        theta = distance * (self.rate / 2)
+        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
+        return torch.where(outside, 1.0, theta), outside, upper

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from catnat._tree import path_sums, subtree_sums
 from catnat.ops import native
-from catnat.ops.dispatch import use_reference, use_triton
+from catnat.ops.dispatch import backend, differentiable
 from catnat.ops.splits import CustomSplit, Split
 
 TRITON_LIMIT = 32768
@@ -25,12 +25,11 @@ def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None
         constants: ``split.node_constants`` of the nodes, or None where all are centred at 0.
     """
     K = scores.shape[-1] + 1
-    triton = use_triton(scores, K, TRITON_LIMIT)
-    fused = (triton or native.usable(scores)) and not isinstance(split, CustomSplit)
-    if use_reference(triton) or not fused:
+    fused = None if isinstance(split, CustomSplit) else backend(scores, K, TRITON_LIMIT)
+    if fused is None:
         return reference_log_probs(scores, split, constants)
     flat = scores.reshape(-1, K - 1)
-    out: Tensor = _TreeLogProbs.apply(flat, split, constants, triton)
+    out: Tensor = _TreeLogProbs.apply(flat, split, constants, fused)
     return out.view(*scores.shape[:-1], K)
 
 
@@ -51,11 +50,11 @@ class _TreeLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, split: Split, constants: Tensor | None, triton: bool
+        ctx: Any, scores: Tensor, split: Split, constants: Tensor | None, fused: str
     ) -> Tensor:
-        ctx.split, ctx.triton = split, triton
+        ctx.split, ctx.fused = split, fused
         ctx.save_for_backward(scores, constants)
-        if triton:
+        if fused == "triton":
             from catnat.ops import triton_tree
 
             return triton_tree.forward(scores, split, constants)
@@ -64,9 +63,9 @@ class _TreeLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         scores, constants = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if differentiable(grad):
             out = reference_vjp(scores, grad, ctx.split, constants)
-        elif ctx.triton:
+        elif ctx.fused == "triton":
             from catnat.ops import triton_tree
 
             out = triton_tree.backward(scores, grad, ctx.split, constants)

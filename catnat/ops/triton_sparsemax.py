@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat._numerics import LOG_ZERO
+from catnat.ops.triton_tree import on_device_of
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 
 
-@triton.jit
-def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -24,6 +25,7 @@ def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
     top = tl.max(s, axis=1)[:, None]
     z = s - top
     broken = tl.sum((s != s).to(tl.int32), axis=1)[:, None] > 0
+    broken = broken | (tl.abs(top) == float("inf"))
     z = tl.where(broken, 0.0, z)
     top = tl.where(broken, 0.0, top)
     # Triton 3.6 compiles a while loop only if all it carries is read in it and after it.
@@ -38,7 +40,7 @@ def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
         changed = tl.sum((active != size).to(tl.int32))
         size = active
     wide = tl.where(broken, 0.0, s.to(tl.float64) - top.to(tl.float64))
-    exact = tau.to(tl.float64)
+    exact = tl.minimum(tau, -1.0 / K).to(tl.float64)
     size = 0.0 - size
     changed += 1
     while changed > 0:
@@ -54,8 +56,8 @@ def _forward_kernel(scores, out, rows, K, R: tl.constexpr, P: tl.constexpr):
     tl.store(out + offset, tl.where(broken, float("nan"), log_p), mask=inside)
 
 
-@triton.jit
-def _backward_kernel(log_probs, grad, out, rows, K, R: tl.constexpr, P: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """With g = grad / p on the support: g minus its mean there, 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -76,7 +78,8 @@ def forward(scores: Tensor) -> Tensor:
     out = torch.empty_like(scores)
     if scores.shape[0]:
         grid, settings = _settings(*scores.shape)
-        _forward_kernel[grid](scores, out, **settings)
+        with on_device_of(scores):
+            _forward_kernel[grid](scores, out, **settings)
     return out
 
 
@@ -86,7 +89,8 @@ def backward(log_probs: Tensor, grad: Tensor) -> Tensor:
     out = torch.empty_like(grad)
     if grad.shape[0]:
         grid, settings = _settings(*grad.shape)
-        _backward_kernel[grid](log_probs, grad, out, **settings)
+        with on_device_of(grad):
+            _backward_kernel[grid](log_probs, grad, out, **settings)
     return out
 
 

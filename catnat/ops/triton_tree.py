@@ -7,6 +7,8 @@ added. Only the scores are kept for the backward pass.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -101,7 +103,8 @@ def _log_split(
         above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
         upper = above < below
         d = tl.where(upper, above, below)
-        theta = tl.where(d <= 0, 0.0, d) * (0.5 * rate)
+        theta = tl.where(d <= 0, 0.0, d * (0.5 * rate))
+        theta = tl.where(theta < 1e-30, 1e-30, theta)
         u = theta * theta
         rare = tl.where(d <= 0, _LOG_ZERO, _log_sin_squared(theta, u))
         likely = _log_cos_squared(u)
@@ -122,7 +125,8 @@ def _slopes(
         above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
         upper = above < below
         d = tl.where(upper, above, below)
-        theta = tl.where(d <= 0, 1.0, d) * (0.5 * rate)
+        theta = tl.where(d <= 0, 1.0, d * (0.5 * rate))
+        theta = tl.where(theta < 1e-30, 1e-30, theta)
         u = theta * theta
         sine, cosine = _sine(theta, u), _cosine(u)
         scale = tl.where(d <= 0, 0.0, rate) / (sine * cosine)
@@ -146,13 +150,12 @@ def _load_levels(source, alive, HEIGHT: tl.constexpr):
     return loaded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     scores,
     constants,
     out,
     rows,
-    K,
     rate,
     high,
     low,
@@ -163,7 +166,8 @@ def _forward_kernel(
     NATURAL: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    S = K - 1
+    K: tl.constexpr = P + REST
+    S: tl.constexpr = K - 1
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
@@ -190,14 +194,13 @@ def _forward_kernel(
         tl.store(target + (i - REST)[None, :], here, mask=alive & (i >= REST)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     scores,
     constants,
     grad,
     out,
     rows,
-    K,
     rate,
     high,
     low,
@@ -208,7 +211,8 @@ def _backward_kernel(
     NATURAL: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    S = K - 1
+    K: tl.constexpr = P + REST
+    S: tl.constexpr = K - 1
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
@@ -240,6 +244,13 @@ def _backward_kernel(
         here = a + b
 
 
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
+
+
 def forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
     scores = scores.contiguous()
@@ -247,7 +258,9 @@ def forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     out = scores.new_empty(B, S + 1)
     if B:
         grid, settings = _settings(B, S + 1, split, constants, elements=1024, small_warps=1)
-        _forward_kernel[grid](scores, scores if constants is None else constants, out, **settings)
+        given = scores if constants is None else constants
+        with on_device_of(scores):
+            _forward_kernel[grid](scores, given, out, **settings)
     return out
 
 
@@ -259,7 +272,8 @@ def backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | Non
     if B:
         grid, settings = _settings(B, K, split, constants, elements=512, small_warps=2)
         given = scores if constants is None else constants
-        _backward_kernel[grid](scores, given, grad, out, **settings)
+        with on_device_of(scores):
+            _backward_kernel[grid](scores, given, grad, out, **settings)
     return out
 
 
@@ -278,7 +292,6 @@ def _settings(
         rate, (high, low) = split.rate, split.half_width(torch.float32)
     return (triton.cdiv(rows, R),), {
         "rows": rows,
-        "K": K,
         "rate": rate,
         "high": high,
         "low": low,

@@ -1,0 +1,224 @@
+"""Every finite score of every dtype: finite log-probabilities, sum 1, finite gradients."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from cases import CATNAT, DTYPES, HEADS, exact_log_probs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catnat import make_head
+from catnat._numerics import LOG_ZERO, can_branch_on, finite_log_probs, safe_log
+
+EDGE = math.pi  # A/2 of the natural head
+
+
+def neighbours(x: float) -> list[float]:
+    """x and the numbers just inside and outside it, in float32 and in float64."""
+    out = [x]
+    for dtype in (torch.float32, torch.float64):
+        t = torch.tensor(x, dtype=dtype)
+        out += [t.item()] + [
+            torch.nextafter(t, torch.tensor(to, dtype=dtype)).item() for to in (math.inf, -math.inf)
+        ]
+    return out
+
+
+SPECIAL = [0.0, -0.0, 1e30, -1e30, 1e-30, *neighbours(EDGE), *neighbours(-EDGE), 50.0, 88.0, -104.0]
+magnitudes = st.builds(
+    lambda sign, exponent: sign * 10.0**exponent,
+    st.sampled_from((-1.0, 1.0)),
+    st.floats(-30, 30, allow_nan=False),
+)
+scores_of = st.one_of(
+    st.floats(-4, 4, allow_nan=False, width=32), magnitudes, st.sampled_from(SPECIAL)
+)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@settings(max_examples=2000)
+@given(data=st.data())
+def test_any_finite_score(name: str, data: st.DataObject) -> None:
+    K = data.draw(st.sampled_from((2, 3, 5, 8, 18)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    options: dict[str, float] = {}
+    if name in CATNAT:
+        options["center"] = data.draw(st.sampled_from((0.0, EDGE, -1.0)))
+    if name == "natural":
+        options["amplitude"] = data.draw(st.sampled_from((2 * EDGE, 1.0, 1e-3, 1e3)))
+    head = make_head(name, K, **options)
+    values = data.draw(st.lists(scores_of, min_size=head.num_scores, max_size=head.num_scores))
+    limit = torch.finfo(dtype).max
+    leaf = torch.tensor(values, dtype=torch.float64).clamp(-limit, limit).to(dtype)
+    scores = leaf.requires_grad_()
+    out = head.log_probs(scores)
+    eps = torch.finfo(out.dtype).eps
+    assert out.isfinite().all() and (out <= 4 * eps).all()
+    p = head.probs(scores.detach())
+    assert abs(p.double().sum().item() - 1) < 8 * eps * max(1.0, math.log2(K))
+    weight = torch.linspace(-1, 1, K, dtype=out.dtype)
+    (grad,) = torch.autograd.grad((out * weight).sum(), scores)
+    assert grad.dtype == dtype
+    assert grad.isfinite().all()
+    assert not grad[head.saturated(scores.detach())].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HEADS)
+def test_largest_scores(name: str, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    for K in (2, 5, 18):
+        head = make_head(name, K)
+        for signs in (1.0, -1.0, (-1.0) ** torch.arange(head.num_scores)):
+            scores = (torch.ones(head.num_scores) * signs).to(dtype) * limit
+            scores.requires_grad_()
+            q = head(scores)
+            (grad,) = torch.autograd.grad(q.logits[0] + q.entropy(), scores)
+            assert q.logits.isfinite().all() and q.entropy().isfinite()
+            assert abs(q.probs.sum().item() - 1) < 1e-5
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("K", [2, 5, 18, 32])
+@pytest.mark.parametrize("name", HEADS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_float32_against_sixty_digits(name: str, K: int, data: st.DataObject) -> None:
+    head = make_head(name, K)
+    near = st.builds(lambda s, e: s * (EDGE - 10.0**-e), st.sampled_from((-1, 1)), st.floats(0, 7))
+    one = st.one_of(st.floats(-4, 4, width=32), st.floats(-60, 60, width=32), near)
+    values = data.draw(st.lists(one, min_size=head.num_scores, max_size=head.num_scores))
+    scores = torch.tensor(values, dtype=torch.float32)
+    got = head.log_probs(scores)
+    for x, want in zip(got.tolist(), exact_log_probs(name, scores.tolist()), strict=True):
+        if name == "sparsemax" and want < math.log(1e-9):
+            # a difference of numbers near 1, taken in float64: exact to 1e-16, but not to its size
+            assert abs(math.exp(x) - mpmath.exp(want)) < 1e-15
+        elif want == -mpmath.inf:
+            assert x <= LOG_ZERO
+        else:
+            assert abs(x - want) <= 2e-6 * (1 + abs(want))
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_log_probabilities_near_zero_keep_their_relative_accuracy(name: str) -> None:
+    """p = 1 - tiny: log p must not be rounded as log of a rounded p."""
+    head = make_head(name, 2)
+    scores = torch.tensor([5.0, 9.0, 14.0] if name == "sigmoid" else [3.0, 3.1, 3.14])[:, None]
+    for row, got in zip(scores.tolist(), head.log_probs(scores)[:, 1].tolist(), strict=True):
+        want = exact_log_probs(name, row)[1]
+        assert abs(got / want - 1) < 1e-6
+
+
+@pytest.mark.parametrize("K", [2, 3, 8, 18])
+@pytest.mark.parametrize("name", HEADS)
+def test_gradcheck(name: str, K: int) -> None:
+    head = make_head(name, K)
+    scale = 0.2 if name == "sparsemax" else 1.5
+    scores = scale * torch.randn(2, head.num_scores, dtype=torch.float64)
+    scores = scores.clamp(-2.5, 2.5).requires_grad_()
+    assert torch.autograd.gradcheck(head.log_probs, scores)
+    assert torch.autograd.gradgradcheck(head.log_probs, scores)
+
+
+@pytest.mark.parametrize("K", [2, 5, 8])
+@pytest.mark.parametrize("name", HEADS)
+def test_second_derivatives_in_float32(name: str, K: int) -> None:
+    """The fused float32 path is differentiable twice, too."""
+    head = make_head(name, K)
+    scores = torch.randn(4, head.num_scores)
+    weight = torch.randn(4, K)
+
+    def hessian_vector(s: torch.Tensor) -> torch.Tensor:
+        s = s.clone().requires_grad_()
+        loss = (head.log_probs(s) * weight.to(s)).sum()
+        (grad,) = torch.autograd.grad(loss, s, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), s)[0]
+
+    want = hessian_vector(scores.double()).float()
+    assert torch.allclose(hessian_vector(scores), want, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HEADS)
+def test_gradient_at_zero_scores(name: str, dtype: torch.dtype) -> None:
+    """Ties and kinks of formulas sit at zero, where networks start."""
+    head = make_head(name, 4)
+    zero = torch.zeros(head.num_scores, dtype=dtype, requires_grad=True)
+    (got,) = torch.autograd.grad(head.log_probs(zero)[0], zero)
+    near = torch.full((head.num_scores,), 1e-7, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(head.log_probs(near)[0], near)
+    assert torch.allclose(got.double(), want, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [2, 5])
+def test_beyond_the_edge_of_natural(K: int, dtype: torch.dtype) -> None:
+    head = make_head("natural", K)
+    for value in (10.0, -10.0, 1e30):
+        scores = torch.full((K - 1,), value, dtype=dtype, requires_grad=True)
+        q = head(scores)
+        assert (q.probs == 1).sum() == 1 and (q.probs == 0).sum() == K - 1
+        (grad,) = torch.autograd.grad(q.logits.sum() + q.entropy(), scores)
+        assert torch.equal(grad, torch.zeros_like(grad))
+        assert head.saturated(scores.detach()).all()
+        assert not head.fisher_diagonal(scores.detach()).any()
+
+
+@pytest.mark.parametrize("K", [5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HEADS)
+def test_nan_is_never_silent(name: str, dtype: torch.dtype, K: int) -> None:
+    head = make_head(name, K)
+    scores = torch.randn(3, head.num_scores, dtype=dtype)
+    scores[1, 0] = torch.nan
+    out = head.log_probs(scores)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+    with pytest.raises(ValueError, match="nan"):
+        head(scores)
+    leaf = scores.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(head.log_probs(leaf).sum(), leaf)
+    assert grad[1, 0].isnan() and grad[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HEADS)
+def test_infinite_scores_are_never_silent(name: str, dtype: torch.dtype) -> None:
+    """Where infinity has a meaning (a certain split) it may be used; else the row is NaN."""
+    head = make_head(name, 3)
+    for value in (math.inf, -math.inf):
+        for scores in (torch.zeros(head.num_scores), torch.full((head.num_scores,), value)):
+            scores = scores.to(dtype)
+            scores[0] = value
+            p = head.log_probs(scores).exp()
+            assert p.isnan().any() or abs(p.sum().item() - 1) < 1e-6
+
+
+def test_paths_agree_at_the_edge() -> None:
+    """Just inside an edge that lies at zero, scores may be as small as floats get."""
+    head = make_head("natural", 4, center=math.pi)
+    for tiny in (1e-30, 1e-38, 1e-44):
+        scores = torch.full((1, 3), tiny)
+        fused, plain = head.log_probs(scores), torch.func.vmap(head.log_probs)(scores)
+        assert fused.isfinite().all() and torch.allclose(fused, plain)
+    leaf = torch.full((3,), 1e-170, dtype=torch.float64, requires_grad=True)
+    q = head(leaf)
+    (grad,) = torch.autograd.grad(q.entropy(), leaf)
+    assert q.entropy().isfinite() and grad.isfinite().all()
+
+
+def test_safe_log_and_floors() -> None:
+    x = torch.tensor([0.0, 1e-45, 1.0, math.nan], requires_grad=True)
+    y = safe_log(x)
+    assert y[0] == LOG_ZERO and y[1] < -100 and y[2] == 0 and y[3].isnan()
+    (grad,) = torch.autograd.grad(y[[0, 2]].sum(), x)
+    assert grad[0] == 0 and grad[2] == 1
+    assert finite_log_probs(torch.tensor([-math.inf, -1.0])).tolist() == [LOG_ZERO, -1.0]
+    for dtype in DTYPES:
+        assert torch.tensor(LOG_ZERO, dtype=dtype).exp() == 0
+    assert can_branch_on(x)
+    torch.func.vmap(lambda t: (t, pytest.fail("branched") if can_branch_on(t) else t)[0])(x)

@@ -1,0 +1,130 @@
+"""The C kernels against plain torch, and the tree functions against each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import CATEGORIES, CATNAT, leaf_path
+
+from catnat import make_head
+from catnat._numerics import LOG_ZERO
+from catnat._tree import levels, path_sums, subtree_sums
+from catnat.ops import native, sparsemax, tree
+
+built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
+SIZES = [*CATEGORIES, 31, 33, 100, 1000, 1025, 4096]
+
+
+def awkward_scores(rows: int, S: int) -> torch.Tensor:
+    """Scores of many sizes, some on, just inside and beyond the edges of the natural split."""
+    scores = torch.randn(rows, S) * 10 ** (torch.rand(rows, 1) * 3 - 1.5)
+    edge = torch.tensor([math.pi, -math.pi, 3.1415925, 3.14, 4.0, -1e30, 1e30, 0.0])
+    take = torch.rand(rows, S) < 0.05
+    return torch.where(take, edge[torch.randint(len(edge), (rows, S))], scores)
+
+
+@built
+@pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("name", CATNAT)
+def test_tree_kernels_agree_with_plain_torch(name, K):
+    head = make_head(name, K)
+    scores = awkward_scores(37, K - 1)
+    exact, constants = scores.double(), head.constants64
+    got = native.tree_forward(scores, head.split, head.constants32)
+    want = tree.reference_log_probs(exact, head.split, constants)
+    assert torch.equal(got < LOG_ZERO / 2, want < LOG_ZERO / 2) or name == "sigmoid"
+    assert ((got - want).abs() <= 2e-6 * (1 + want.abs())).all()
+    plain = tree.reference_log_probs(scores, head.split, head.constants32)
+    assert torch.allclose(got, plain, rtol=2e-6, atol=2e-6)
+
+    grad = torch.randn(37, K)
+    got = native.tree_backward(scores, grad, head.split, head.constants32)
+    want = tree.reference_vjp(exact, grad.double(), head.split, constants)
+    left, right = subtree_sums(grad.abs().double())  # what rounding is relative to
+    slopes = head.split.slopes(exact, constants)
+    scale = left * slopes[0] + right * slopes[1]
+    assert ((got - want).abs() <= 4e-6 * (scale + 1e-6)).all()
+
+
+@built
+@pytest.mark.parametrize("K", SIZES)
+def test_sparsemax_kernels_agree_with_plain_torch(K):
+    scores = awkward_scores(37, K) * torch.logspace(-3, 1, 37)[:, None]
+    probs = sparsemax.reference_probs(scores.double())
+    got = native.sparsemax_forward(scores)
+    assert torch.equal(got <= LOG_ZERO, probs <= 0)
+    assert torch.allclose(got.double().exp(), probs, rtol=2e-6, atol=1e-14)
+    grad = torch.randn(37, K)
+    back = native.sparsemax_backward(got, grad)
+    want = sparsemax.reference_vjp(scores.double(), grad.double())
+    size = torch.where(probs > 0, grad.abs() / probs.clamp_min(1e-300), 0.0).amax(-1, keepdim=True)
+    assert ((back - want).abs() <= 4e-6 * size).all()
+    assert not back[got <= LOG_ZERO].any()
+
+
+@built
+@pytest.mark.parametrize("name", ["sparsemax", *CATNAT])
+def test_threads_do_not_change_anything(name, monkeypatch):
+    monkeypatch.setattr(native, "PARALLEL", 1)
+    head = make_head(name, 18)
+    scores = torch.randn(101, head.num_scores, requires_grad=True)
+    grad = torch.randn(101, 18)
+
+    def both():
+        out = head.log_probs(scores)
+        return out, *torch.autograd.grad(out, scores, grad)
+
+    alone = both()
+    for threads in (2, 3, 200):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        assert all(torch.equal(a, b) for a, b in zip(both(), alone, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sparsemax", *CATNAT])
+def test_works_without_the_kernels(name, monkeypatch):
+    head = make_head(name, 18)
+    scores = torch.randn(5, head.num_scores, requires_grad=True)
+    out = head.log_probs(scores)
+    (grad,) = torch.autograd.grad(out[:, 3].sum(), scores)
+    monkeypatch.setattr(native, "library", lambda: None)
+    plain = head.log_probs(scores)
+    (slow,) = torch.autograd.grad(plain[:, 3].sum(), scores)
+    assert torch.allclose(out, plain, atol=1e-5) and torch.allclose(
+        grad, slow, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("K", [*CATEGORIES, 1000])
+def test_paths_and_subtrees(K):
+    left, right = torch.randn(2, 3, K - 1, dtype=torch.float64)
+    nodes, leaves = path_sums(left, right)
+    for k in range(0, K, max(1, K // 7)):
+        total = torch.zeros(3, dtype=torch.float64)
+        for node, bit in leaf_path(k, K):
+            assert torch.allclose(nodes[:, node], total)
+            total = total + (right if bit else left)[:, node]
+        assert torch.allclose(leaves[:, k], total)
+    # the adjoint: <path_sums(left, right), w> = <left, subtree_0(w)> + <right, subtree_1(w)>
+    weight = torch.randn(3, K, dtype=torch.float64)
+    below = subtree_sums(weight)
+    assert torch.allclose((leaves * weight).sum(), (left * below[0] + right * below[1]).sum())
+
+
+@pytest.mark.parametrize("K", CATEGORIES)
+def test_levels_cover_every_node_once(K):
+    assert [j for first, last in levels(K) for j in range(first, last)] == list(range(1, K))
+
+
+def test_a_hundred_thousand_categories():
+    for name in CATNAT:
+        head = make_head(name, 131072)
+        scores = (torch.randn(2, 131071) * 0.3).requires_grad_()
+        q = head(scores)
+        assert torch.allclose(
+            q.probs.double().sum(-1), torch.ones(2, dtype=torch.float64), atol=1e-5
+        )
+        q.log_prob(q.sample()).sum().backward()
+        assert 0 < scores.grad.count_nonzero() <= 2 * 17  # only the nodes on the two paths
+        assert head.fisher_diagonal(scores.detach()).shape == scores.shape
