@@ -1,0 +1,397 @@
+"""The VAEs: losses and gradients against oracles, the recipe step by step, test metrics."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from catnat import HeadProbe, head_names
+from lit_modules import DiscreteVAE, MLPDiscreteVAE
+
+MODELS = [DiscreteVAE, MLPDiscreteVAE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def x():
+    """A few images that compress well: four shapes, (16, 1, 28, 28)."""
+    shapes = torch.zeros(4, 1, 28, 28)
+    for i, shape in enumerate(shapes):
+        shape[:, 7 * i : 7 * i + 7] = 0.9
+    return shapes.repeat(4, 1, 1, 1)
+
+
+def trainer(steps=3, callbacks=(), **options):
+    return Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+
+
+class Batches:
+    """A loader; Lightning would take a list for several."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def fit(model, x, steps=3, **options):
+    run = trainer(steps, **options)
+    run.fit(model, Batches(x))
+    return run
+
+
+def evaluated(model, x, batch_size=6):
+    run = trainer()
+    run.test(model, Batches(*x.split(batch_size)), verbose=False)
+    return {name: value.item() for name, value in run.callback_metrics.items()}
+
+
+# -- what is learned -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", head_names())
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_head_learns(kind, head, x):
+    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+    losses = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            losses.append(outputs["loss"].item())
+
+    run = fit(model, x, steps=40, callbacks=[Record()])
+    assert run.global_step == len(losses) == 40
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("head", head_names())
+def test_the_loss_is_reconstruction_plus_kl(head, x):
+    model = DiscreteVAE(head, num_latents=3, num_categories=6).eval()
+    q = model(x)
+    torch.manual_seed(5)
+    loss = model.loss(x, q)
+    torch.manual_seed(5)
+    z = q.rsample_relaxed(1.0, hard=True)
+    assert set(z.unique().tolist()) == {0.0, 1.0}
+    pixels = model.decode(z).sigmoid()
+    bce = F.binary_cross_entropy(pixels, x, reduction="sum") / len(x)
+    p = q.probs.double()
+    kl = (torch.special.xlogy(p, p) + p * math.log(6)).sum() / len(x)
+    torch.testing.assert_close(loss, (bce + kl).float())
+
+
+def test_training_is_zero_grad_backward_clip_step(x):
+    """Lightning's loop against one written out, bit for bit."""
+    torch.manual_seed(0)
+    model = DiscreteVAE("sigmoid", lr_decay=0.5, lr_decay_steps=2, temperature_steps=2,
+                        temperature_rate=0.1)  # fmt: skip
+    torch.manual_seed(0)
+    twin = DiscreteVAE("sigmoid")
+    torch.manual_seed(1)
+    fit(model, x, steps=5)
+
+    torch.manual_seed(1)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 1e-3 * 0.5 ** (step // 2)
+        temperature = max(math.exp(-0.1 * (step // 2 * 2)), 0.5)
+        optimizer.zero_grad()
+        loss = twin._step_loss(x, torch.tensor(temperature))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        assert norm > 1, "or clipping would go untested"
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("clip", "trainers"), [(1.0, None), (0.25, None), (0.0, None), (1.0, 0.5)])
+def test_the_gradient_is_clipped(clip, trainers, x):
+    norms = []
+
+    class Norm(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            grads = [p.grad.flatten() for p in module.parameters()]
+            norms.append(torch.cat(grads).norm().item())
+
+    fit(DiscreteVAE("softmax", gradient_clip=clip), x, steps=1, callbacks=[Norm()],
+        gradient_clip_val=trainers)  # fmt: skip
+    limit = trainers or clip
+    assert norms[0] == pytest.approx(limit, rel=1e-3) if limit else norms[0] > 2
+
+
+def test_sgd_is_plain(x):
+    model = DiscreteVAE("softmax", optimizer="sgd")
+    run = fit(model, x)
+    (optimizer,) = run.optimizers
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0
+    assert run.lr_scheduler_configs == []
+
+
+@pytest.mark.parametrize(
+    ("step", "temperature"),
+    [(0, 1.0), (999, 1.0), (1000, math.exp(-0.03)), (20500, math.exp(-0.6)), (60000, 0.5)],
+)
+def test_the_temperature_is_a_staircase(step, temperature):
+    assert DiscreteVAE().annealed_temperature(step) == pytest.approx(temperature)
+
+
+def test_the_temperature_follows_the_optimizer_steps(x):
+    seen = []
+
+    class Seen(DiscreteVAE):
+        def loss(self, batch, q):
+            seen.append(self.temperature.item())
+            return super().loss(batch, q)
+
+    run = fit(Seen(temperature_rate=0.1, temperature_steps=2), x, steps=6)
+    expected = [math.exp(-0.1 * s) for s in (0, 0, 2, 2, 4, 4)]
+    torch.testing.assert_close(seen, expected, rtol=1e-6, atol=0)
+    assert run.callback_metrics["train/temperature"] == pytest.approx(expected[-1])
+    assert run.progress_bar_metrics.keys() == {"train/loss"}
+
+
+@pytest.mark.parametrize("head", head_names())
+@pytest.mark.parametrize("options", [{"baseline_value": 540.0}, {"baseline": "leave-one-out"}])
+def test_the_score_function_gradient_is_unbiased(head, options, x):
+    """Against the gradient of the ELBO summed over all K^N latents."""
+    K, x = 3, x[:2]
+    model = MLPDiscreteVAE(head, num_latents=2, num_categories=K, num_samples=20_000, **options)
+    latents = torch.cartesian_prod(torch.arange(K), torch.arange(K))  # (9, 2)
+    z = F.one_hot(latents, K).float()[:, None].expand(-1, len(x), -1, -1)  # (9, B, 2, 3)
+    parameters = list(model.encoder[-1].parameters())
+
+    q = model(x)
+    probs = (z * q.probs).sum(-1).prod(-1)  # (9, B)
+    exact = ((probs * model.reconstruction(x, z)).sum(0) + model.kl(q)).mean()
+    expected = torch.autograd.grad(exact, parameters)
+    estimate = model.loss(x, model(x))
+    found = torch.autograd.grad(estimate, parameters)
+    assert estimate.item() == pytest.approx(exact.item(), rel=1e-3)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.1)
+
+
+def test_the_constant_baseline_enters_the_gradient_and_not_the_value(x):
+    def loss_and_gradient(value):
+        torch.manual_seed(0)
+        model = MLPDiscreteVAE("softmax", baseline_value=value)
+        q = model(x)
+        torch.manual_seed(1)
+        loss = model.loss(x, q)
+        return loss.item(), torch.autograd.grad(loss, model.encoder[-1].bias)[0]
+
+    (low, at_zero), (high, at_125) = loss_and_gradient(0.0), loss_and_gradient(125.0)
+    assert low == high
+    assert not torch.allclose(at_zero, at_125)
+
+
+# -- one step is device work alone ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["softmax", "sigmoid", "natural"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_reads_nothing_back_from_the_device(kind, head):
+    """On the meta device there is nothing to read: .item() or a branch on a value would raise."""
+    model = kind(head).to("meta")
+    temperature = torch.ones((), device="meta")
+    loss = model._step_loss(torch.zeros(4, 1, 28, 28, device="meta"), temperature)
+    loss.backward()
+    assert loss.shape == ()
+
+
+# -- evaluation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_test_metrics_agree_with_enumeration(kind, x):
+    torch.manual_seed(3)
+    K, model = 4, kind("natural", num_latents=1, num_categories=4, nll_samples=512)
+    with torch.no_grad():
+        model.encoder[-1].weight.mul_(20)
+        model.decoder[0].weight.mul_(20)
+    found = evaluated(model, x)
+    model.eval()
+    with torch.no_grad():
+        q = model(x)
+        z = torch.eye(K)[:, None, None].expand(-1, len(x), 1, K)
+        reconstruction = model.reconstruction(x, z)  # (K, B)
+        nll = -(-reconstruction).logsumexp(0).mean() + math.log(K)
+        elbo = -(q.probs[:, 0].t() * reconstruction).sum(0).mean() - model.kl(q).mean()
+    assert reconstruction.std(0).mean() > 0.3, "or anything would pass"
+    assert found["test/nll"] == pytest.approx(nll.item(), abs=0.1)
+    assert found["test/elbo"] == pytest.approx(elbo.item(), abs=0.1)
+    assert found["test/kl"] == pytest.approx(model.kl(q).mean().item(), rel=1e-4)
+    assert found["test/nll"] < -found["test/elbo"]
+
+
+def test_the_table_of_the_paper_leaves_out_most_of_the_prior(x):
+    found = evaluated(MLPDiscreteVAE("softmax", num_latents=30, num_categories=32), x)
+    gap = found["test/elbo_table"] - found["test/elbo"]
+    assert gap == pytest.approx(30 * math.log(32) * 127 / 128, rel=1e-4)
+    assert "test/elbo_table" not in evaluated(DiscreteVAE("softmax", nll_samples=1), x)
+
+
+def test_collapse_and_saturation_are_told(x):
+    model = DiscreteVAE("natural", nll_samples=4)
+    with torch.no_grad():
+        model.encoder[-1].weight.zero_()
+        model.encoder[-1].bias.zero_()
+    dead = evaluated(model, x)
+    assert (dead["test/collapsed"], dead["test/saturated"]) == (1, 0)
+    assert dead["test/kl"] == pytest.approx(0, abs=1e-5)
+    with torch.no_grad():
+        model.encoder[-1].bias[: 7 * 5].fill_(10)  # 5 of 10 latents
+    flat = evaluated(model, x)
+    assert (flat["test/collapsed"], flat["test/saturated"]) == (0, 0.5)
+
+
+def test_the_likelihood_decodes_a_bounded_number_of_images_at_once(x):
+    model = DiscreteVAE("softmax", nll_samples=512)
+    sizes = []
+    model.decoder.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    evaluated(model, x.repeat(7, 1, 1, 1), batch_size=100)
+    assert max(sizes) <= 512
+    assert sum(sizes) == 112 * 512
+
+
+def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):
+    model = DiscreteVAE("softmax")
+    run = trainer()
+
+    def validated():
+        run.validate(model, Batches(x[:12], x[12:]), verbose=False)
+        return dict(run.callback_metrics)
+
+    before = torch.get_rng_state()
+    first = validated()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == validated()
+    assert first.keys() == {"val/loss", "val/elbo", "val/kl"}
+    model.eval()
+    assert first["val/kl"] == pytest.approx(model.kl(model(x)).mean().item(), rel=1e-5)
+    assert first["val/loss"] == pytest.approx(-first["val/elbo"].item(), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_pictures_change_nothing(kind, x):
+    model = kind()
+    before, noise = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    for picture in (model.reconstruct(x), model.sample_prior(3)):
+        assert picture.shape[1:] == (1, 28, 28)
+        assert not picture.requires_grad
+        assert 0 <= picture.min() <= picture.max() <= 1
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), noise)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model.reconstruct(x), model.reconstruct(x))
+    assert not torch.equal(model.sample_prior(3), model.sample_prior(3))
+
+
+# -- seams -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_subclasses_override_scores_and_loss(kind, x):
+    called = set()
+
+    class Mine(kind):
+        def __init__(self, width: int = 16, **options):
+            super().__init__(**options)
+            self.body = torch.nn.Linear(784, width)
+            self.tail = torch.nn.Linear(width, self.num_latents * self.head.num_scores)
+
+        def scores(self, batch):
+            called.add("scores")
+            hidden = self.body(batch.flatten(1)).relu()
+            return self.tail(hidden).reshape(len(batch), self.num_latents, -1)
+
+        def loss(self, batch, q):
+            called.add("loss")
+            return super().loss(batch, q) + 0 * sum(p.sum() for p in self.encoder.parameters())
+
+    model = Mine(width=8, head="natural", num_latents=3)
+    before = model.tail.weight.detach().clone()
+    fit(model, x)
+    assert called == {"scores", "loss"}
+    assert not torch.equal(model.tail.weight, before)
+    assert model.hparams["width"] == 8
+    assert model.hparams["num_latents"] == 3
+
+
+def test_batches_with_labels_are_taken_too(x):
+    loader = DataLoader(TensorDataset(x, torch.arange(len(x))), batch_size=8)
+    run = trainer(2)
+    run.fit(DiscreteVAE(), loader, loader)
+    assert run.global_step == 2
+
+
+def test_a_probe_sees_the_scores(x):
+    model = DiscreteVAE("natural", num_latents=3, num_categories=5)
+    with HeadProbe(model) as probe:
+        fit(model, x, steps=1)
+    ((name, head, scores),) = probe
+    assert (name, head, scores.shape) == ("head", model.head, (16, 3, 4))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hyperparameters_are_those_of_the_signature(kind):
+    import inspect
+
+    names = set(inspect.signature(kind).parameters) - {"capture"}
+    assert set(kind().hparams) == names
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DiscreteVAE, {"head": "sofmax"}, "'sofmax'; choose from softmax"),
+        (DiscreteVAE, {"optimizer": "adamw"}, "'adamw'; choose from adam, sgd"),
+        (DiscreteVAE, {"num_latents": 0}, "num_latents must be positive, got 0"),
+        (DiscreteVAE, {"num_categories": 1}, "num_categories must be at least 2, got 1"),
+        (DiscreteVAE, {"learning_rate": -1.0}, "learning_rate must be positive, got -1"),
+        (DiscreteVAE, {"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be >= 0, got -1"),
+        (DiscreteVAE, {"min_temperature": 0.0}, "min_temperature must be positive, got 0"),
+        (DiscreteVAE, {"nll_samples": 0}, "nll_samples must be positive, got 0"),
+        (DiscreteVAE, {"head": "softmax", "head_options": {"amplitude": 1.0}}, "'amplitude'"),
+        (MLPDiscreteVAE, {"baseline": "mean"}, "'mean'; choose from constant, leave-one-out"),
+        (MLPDiscreteVAE, {"baseline": "leave-one-out"}, "num_samples >= 2, got 1"),
+        (MLPDiscreteVAE, {"num_samples": 0}, "num_samples must be positive, got 0"),
+    ],
+)
+def test_wrong_options_are_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+def test_head_options_reach_the_head():
+    model = DiscreteVAE("natural", head_options={"amplitude": 4.0})
+    assert model.head.split.rate == pytest.approx(math.pi / 4)
