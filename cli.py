@@ -10,10 +10,14 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import sys
+import traceback
+import warnings
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +26,29 @@ from jsonargparse import ArgumentParser, Namespace
 
 _WIDTH = 100  # of help pages
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
+
+HELP = """\
+usage: python train.py [fit | test] --model MODEL --head HEAD [options]
+
+Trains a model and tests it (fit, the default), or only tests a checkpoint.
+
+  --model MODEL        {models}
+  --head HEAD          {heads}
+  --num_latents N --num_categories K
+  --variant V          of the data: gray, binary or stochastic
+  --max_steps N        {steps} if there is an accelerator, else {few}
+  --seed N             of weights and noise
+  --devices N --strategy ddp ...   any flag of Lightning's Trainer
+  --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
+  --save_every N       steps between checkpoints
+  --config FILE        options from a YAML file; other options win
+  --print_config       print all options as such a file, and stop
+  --import MODULE      import it first: heads it defines can be chosen
+
+Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
+groups can be left out. To list them: --help model, data, trainer or fisher.
+Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
+"""
 
 
 class UsageError(Exception):
@@ -78,11 +105,12 @@ def _add_names_of_file(names: argparse.Namespace, path: str) -> None:
 
 
 def builtin_heads() -> dict[str, str]:
-    """Names and aliases of the heads in catnat/heads.py, read without importing it."""
+    """Names and aliases of the heads in catnat/*heads.py, read without importing them."""
     spec = importlib.util.find_spec("catnat")
     assert spec is not None and spec.origin is not None
     heads: dict[str, str] = {}
-    for node in ast.parse(Path(spec.origin).with_name("heads.py").read_text()).body:
+    files = sorted(Path(spec.origin).parent.glob("*heads.py"))
+    for node in (node for file in files for node in ast.parse(file.read_text()).body):
         words = {word.arg: word.value for word in getattr(node, "keywords", ())}
         if "name" in words:
             name = ast.literal_eval(words["name"])
@@ -193,3 +221,41 @@ def group_help(parser: ArgumentParser, group: str) -> str:
         room = _WIDTH - len(option + value)
         lines.append(option + (text if len(text) <= room else f"{text[: room - 4]} ...") + value)
     return "\n".join(lines)
+
+
+def help_page(models: Collection[str], steps: str, few: str) -> str:
+    """The page that fits a screen."""
+    heads = ", ".join(dict.fromkeys(builtin_heads().values()))
+    return HELP.format(models=", ".join(models), heads=heads, steps=steps, few=few)
+
+
+# -- what users see of Lightning -----------------------------------------------------------------
+
+
+@contextmanager
+def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """What these modules raise in here is the user's to mend: one line, not a traceback."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        yield
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith(raised_in):
+            raise
+        raise UsageError(error) from error
+
+
+def silence() -> None:
+    """Leave out what users can do nothing about."""
+    import lightning.pytorch  # noqa: F401 - sets levels of its own
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers",
+        ".*is smaller than the logging interval",
+        ".*exists and is not empty",
+        ".*LeafSpec",
+    ):
+        warnings.filterwarnings("ignore", message)

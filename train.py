@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import logging
+import shlex
 import sys
-import traceback
-import warnings
 from argparse import Namespace as Names
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +15,7 @@ from cli import UsageError
 
 if TYPE_CHECKING:  # everything that needs torch is imported late: it takes seconds
     from jsonargparse import ArgumentParser, Namespace
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -41,29 +37,6 @@ MODELS = {
         defaults={"data.variant": "stochastic", "data.batch_size": 128},
     ),
 }
-
-HELP = """\
-usage: python train.py [fit | test] --model MODEL --head HEAD [options]
-
-Trains a model and tests it (fit, the default), or only tests a checkpoint.
-
-  --model MODEL        {models}
-  --head HEAD          {heads}
-  --num_latents N --num_categories K
-  --variant V          of the data: gray, binary or stochastic
-  --max_steps N        {steps:,} if there is an accelerator, else {few:,}
-  --seed N             of weights and noise
-  --devices N --strategy ddp ...   any flag of Lightning's Trainer
-  --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
-  --save_every N       steps between checkpoints
-  --config FILE        options from a YAML file; other options win
-  --print_config       print all options as such a file, and stop
-  --import MODULE      import it first: heads it defines can be chosen
-
-Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
-groups can be left out. To list them: --help model, data, trainer or fisher.
-Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,15 +64,14 @@ def show_help(topics: list[str], model: str = "vae") -> int:
         cli.check_choice("help topic", topics[0], ("model", "data", "trainer", "fisher"))
         print(cli.group_help(build_parser(model), topics[0]))
         return 0
-    recipe, heads = MODELS[model], dict.fromkeys(cli.builtin_heads().values())
-    names = {"models": ", ".join(MODELS), "heads": ", ".join(heads)}
-    print(HELP.format(**names, steps=recipe.steps, few=recipe.steps_on_cpu), end="")
+    recipe = MODELS[model]
+    print(cli.help_page(MODELS, f"{recipe.steps:,}", f"{recipe.steps_on_cpu:,}"), end="")
     return 0
 
 
 def train(names: Names, options: list[str]) -> int:
     """Compose everything, fit, test, report."""
-    silence()
+    cli.silence()
     from callbacks import Stopped, report
 
     cli.import_modules(names.imports)
@@ -109,19 +81,21 @@ def train(names: Names, options: list[str]) -> int:
     chosen = [f"--model.name={names.model}", f"--model.head={names.head}"]
     config = cli.parse(parser, [*options, *chosen])
     config["import"] = names.imports
-    fill_in(config, MODELS[names.model])
+    note = fill_in(config, MODELS[names.model])
     if names.print_config:
         print(parser.dump(config), end="")
         return 0
-    with usage_errors():
+    with cli.usage_errors():
         run = compose(names.command, parser, config)
+    if run.trainer.is_global_zero:
+        print(f"{names.command} {names.model} with {names.head}: {run.folder}{note}", flush=True)
     try:
-        with usage_errors(("lightning.", "datamodules.")):
+        with cli.usage_errors(("lightning.", "datamodules.")):
             metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
     except Stopped as stop:
-        again = f"python train.py --config {run.folder}/config.yaml --ckpt_path {stop.path}"
+        again = shlex.join(["--config", f"{run.folder}/config.yaml", "--ckpt_path", stop.path])
         if run.trainer.is_global_zero:
-            print(f"{stop}; go on with: {again}")
+            print(f"{stop}; go on with: python train.py {again}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
         report(run.trainer, metrics, run.folder)
@@ -179,122 +153,58 @@ def build_parser(name: str) -> ArgumentParser:
     return parser
 
 
-def fill_in(config: Namespace, recipe: Recipe) -> None:
-    """Defaults that depend on the machine and on other options."""
+def fill_in(config: Namespace, recipe: Recipe) -> str:
+    """Set defaults that depend on the machine and on other options; what there is to say of it."""
     import torch
 
-    trainer = config.trainer
+    trainer, note = config.trainer, ""
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
+        if on_cpu:
+            note = (
+                f", {recipe.steps_on_cpu} steps on this CPU; the recipe: --max_steps {recipe.steps}"
+            )
     if isinstance(trainer.val_check_interval, float) and not trainer.check_val_every_n_epoch:
         trainer.check_val_every_n_epoch = 1  # a fraction is one of an epoch
     if trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None:
         trainer.val_check_interval = 500 if trainer.max_steps < 1 else min(500, trainer.max_steps)
+    return note
 
 
 def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     """Model, data and Trainer of a configuration, and the folder of the run."""
     from lightning.pytorch import Trainer, seed_everything
 
-    from callbacks import AtomicCheckpointIO, check_same, find_checkpoint, open_run
+    from callbacks import check_same, find_checkpoint, open_run, standard_options
 
     seed_everything(config.seed, workers=True, verbose=False)
+    wanted, config.ckpt_path = config.ckpt_path, None  # not part of what is saved
     saved, name = parser.dump(config), config.model.pop("name")
     # Since 4.49 jsonargparse calls it by the first name.
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
     Trainer(**options | {"logger": False})  # wrong flags fail here, before anything is written
     home = Path(options["default_root_dir"], name, config.model.head)
-    if command == "test" and config.ckpt_path is None:
+    if command == "test" and wanted is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
-    ckpt_path = find_checkpoint(home, config.ckpt_path) if config.ckpt_path else None
+    ckpt_path = find_checkpoint(home, wanted) if wanted else None
     if ckpt_path is not None:
         check_same(ckpt_path, objects.model)
     objects.data.prepare_data()
     objects.data.setup("fit")  # already here, because what is wrong with it is the user's to mend
     objects.data.train_dataloader()
     folder = open_run(home, ckpt_path, saved if command == "fit" else None)
-    options["logger"] = logger_of(command, options["logger"], folder)
-    options["callbacks"] = callbacks_of(options, objects.fisher, folder, config.save_every)
-    options["plugins"] = [AtomicCheckpointIO(), *as_list(options["plugins"])]
-    trainer = Trainer(**options)
-    if command == "fit" and trainer.is_global_zero:
-        print(f"{name} with {config.model.head}, {trainer.max_steps:,} steps, writes to {folder}")
+    if command == "test":
+        options["logger"] = options["logger"] or False  # only what was asked for is written
+    trainer = Trainer(**standard_options(options, objects.fisher, folder, config.save_every))
     return Run(objects.model, objects.data, trainer, folder, ckpt_path)
-
-
-def logger_of(command: str, asked_for: Any, folder: Path) -> Any:
-    """TensorBoard in the run's folder, unless another logger was asked for, or only a test."""
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    if asked_for is not None or command == "test":
-        return asked_for or False
-    return TensorBoardLogger(folder.parent, name="", version=folder.name, default_hp_metric=False)
-
-
-def callbacks_of(
-    options: dict[str, Any], fisher: Callback, folder: Path, save_every: int
-) -> list[Callback]:
-    """What watches a run and saves it; adjusts the options that say so."""
-    from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-
-    from callbacks import LastCheckpoint, ProgressLines, VAEFigures
-
-    callbacks = [fisher, VAEFigures(), *as_list(options["callbacks"])]
-    if options["enable_progress_bar"] is not False:
-        options["enable_progress_bar"] = sys.stdout.isatty()
-        callbacks.append(RichProgressBar() if sys.stdout.isatty() else ProgressLines())
-    if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
-        best = ModelCheckpoint(
-            folder / "checkpoints",
-            "best",
-            monitor="val/loss",
-            save_on_train_epoch_end=False,
-            enable_version_counter=False,
-        )
-        callbacks += [best, LastCheckpoint(folder / "checkpoints", save_every)]
-    return callbacks
-
-
-@contextmanager
-def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """What these modules raise in here is the user's to mend: one line, not a traceback."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    try:
-        yield
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not str(frame.f_globals.get("__name__")).startswith(raised_in):
-            raise
-        raise UsageError(error) from error
-
-
-def silence() -> None:
-    """Leave out what users can do nothing about."""
-    import lightning.pytorch  # noqa: F401 - sets levels of its own
-
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (
-        ".*does not have many workers",
-        ".*is smaller than the logging interval",
-        ".*exists and is not empty",
-        ".*LeafSpec",
-    ):
-        warnings.filterwarnings("ignore", message)
 
 
 def load(path: str) -> Any:
     """The object behind a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-def as_list(value: Any) -> list[Any]:
-    """None is nothing, a list itself, anything else one thing."""
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 if __name__ == "__main__":

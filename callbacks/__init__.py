@@ -12,6 +12,7 @@ from .figures import VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
 from .report import report
+from .standard import standard_options
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -24,4 +25,5 @@ __all__ = [
     "find_checkpoint",
     "open_run",
     "report",
+    "standard_options",
 ]

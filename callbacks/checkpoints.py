@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import signal
+import threading
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -107,8 +108,12 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is something to save."""
         self._saved_step = trainer.global_step
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
+        self._listen()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A test can take minutes; nothing is lost when it stops."""
+        if trainer.world_size == 1:
+            self._listen()
 
     def on_train_batch_end(
         self,
@@ -127,6 +132,19 @@ class LastCheckpoint(Checkpoint):
         if stop:
             raise Stopped(self._signum or signal.SIGTERM, step, self.path)
 
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Stop if a signal came."""
+        if self._signum:
+            raise Stopped(self._signum, trainer.global_step, self.path)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training may end for other reasons than the number of steps."""
         if trainer.global_step > self._saved_step:
@@ -137,6 +155,11 @@ class LastCheckpoint(Checkpoint):
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         self._handlers = {}
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # Python's rule for signals
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
 
     def _save(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
