@@ -32,6 +32,12 @@ def set_noise_state(states: dict[str, Tensor], device: torch.device, rank: int) 
         torch.cuda.set_rng_state(states["cuda"][rank].clone(), device)
 
 
+def separate_noise(rank: int) -> None:
+    """Give every rank noise of its own; without this, equal seeds mean equal noise."""
+    if rank:
+        torch.manual_seed((torch.initial_seed() + rank * 0x9E3779B1) % 2**63)
+
+
 @contextmanager
 def own_noise(device: torch.device, seed: int) -> Iterator[None]:
     """Draw from this seed inside the block; outside nothing was ever drawn."""

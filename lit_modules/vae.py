@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from catnat import HeadCategorical, make_head
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
+from catnat.transfer import send
 
-from .capture import STEPS_PER_BATCH, StepGraph, count_steps, why_not
-from .noise import noise_state, own_noise, set_noise_state
+from .capture import STEPS_PER_BATCH, StepGraph, aside, count_steps, why_not
+from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 _COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -128,6 +129,7 @@ class DiscreteVAE(LightningModule):
         self.step_observers: list[Callable[[], None]] = []  # called at the end of a replayed step
         self.step_generators: list[torch.Generator] = []  # where they draw from
         self._graph = None
+        self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
         self._prior_noise = torch.Generator().manual_seed(0)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -234,10 +236,24 @@ class DiscreteVAE(LightningModule):
         count_steps(self.trainer, step - first)
         every: int = getattr(self.trainer, "log_every_n_steps", 0)
         if every and step // every > first // every:
-            row = {"train/loss": loss.item()} | self._settings()
-            for logger in self.loggers:
-                logger.log_metrics(row, step - 1)
+            self._log_later(step - 1, loss)
         return loss.detach()
+
+    def _log_later(self, step: int, loss: Tensor) -> None:
+        """Send a loss to the host, and log the one sent before: waiting would idle the device."""
+        self._log_sent()
+        self._sent = (step, send(loss), self._settings())
+
+    def _log_sent(self) -> None:
+        if self._sent is not None:
+            step, receive, settings = self._sent
+            self._sent = None
+            for logger in self.loggers:
+                logger.log_metrics({"train/loss": receive().item()} | settings, step)
+
+    def on_train_end(self) -> None:
+        """Log what is still on its way."""
+        self._log_sent()
 
     def _optimize(self, batch: Tensor) -> Tensor:
         """One step from loss to update, as device work alone."""
@@ -245,12 +261,14 @@ class DiscreteVAE(LightningModule):
         assert isinstance(optimizer, Optimizer)
         optimizer.zero_grad()
         loss = self._step_loss(batch, self.temperature)
+        with aside(self.device) as join:  # beside the backward pass, which leaves the device room
+            for observe in self.step_observers:
+                observe()
         loss.backward()
         if self.gradient_clip:
             clip_grad_norm_(self.parameters(), self.gradient_clip)
         optimizer.step()
-        for observe in self.step_observers:
-            observe()
+        join()
         return loss.detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -392,12 +410,14 @@ class DiscreteVAE(LightningModule):
                 group |= {"fused": None, "capturable": False} | extra
 
     def on_train_start(self) -> None:
-        """Continue the random numbers and the count of steps of a resumed run."""
+        """Continue the random numbers and the count of steps of a resumed run, or begin them."""
         if not self.automatic_optimization:
             count_steps(self.trainer, 0)
         if self._noise_to_restore is not None:
             set_noise_state(self._noise_to_restore, self.device, self.global_rank)
             self._noise_to_restore = None
+        else:
+            separate_noise(self.global_rank)
 
 
 def images(batch: Any) -> Tensor:

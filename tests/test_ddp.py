@@ -1,0 +1,145 @@
+"""Two processes on the CPU: same parameters on both, and what one process would compute."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import MNISTDataModule
+from lit_modules import DiscreteVAE, MLPDiscreteVAE
+
+
+class Recorder:
+    """Mixed into a model: each rank writes what it ended with."""
+
+    folder = None
+
+    def on_train_end(self):
+        noise = torch.rand(3)
+        values = {"parameters": dict(self.named_parameters()), "noise": noise}
+        torch.save(values, self.folder / f"rank{self.global_rank}.pt")
+
+
+class ConvVAE(Recorder, DiscreteVAE):
+    pass
+
+
+class SmoothVAE(Recorder, MLPDiscreteVAE):
+    """Without noise and batch norm, so that one process and two must agree."""
+
+    def loss(self, batch, q):
+        return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
+
+
+def run(model, root, folder, devices, steps=7, ckpt_path=None, save=()):
+    folder.mkdir(exist_ok=True)
+    model.folder = folder
+    data = MNISTDataModule(str(root), batch_size=10 // devices, download=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp_fork" if devices > 1 else "auto",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=list(save),
+        enable_checkpointing=bool(save),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer, data
+
+
+def work(folder):
+    """All runs; the one process last, because forking after a backward pass may hang."""
+    torch.set_num_threads(1)
+    root = folder / "data"
+    root.mkdir()
+    for name, n in (("train", 60), ("t10k", 13)):  # 50 to train on, 10 to validate, 13 to test
+        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
+        path = root / f"{name}-images-idx3-ubyte"
+        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
+
+    seed_everything(1, verbose=False)
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+    run(ConvVAE("natural"), root, folder / "straight", 2, save=[save])
+    seed_everything(99, verbose=False)
+    run(ConvVAE("natural"), root, folder / "resumed", 2, ckpt_path=folder / "step=3.ckpt")
+
+    for devices in (2, 1):
+        seed_everything(1, verbose=False)
+        model = SmoothVAE("natural", nll_samples=2, learning_rate=1e-4)
+        trainer, data = run(model, root, folder / f"on{devices}", devices)
+        trainer.test(model, data, verbose=False)  # 13 images: shares of 7 and 6
+        torch.save(dict(trainer.callback_metrics), folder / f"on{devices}" / "metrics.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What :func:`work` leaves behind, done in a process of its own."""
+    folder = tmp_path_factory.mktemp("ddp")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    with open(folder / "log", "w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=150)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its children too
+            code = "timeout"
+    assert code == 0, (folder / "log").read_text()[-3000:]
+    return folder
+
+
+def ranks(folder, n=2):
+    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(n)]
+
+
+def assert_equal(left, right, exactly=True):
+    torch.testing.assert_close(
+        left["parameters"], right["parameters"], **({"rtol": 0, "atol": 0} if exactly else {})
+    )
+
+
+def test_ranks_agree_on_parameters_but_not_on_noise(folder):
+    zero, one = ranks(folder / "straight")
+    assert_equal(zero, one)
+    assert not torch.equal(zero["noise"], one["noise"])
+
+
+def test_two_processes_resume_exactly(folder):
+    pairs = zip(ranks(folder / "straight"), ranks(folder / "resumed"), strict=True)
+    for straight, resumed in pairs:
+        assert_equal(straight, resumed)
+        assert torch.equal(straight["noise"], resumed["noise"])
+
+
+def test_two_processes_learn_what_one_learns(folder):
+    (single,), pair = ranks(folder / "on1", 1), ranks(folder / "on2")
+    assert_equal(*pair)
+    assert_equal(single, pair[0], exactly=False)
+
+
+def test_two_processes_measure_what_one_measures(folder):
+    one, two = (torch.load(folder / f"on{n}" / "metrics.pt", weights_only=True) for n in (1, 2))
+    assert two.keys() >= one.keys() >= {"test/nll", "test/elbo", "test/kl", "test/elbo_table"}
+    for name in ("test/kl", "test/saturated", "test/collapsed"):
+        torch.testing.assert_close(two[name], one[name])
+    torch.testing.assert_close(two["test/nll"], one["test/nll"], rtol=1e-3, atol=0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    work(Path(sys.argv[1]))
