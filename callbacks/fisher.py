@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.fisher import condition_number, off_diagonal_mass
+from catnat.transfer import send
 
 from .figures import add_image, heat_map
 
@@ -141,11 +143,11 @@ class FisherMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """A run that resumes from here has lost no step."""
-        self._write(trainer)
+        self._write(trainer, all_of_it=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the rest."""
-        self._write(trainer)
+        self._write(trainer, all_of_it=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Detach."""
@@ -167,23 +169,28 @@ class FisherMonitor(Callback):
             records.rows.append(flat.shape[0])
             records.observed.append(observe(head, flat, self.num_samples, self._generator))
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: Trainer, all_of_it: bool = False) -> None:
+        """Write what has come together; of replayed steps only what has reached the host."""
         if self._replayed is not None:
-            self._records = self._replayed.records(self.every_n_steps)
+            for name, steps, observed in self._replayed.take(self.every_n_steps, all_of_it):
+                self._write_rows(trainer, name, steps, observed)
         for name, records in self._records.items():
-            if not records.steps:
-                continue
-            prefix = "fim" if len(self._records) == 1 else f"fim/{name}"
-            exact, values = summarize(self._gather(trainer, records), self.num_samples > 0)
-            tags = [f"{prefix}/{scalar}" for scalar in SCALARS]
-            kept = [k for k, tag in enumerate(SCALARS) if self.num_samples or "sampled" not in tag]
-            rows = [{tags[k]: row[k] for k in kept} for row in values]
-            self.latest |= rows[-1]
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    write_scalars(logger, records.steps, rows)
-                self._draw(trainer, f"{prefix}/mean", records.steps, exact)
-            records.clear()
+            if records.steps:
+                self._write_rows(trainer, name, records.steps, self._gather(trainer, records))
+                records.clear()
+
+    def _write_rows(self, trainer: Trainer, name: str, steps: list[int], observed: Tensor) -> None:
+        assert self._probe is not None
+        prefix = "fim" if len(self._probe.scores) == 1 else f"fim/{name}"
+        exact, values = summarize(observed, self.num_samples > 0)
+        tags = [f"{prefix}/{scalar}" for scalar in SCALARS]
+        kept = [k for k, tag in enumerate(SCALARS) if self.num_samples or "sampled" not in tag]
+        rows = [{tags[k]: row[k] for k in kept} for row in values]
+        self.latest |= rows[-1]
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                write_scalars(logger, steps, rows)
+            self._draw(trainer, f"{prefix}/mean", steps, exact)
 
     def _gather(self, trainer: Trainer, records: _Records) -> Tensor:
         """What was observed at each step, summed over rows and ranks, on the CPU: (T, 1 + ...)."""
@@ -235,6 +242,7 @@ class _OnDevice:
     """Observes from within a step that is replayed as a CUDA graph, where no Python runs.
 
     Each step writes its row into a buffer on the device, at a place that is counted there too.
+    Full ones travel to the host while training goes on, and are read when they have arrived.
     """
 
     ROWS = 256  # more than are written at once, plus those of a batch of several steps
@@ -245,38 +253,43 @@ class _OnDevice:
         self.probe, self.num_samples, self.generator = probe, num_samples, generator
         self.steps: list[int] = []
         self._buffers: dict[str, Tensor] = {}
-        self._rows: dict[str, int] = {}
         self._next: Tensor | None = None
+        self._travelling: list[tuple[list[int], dict[str, Callable[[], Tensor]]]] = []
 
     def observe(self) -> None:
         """Add a row for each head; device work alone."""
         for name, head, scores in self.probe:
-            flat = scores.reshape(-1, head.num_scores)
-            row = observe(head, flat, self.num_samples, self.generator)
+            row = observe(
+                head, scores.reshape(-1, head.num_scores), self.num_samples, self.generator
+            )
             if name not in self._buffers:
                 self._buffers[name] = row.new_zeros(self.ROWS, len(row))
-                self._rows[name] = flat.shape[0]
             if self._next is None:
                 self._next = torch.zeros(1, dtype=torch.int64, device=row.device)
             self._buffers[name].index_copy_(0, self._next, row[None])
         assert self._next is not None
         self._next.add_(1).remainder_(self.ROWS)
 
-    def records(self, every_n_steps: int) -> dict[str, _Records]:
-        """What was observed since the last time, of each n-th step."""
-        kept = [k for k, step in enumerate(self.steps) if step % every_n_steps == 0]
-        records = {
-            name: _Records(
-                [self.steps[k] for k in kept],
-                [self._rows[name]] * len(kept),
-                [buffer[k].clone() for k in kept],
-            )
-            for name, buffer in self._buffers.items()
-        }
+    def take(self, every_n_steps: int, all_of_it: bool) -> Iterator[tuple[str, list[int], Tensor]]:
+        """Name, steps and rows of what was sent before; send what is there now."""
+        if all_of_it:
+            self._send()
+        arrived, self._travelling = self._travelling, []
+        if not all_of_it:
+            self._send()
+        for steps, buffers in arrived:
+            kept = [k for k, step in enumerate(steps) if step % every_n_steps == 0]
+            for name, receive in buffers.items():
+                if kept:
+                    yield name, [steps[k] for k in kept], receive()[kept]
+
+    def _send(self) -> None:
+        if not self.steps or self._next is None:
+            return
+        sent = {name: send(buffer[: len(self.steps)]) for name, buffer in self._buffers.items()}
+        self._next.zero_()
+        self._travelling.append((self.steps, sent))
         self.steps = []
-        if self._next is not None:
-            self._next.zero_()
-        return records
 
 
 def observe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ _MANY = 0.5  # share of saturated scores worth a sentence
 
 
 def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
-    """Print the test metrics and where to look further; fill TensorBoard's hparams tab."""
+    """Print the test metrics and where to look further; fill TensorBoard's hparams tab.
+
+    The metrics also go to ``metrics.json`` in the run's folder.
+    """
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     table = Table(show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -68,6 +69,19 @@ class StepGraph:
             self._graph.register_generator_state(generator)
         with torch.cuda.graph(self._graph, stream=self._stream):
             self._output = self.step(self._input)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Run a block on another stream; yields what makes the present one wait for it."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    present = torch.cuda.current_stream(device)
+    other = torch.cuda.Stream(device)
+    other.wait_stream(present)
+    with torch.cuda.stream(other):
+        yield lambda: present.wait_stream(other)
 
 
 def why_not(module: LightningModule) -> str | None:

@@ -1,0 +1,144 @@
+"""Training steps of the VAE per second, as ratios within one run.
+
+CPU: ``DiscreteVAE`` in Lightning with ``FisherMonitor`` at every step, against the loop one would
+write by hand: a torchvision dataset, a ``DataLoader``, and the same network.
+CUDA: steps replayed as graphs against eager ones, with and without the monitor.
+
+    python benchmarks/bench_vae.py --root DATA
+    python benchmarks/bench_vae.py --root DATA --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from callbacks import FisherMonitor
+from datamodules import MNISTDataModule
+from lit_modules import DiscreteVAE
+
+N, K = 20, 32
+
+
+class Clock(pl.Callback):
+    """Seconds from one step to another, with the device caught up at both."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.began = first, (0, 0.0)
+        self.seconds_per_step = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if not self.began[0] and trainer.global_step >= self.first:
+            self.began = (trainer.global_step, now())
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        step, began = self.began
+        self.seconds_per_step = (now() - began) / (trainer.global_step - step)
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> float:
+    """Seconds per step in a Lightning Trainer with TensorBoard."""
+    pl.seed_everything(0, verbose=False)
+    clock = Clock(args.steps // 4)
+    trainer = pl.Trainer(
+        max_steps=args.steps,
+        accelerator="gpu" if args.device == "cuda" else "cpu",
+        devices=1,
+        logger=TensorBoardLogger(args.logs, name="bench"),
+        callbacks=[clock, *([FisherMonitor()] if monitor else [])],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    model = DiscreteVAE(args.head, N, K, capture=capture)
+    trainer.fit(model, datamodule=MNISTDataModule(args.root, download=False))
+    return clock.seconds_per_step
+
+
+def by_hand(args: argparse.Namespace) -> float:
+    """Seconds per step of a plain loop over a torchvision dataset, without any monitor."""
+    from torchvision.datasets import MNIST
+    from torchvision.transforms import ToTensor
+
+    torch.manual_seed(0)
+    data = MNIST(args.torchvision_root, transform=ToTensor())
+    loader = torch.utils.data.DataLoader(data, batch_size=100, shuffle=True)
+    model = DiscreteVAE(args.head, N, K)
+    model.register_buffer("temperature", torch.ones(()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        q = model.head(model.scores(x))
+        model.loss(x, q).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    done, began = 0, 0.0
+    for x, _ in loader:
+        if done == args.steps // 4:
+            began = now()
+        step(x)
+        done += 1
+        if done == args.steps:
+            break
+    return (now() - began) / (args.steps - args.steps // 4)
+
+
+def main() -> None:
+    """Print milliseconds per step and ratios."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--root", default="data", help="folder of the MNIST files")
+    parser.add_argument("--torchvision-root", help="folder with MNIST/raw; default: root")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--head", default="natural")
+    parser.add_argument("--steps", type=int, help="steps of a run (CPU 120, CUDA 4000)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
+    args = parser.parse_args()
+    args.torchvision_root = args.torchvision_root or args.root
+    args.steps = args.steps or (120 if args.device == "cpu" else 4000)
+    runs: dict[str, Callable[[], float]]
+    if args.device == "cpu":
+        runs = {
+            "a plain loop": lambda: by_hand(args),
+            "Lightning, FisherMonitor every step": lambda: lightning(args, None, True),
+            "Lightning, no monitor": lambda: lightning(args, None, False),
+        }
+    else:
+        runs = {
+            "eager, FisherMonitor every step": lambda: lightning(args, False, True),
+            "replayed, FisherMonitor every step": lambda: lightning(args, None, True),
+            "replayed, no monitor": lambda: lightning(args, None, False),
+        }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            times[name].append(run())
+            print(f"  {name}: {times[name][-1] * 1e3:.3f} ms", flush=True)
+    base = next(iter(times.values()))
+    print(f"\nDiscreteVAE, {args.head}, N = {N}, K = {K}, batch 100, {args.device}")
+    print(f"{'':38}{'ms/step':>9}{'steps/s ratio':>15}")
+    for name, values in times.items():
+        ratio = statistics.median(b / v for b, v in zip(base, values, strict=True))
+        print(f"{name:38}{statistics.median(values) * 1e3:9.3f}{ratio:15.2f}")
+
+
+if __name__ == "__main__":
+    main()
