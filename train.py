@@ -174,10 +174,13 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
 
 def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     """Model, data and Trainer of a configuration, and the folder of the run."""
+    import torch
     from lightning.pytorch import Trainer, seed_everything
 
     from callbacks import check_same, find_checkpoint, open_run, standard_options
 
+    if str(config.trainer.strategy).endswith("fork"):
+        torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
     seed_everything(config.seed, workers=True, verbose=False)
     wanted, config.ckpt_path = config.ckpt_path, None  # not part of what is saved
     saved, name = parser.dump(config), config.model.pop("name")

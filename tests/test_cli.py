@@ -255,7 +255,7 @@ def test_what_tensorboard_gets(workplace):
 
 
 def test_two_devices(workplace):
-    # In a process of its own, because OpenMP does not survive a fork once it has been used.
+    # In a process of its own: OpenMP, used by other tests, does not survive a fork.
     argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workplace]
     argv += ["--batch_size=5", "--devices=2", "--strategy=ddp_fork"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
