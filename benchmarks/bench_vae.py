@@ -37,10 +37,12 @@ class Clock(pl.Callback):
         self.seconds_per_step = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Begin to count."""
         if not self.began[0] and trainer.global_step >= self.first:
             self.began = (trainer.global_step, now())
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """End."""
         step, began = self.began
         self.seconds_per_step = (now() - began) / (trainer.global_step - step)
 
@@ -90,14 +92,11 @@ def by_hand(args: argparse.Namespace) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    done, began = 0, 0.0
-    for x, _ in loader:
+    began = 0.0
+    for done, (x, _) in zip(range(args.steps), loader, strict=False):
         if done == args.steps // 4:
             began = now()
         step(x)
-        done += 1
-        if done == args.steps:
-            break
     return (now() - began) / (args.steps - args.steps // 4)
 
 

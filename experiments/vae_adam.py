@@ -98,7 +98,7 @@ def curves_of(cell: Cell, args: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     events = EventAccumulator(str(found[-1].parent), {"scalars": 200})
     events.Reload()
-    tags = [t for t in ("val/elbo", "fim/off_diagonal_mass_fro", "fim/saturated")]
+    tags = ("val/elbo", "fim/off_diagonal_mass_fro", "fim/saturated")
     known = events.Tags()["scalars"]
     return [
         {**cell, "tag": tag, "step": e.step, "value": round(e.value, 5)}
@@ -109,6 +109,7 @@ def curves_of(cell: Cell, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A table, with the keys of its first row as header."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -125,18 +126,22 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs side by side")
     parser.add_argument("--runs", type=Path, default=Path("runs/vae_adam"))
     parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--collect", action="store_true", help="only write what is finished")
     args = parser.parse_args()
     grid = cells(args)
-    run_all([cell for cell in grid if metrics_of(cell, args) is None], args)
+    if not args.collect:
+        run_all([cell for cell in grid if metrics_of(cell, args) is None], args)
     paper = json.loads((HERE / "paper.json").read_text())["vae_nll_adam"]
     rows, curves = [], []
     for cell in grid:
         where = {"dataset": VARIANTS[cell["data"]], **{k: cell[k] for k in ("N", "K", "head")}}
-        theirs = next(row for row in paper if all(row[k] == v for k, v in where.items()))
+        theirs = next((row for row in paper if all(row[k] == v for k, v in where.items())), {})
         ours = metrics_of(cell, args) or {}
         named = {n: round(ours.get(f"test/{n}", float("nan")), 4) for n in ("nll", "elbo", "kl")}
         named |= {n: ours.get(f"test/{n}", float("nan")) for n in ("saturated", "collapsed")}
-        rows.append({**cell, **named, "paper_nll": theirs["mean"], "paper_std": theirs["std"]})
+        rows.append(
+            {**cell, **named, "paper_nll": theirs.get("mean"), "paper_std": theirs.get("std")}
+        )
         curves += curves_of(cell, args)
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(args.out / "vae_adam.csv", rows)
