@@ -102,7 +102,8 @@ class MLPDiscreteVAE(DiscreteVAE):
         )
         return (reconstruction + self.kl(q)).mean()
 
-    def _settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
+        """There is no temperature here."""
         return {}
 
     def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:

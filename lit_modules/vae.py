@@ -9,19 +9,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
-from catnat.transfer import send
 
-from .capture import STEPS_PER_BATCH, StepGraph, aside, count_steps, why_not
+from .capture import ReplayedSteps, images
 from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 _COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
@@ -30,13 +26,9 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
 }
-_REPLAYED: dict[str, dict[str, bool]] = {
-    "adam": {"capturable": True, "fused": True},
-    "sgd": {"fused": True},
-}
 
 
-class DiscreteVAE(LightningModule):
+class DiscreteVAE(ReplayedSteps):
     r"""VAE on 28 x 28 images with latents z = (z_1..z_N), each one of K categories.
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
@@ -72,7 +64,6 @@ class DiscreteVAE(LightningModule):
     """
 
     temperature: Tensor
-    _graph: StepGraph | None
     _options_not_used: ClassVar[tuple[str, ...]] = ()  # for subclasses: kept out of hparams
 
     def __init__(
@@ -92,7 +83,7 @@ class DiscreteVAE(LightningModule):
         head_options: dict[str, float | bool] | None = None,
         capture: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(capture, gradient_clip)
         if optimizer not in _OPTIMIZERS:
             raise ValueError(f"unknown optimizer {optimizer!r}; choose from adam, sgd")
         require_positive(
@@ -115,7 +106,6 @@ class DiscreteVAE(LightningModule):
         )
         self.learning_rate, self.optimizer_name = learning_rate, optimizer
         self.lr_decay, self.lr_decay_steps = lr_decay, lr_decay_steps
-        self.gradient_clip = gradient_clip
         self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
         self.temperature_steps = temperature_steps
         self.nll_samples = nll_samples
@@ -125,11 +115,6 @@ class DiscreteVAE(LightningModule):
         self._temperature = 1.0  # the same number where reading it waits for nothing
         self._totals: dict[str, Tensor] = {}
         self._noise_to_restore: dict[str, Tensor] | None = None
-        self.capture = capture
-        self.step_observers: list[Callable[[], None]] = []  # called at the end of a replayed step
-        self.step_generators: list[torch.Generator] = []  # where they draw from
-        self._graph = None
-        self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
         self._prior_noise = torch.Generator().manual_seed(0)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -187,95 +172,8 @@ class DiscreteVAE(LightningModule):
         step -= step % self.temperature_steps
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
-    def setup(self, stage: str) -> None:
-        """Decide whether steps are replayed."""
-        if stage != "fit":
-            return
-        reason = "capture is False" if self.capture is False else why_not(self)
-        if type(self).training_step is not DiscreteVAE.training_step:
-            reason = f"{type(self).__name__} has a training_step of its own"
-        if self.capture and reason:
-            rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
-        self.automatic_optimization = reason is not None
-        self._graph = None
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if reason is None and hasattr(data, "steps_per_batch"):
-            data.steps_per_batch = STEPS_PER_BATCH
-            every = self.trainer.val_check_interval
-            if isinstance(every, int):  # Lightning counts batches, users mean steps
-                self.trainer.val_check_interval = max(1, every // STEPS_PER_BATCH)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """One loss, from scores to scalar; now and then logged."""
-        if not self.automatic_optimization:
-            return self._replay(batch)
-        loss = self._step_loss(batch, self.temperature)
-        every: int = getattr(self.trainer, "log_every_n_steps", 0)
-        if every and (self.global_step + 1) % every == 0:
-            self.log("train/loss", loss.detach(), prog_bar=True)
-            self.log_dict(self._settings())
-        return loss
-
-    def _replay(self, batch: Any) -> Tensor:
-        """Steps on one batch (B, 1, 28, 28), or on several, (k, B, 1, 28, 28)."""
-        if self._graph is None:
-            self._graph = StepGraph(self._optimize, self.step_generators)
-        x = images(batch)
-        first = step = self.global_step
-        for each in x if x.dim() == 5 else x[None]:
-            if step == self.trainer.max_steps:
-                break
-            self._set_temperature(step)
-            loss = self._graph(each)
-            step += 1
-            scheduler: Any = self.lr_schedulers()
-            if scheduler is not None:
-                scheduler.step()
-                if step % self.lr_decay_steps == 0:
-                    self._graph.reset()  # the learning rate is baked in
-        count_steps(self.trainer, step - first)
-        every: int = getattr(self.trainer, "log_every_n_steps", 0)
-        if every and step // every > first // every:
-            self._log_later(step - 1, loss)
-        return loss.detach()
-
-    def _log_later(self, step: int, loss: Tensor) -> None:
-        """Send a loss to the host, and log the one sent before: waiting would idle the device."""
-        self._log_sent()
-        self._sent = (step, send(loss), self._settings())
-
-    def _log_sent(self) -> None:
-        if self._sent is not None:
-            step, receive, settings = self._sent
-            self._sent = None
-            for logger in self.loggers:
-                logger.log_metrics({"train/loss": receive().item()} | settings, step)
-
-    def on_train_end(self) -> None:
-        """Log what is still on its way."""
-        self._log_sent()
-
-    def _optimize(self, batch: Tensor) -> Tensor:
-        """One step from loss to update, as device work alone."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
-        optimizer.zero_grad()
-        loss = self._step_loss(batch, self.temperature)
-        with aside(self.device) as join:  # beside the backward pass, which leaves the device room
-            for observe in self.step_observers:
-                observe()
-        loss.backward()
-        if self.gradient_clip:
-            clip_grad_norm_(self.parameters(), self.gradient_clip)
-        optimizer.step()
-        join()
-        return loss.detach()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Set the temperature of this step."""
-        self._set_temperature(self.global_step)
-
-    def _set_temperature(self, step: int) -> None:
+    def prepare_step(self, step: int) -> None:
+        """Set the temperature of a step."""
         temperature = self.annealed_temperature(step)
         if temperature != self._temperature:
             self._temperature = temperature
@@ -284,9 +182,8 @@ class DiscreteVAE(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam or SGD, with a decaying learning rate if asked for."""
         kind = _OPTIMIZERS[self.optimizer_name]
-        # What a graph replays must keep its count of steps on the device.
-        extra = {} if self.automatic_optimization else _REPLAYED[self.optimizer_name]
-        optimizer: Optimizer = kind(self.parameters(), lr=self.learning_rate, **extra)
+        options = self.optimizer_options(self.optimizer_name)
+        optimizer: Optimizer = kind(self.parameters(), lr=self.learning_rate, **options)
         if self.lr_decay == 1:
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
@@ -306,12 +203,12 @@ class DiscreteVAE(LightningModule):
             gradient_clip_val = self.gradient_clip
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
-    def _step_loss(self, batch: Any, temperature: Tensor) -> Tensor:
-        """The loss as device work alone: no host synchronization, no logging, no Python state."""
-        self.temperature = temperature
+    def step_loss(self, batch: Any) -> Tensor:
+        """The loss of a step, as device work alone: no waiting for the host, no logging."""
         return self.loss(batch, self(batch))
 
-    def _settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
+        """What is logged beside the loss."""
         return {"train/temperature": self._temperature}
 
     # -- evaluation ------------------------------------------------------------------------
@@ -403,27 +300,17 @@ class DiscreteVAE(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remember the random states until training goes on."""
+        super().on_load_checkpoint(checkpoint)
         self._noise_to_restore = checkpoint.get("noise")
-        extra = {} if self.automatic_optimization else _REPLAYED[self.optimizer_name]
-        for state in checkpoint.get("optimizer_states", ()):
-            for group in state["param_groups"]:  # they name kernels, which depend on the device
-                group |= {"fused": None, "capturable": False} | extra
 
     def on_train_start(self) -> None:
-        """Continue the random numbers and the count of steps of a resumed run, or begin them."""
-        if not self.automatic_optimization:
-            count_steps(self.trainer, 0)
+        """Continue the random numbers of a resumed run, or begin them."""
+        super().on_train_start()
         if self._noise_to_restore is not None:
             set_noise_state(self._noise_to_restore, self.device, self.global_rank)
             self._noise_to_restore = None
         else:
             separate_noise(self.global_rank)
-
-
-def images(batch: Any) -> Tensor:
-    """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
-    x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
-    return x
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 
 from callbacks import FisherMonitor
 from datamodules import MNISTDataModule
-from lit_modules import DiscreteVAE, MLPDiscreteVAE, capture, vae
+from lit_modules import DiscreteVAE, MLPDiscreteVAE, capture
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -49,7 +49,7 @@ def train(model_class, replayed, steps, tmp_path, ckpt_path=None, accelerator="c
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
-    logger, monitor = Curve(), FisherMonitor(write_every_n_steps=7)
+    logger, monitor = Curve(), FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator=accelerator,
@@ -68,9 +68,9 @@ def train(model_class, replayed, steps, tmp_path, ckpt_path=None, accelerator="c
 
 @pytest.fixture
 def without_cuda(monkeypatch):
-    monkeypatch.setattr(vae, "why_not", lambda module: None)
-    monkeypatch.setattr(vae, "StepGraph", EagerGraph)
-    monkeypatch.setattr(vae, "_REPLAYED", {"adam": {}, "sgd": {}})
+    monkeypatch.setattr(capture, "why_not", lambda module: None)
+    monkeypatch.setattr(capture, "StepGraph", EagerGraph)
+    monkeypatch.setattr(capture, "_REPLAYED", {"adam": {}, "sgd": {}})
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
