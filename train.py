@@ -25,7 +25,7 @@ class Recipe:
     model: str
     data: str
     steps: int = 60_000
-    steps_on_cpu: int = 3_000
+    steps_on_cpu: int = 2_000
     defaults: dict[str, Any] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
@@ -52,6 +53,7 @@ class FisherMonitor(Callback):
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
+        sampled_every_n_steps: how often to draw them: they cost as much as all the rest.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200.
         seed: of the draws.
@@ -61,6 +63,7 @@ class FisherMonitor(Callback):
         self,
         every_n_steps: int = 1,
         num_samples: int = 1,
+        sampled_every_n_steps: int = 10,
         image_every_n_steps: int = 1000,
         write_every_n_steps: int = 50,
         seed: int = 0,
@@ -68,6 +71,7 @@ class FisherMonitor(Callback):
         for name, value, least in (
             ("every_n_steps", every_n_steps, 1),
             ("num_samples", num_samples, 0),
+            ("sampled_every_n_steps", sampled_every_n_steps, 1),
             ("image_every_n_steps", image_every_n_steps, 0),
             ("write_every_n_steps", write_every_n_steps, 1),
         ):
@@ -77,6 +81,7 @@ class FisherMonitor(Callback):
             raise ValueError(f"write_every_n_steps must be at most 200, got {write_every_n_steps}")
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
+        self.sampled_every_n_steps = sampled_every_n_steps
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self.seed = seed
@@ -167,7 +172,13 @@ class FisherMonitor(Callback):
             records = self._records.setdefault(name, _Records())
             records.steps.append(step)
             records.rows.append(flat.shape[0])
-            records.observed.append(observe(head, flat, self.num_samples, self._generator))
+            num_samples = self.num_samples if self._is_sampled(step) else 0
+            observed = observe(head, flat, num_samples, self._generator)
+            missing = head.num_scores**2 if self.num_samples and not num_samples else 0
+            records.observed.append(F.pad(observed, (0, missing)))
+
+    def _is_sampled(self, step: int) -> bool:
+        return self.num_samples > 0 and step % self.sampled_every_n_steps == 0
 
     def _write(self, trainer: Trainer, all_of_it: bool = False) -> None:
         """Write what has come together; of replayed steps only what has reached the host."""
@@ -184,9 +195,12 @@ class FisherMonitor(Callback):
         prefix = "fim" if len(self._probe.scores) == 1 else f"fim/{name}"
         exact, values = summarize(observed, self.num_samples > 0)
         tags = [f"{prefix}/{scalar}" for scalar in SCALARS]
-        kept = [k for k, tag in enumerate(SCALARS) if self.num_samples or "sampled" not in tag]
-        rows = [{tags[k]: row[k] for k in kept} for row in values]
-        self.latest |= rows[-1]
+        rows = [dict(zip(tags, row, strict=True)) for row in values]
+        for step, row in zip(steps, rows, strict=True):
+            if not self._is_sampled(step):
+                del row[f"{prefix}/off_diagonal_mass_sampled"]
+        for row in rows:
+            self.latest |= row
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 write_scalars(logger, steps, rows)
@@ -321,9 +335,11 @@ def _sampled_mean_fisher(
     with torch.enable_grad():
         leaf = scores.detach().float().repeat(num_samples, 1).requires_grad_()
         log_probs = head.log_probs(leaf)
-        # The largest of p_k / Exp(1) is a draw from p. torch.multinomial would make the host wait.
-        noise = torch.empty_like(log_probs).exponential_(generator=generator)
-        drawn = (log_probs.detach().exp() / noise).argmax(-1, keepdim=True)
+        # Inverse of the distribution function. torch.multinomial would make the host wait.
+        reached = log_probs.detach().exp().cumsum(-1)
+        level = torch.rand(leaf.shape[0], 1, generator=generator, device=leaf.device)
+        drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
+        drawn = drawn.clamp_max(head.num_categories - 1)
         (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
     return gradient.t() @ gradient / gradient.shape[0]
 

@@ -124,6 +124,10 @@ def test_intervals_and_leaving_out_the_samples():
     fit(Small(), FisherMonitor(every_n_steps=2, num_samples=0), logger=logger)
     assert sorted(logger.rows) == [0, 2, 4]
     assert "fim/off_diagonal_mass_sampled" not in logger.rows[0]
+    logger = Memory()
+    fit(Small(), FisherMonitor(sampled_every_n_steps=3), logger=logger)
+    sampled = [s for s, row in logger.rows.items() if "fim/off_diagonal_mass_sampled" in row]
+    assert sampled == [0, 3]
 
 
 def test_validation_does_not_get_mixed_in():
@@ -207,7 +211,7 @@ def test_logged_to_tensorboard_with_a_picture(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="", version="run")
-    fit(Small(), FisherMonitor(image_every_n_steps=2), logger=logger)
+    fit(Small(), FisherMonitor(sampled_every_n_steps=1, image_every_n_steps=2), logger=logger)
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     for scalar in SCALARS:
         assert [e.step for e in events.Scalars(f"fim/{scalar}")] == [0, 1, 2, 3, 4]
