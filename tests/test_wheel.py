@@ -1,0 +1,146 @@
+"""What a user gets who installs the wheel, and the example project that runs on it."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SIDES = ("callbacks", "datamodules", "lit_modules")  # installed inside catnat
+
+# Runs the example as `python -m` does, then says where everything of ours came from.
+DRIVER = f"""
+import json, runpy, sys
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_module("own_project.train", run_name="__main__", alter_sys=True)
+ours = {("catnat", "own_project", *SIDES)!r}
+loaded = {{n: m.__file__ for n, m in list(sys.modules.items()) if n.split(".")[0] in ours}}
+print(json.dumps(loaded))
+"""
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A copy of the files under version control: building leaves the checkout as it is."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def site(tracked, tmp_path_factory):
+    """A folder with nothing but the installed wheel."""
+    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
+    pip("wheel", "--no-build-isolation", f"--wheel-dir={wheels}", str(tracked))
+    (wheel,) = wheels.iterdir()
+    pip("install", f"--target={site}", str(wheel))
+    return site
+
+
+def pip(command: str, *arguments: str) -> None:
+    offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", command, *offline, *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_site_packages_get_one_package(site):
+    assert sorted(path.name.split("-")[0] for path in site.iterdir()) == ["catnat", "catnat"]
+    assert (site / "catnat" / "py.typed").exists()
+
+
+def test_every_module_is_installed(tracked, site):
+    expected = {path.relative_to(tracked) for path in (tracked / "catnat").rglob("*.py")}
+    for side in SIDES:
+        paths = (tracked / side).rglob("*.py")
+        expected |= {Path("catnat", path.relative_to(tracked)) for path in paths}
+    assert {path.relative_to(site) for path in (site / "catnat").rglob("*.py")} == expected
+
+
+def test_native_kernels_are_inside(site):
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        pytest.skip("no C compiler")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert (site / "catnat" / "ops" / f"_native{suffix}").exists()
+
+
+def test_metadata_lists_what_is_imported(site):
+    (folder,) = site.glob("catnat-*.dist-info")
+    requires = [line for line in Distribution.at(folder).requires or [] if "extra ==" not in line]
+    required = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requires}
+    known = required | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
+    unlisted = {
+        (str(path.relative_to(site)), name)
+        for path in (site / "catnat").rglob("*.py")
+        for name in top_level_imports(path)
+        if name not in known
+    }
+    assert unlisted == set()
+
+
+def top_level_imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """A folder with 150 training and 10 test images of noise, in MNIST's format."""
+    pixels = np.random.default_rng(0).integers(0, 256, (160, 28, 28), dtype=np.uint8)
+    for name, part in (("train", pixels[:150]), ("t10k", pixels[150:])):
+        header = np.array([0x803, len(part), 28, 28], dtype=">u4").tobytes()
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(header + part.tobytes())
+    return tmp_path
+
+
+def test_the_example_project_runs_on_it(tracked, site, mnist, tmp_path):
+    project = tmp_path / "project"
+    pip(
+        "install",
+        "--no-build-isolation",
+        f"--target={project}",
+        str(tracked / "examples" / "own_project"),
+    )
+    # Without the module "site" an editable install of the checkout cannot step in.
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    options = ["--steps=3", f"--root={mnist}", "--nll-samples=4"]
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", DRIVER, *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(project), *installed])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said, loaded = done.stdout.rsplit("\n", 2)[:2]
+    assert "ProbitHead after 3 steps" in said
+    assert 0 < float(re.search(r"test NLL (\S+) nats", said)[1]) < 2000
+    assert "Fisher mass 0.000" in said  # diagonal, as for every catnat head
+    files = json.loads(loaded)
+    assert {f"catnat.{side}" for side in SIDES} | {"own_project.heads"} <= set(files)
+    for name, file in files.items():
+        assert Path(file).is_relative_to(site if name.startswith("catnat") else project), name
