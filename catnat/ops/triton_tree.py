@@ -246,7 +246,8 @@ def _backward_kernel(
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device, which need not be that of the tensors."""
-    if torch.compiler.is_compiling() or x.device.index == torch.cuda.current_device():
+    here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
+    if here or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device_of(x)
 
