@@ -1,10 +1,28 @@
-"""Progress where there is no terminal: one line at each validation instead of a moving bar."""
+"""Progress: a bar on a terminal, elsewhere one line at each validation."""
 
 from __future__ import annotations
 
 import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+
+
+class StepBar(RichProgressBar):
+    """Lightning's bar for one epoch, titled with the steps done: runs here are so many steps."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        steps = f"{self.trainer.global_step:,}"
+        most = self.trainer.max_steps
+        return f"step {steps} of {most:,}" if most > 0 else f"step {steps}"
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Metrics beside the bar; the number of the run was said before."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
 
 
 class ProgressLines(Callback):

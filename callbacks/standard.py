@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from .checkpoints import AtomicCheckpointIO, LastCheckpoint
 from .figures import VAEFigures
 from .fisher import FisherMonitor
-from .progress import ProgressLines
+from .progress import ProgressLines, StepBar
 
 
 def standard_options(
@@ -31,7 +31,7 @@ def standard_options(
     callbacks: list[Callback] = [fisher, VAEFigures(), *_as_list(options["callbacks"])]
     bar = options["enable_progress_bar"] is not False
     if bar:
-        callbacks.append(RichProgressBar() if sys.stdout.isatty() else ProgressLines())
+        callbacks.append(StepBar() if sys.stdout.isatty() else ProgressLines())
     if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
         callbacks += _checkpoints(folder / "checkpoints", save_every)
     logger = options["logger"]
