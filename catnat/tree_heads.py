@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from catnat._tree import path_sums, right_shares, subtree_sums
+from catnat._tree import right_shares, subtree_sums
 from catnat.heads import CategoricalHead
 from catnat.ops import tree_log_probs
 from catnat.ops.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
@@ -73,8 +73,8 @@ class CatnatHead(CategoricalHead):
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
-        scores = self._checked(scores)
-        return path_sums(*self.split.log_split(scores, self._constants(scores)))[0].exp()
+        left, right = subtree_sums(self.probs(scores))  # P(node) is the sum of the leaves below
+        return left + right
 
     def information(self, scores: Tensor) -> Tensor:
         """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""

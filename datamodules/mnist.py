@@ -66,15 +66,16 @@ class MNISTDataModule(LightningDataModule):
         self.root, self.variant, self.download = root, variant, download
         self.batch_size, self.seed = batch_size, seed
         self.steps_per_batch: int | None = None  # for models that take several steps per call
-        self._downloaded = False
+        self._tried = self._downloaded = False
         self._images: dict[str, Tensor] = {}
         self._train_loader: ImageLoader | None = None
         self._train_state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         """Download the files if they are wanted and not there."""
-        if not self.download or self._files() is not None:
+        if not self.download or self._tried or self._files() is not None:
             return
+        self._tried = True
         from torchvision.datasets import MNIST  # slow to import, seldom needed
 
         before = socket.getdefaulttimeout()
