@@ -15,6 +15,7 @@ import yaml
 import cli
 import train
 from catnat import make_head
+from catnat.heads import _REGISTRY
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, data):
+def workspace(tmp_path, monkeypatch, data):
     """An empty working directory, and the options of a run of a second."""
     monkeypatch.chdir(tmp_path)
     return [f"--data.root={data}", "--batch_size=10", "--max_steps=3", "--nll_samples=2"]
@@ -109,7 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_line_gets_one_line(line, workplace, capfd):
+def test_a_wrong_command_line_gets_one_line(line, workspace, capfd):
     if "accelerator gpu" in line and torch.cuda.is_available():
         pytest.skip("right on this machine")
     Path("broken.yaml").write_text("model: [1, 2\n")
@@ -118,7 +119,7 @@ def test_a_wrong_command_line_gets_one_line(line, workplace, capfd):
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     files = {name: f"{name}.yaml" for name in ("broken", "number", "unknown", "binary")}
     argv = line.format(**files).split()
-    root = [] if argv[0] == "--help" else workplace[:1]
+    root = [] if argv[0] == "--help" else workspace[:1]
     assert train.main(argv + root) == 2
     out, err = capfd.readouterr()
     assert len(err.splitlines()) == 1, err
@@ -127,8 +128,8 @@ def test_a_wrong_command_line_gets_one_line(line, workplace, capfd):
     assert not Path("runs").exists()
 
 
-def test_what_lightning_finds_out_late_is_one_line_too(workplace, capfd):
-    assert run(*workplace, "--val_check_interval=100", "--check_val_every_n_epoch=1") == 2
+def test_what_lightning_finds_out_late_is_one_line_too(workspace, capfd):
+    assert run(*workspace, "--val_check_interval=100", "--check_val_every_n_epoch=1") == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "val_check_interval" in line
 
@@ -146,10 +147,10 @@ def test_names_are_checked_before_torch_is_imported():
         assert out.stdout.splitlines()[-1] == f"{rc} False"
 
 
-def test_a_damaged_data_file_is_named(workplace, capfd, tmp_path):
+def test_a_damaged_data_file_is_named(workspace, capfd, tmp_path):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0" * 100)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"\0" * 100)
-    assert run(*workplace, f"--data.root={tmp_path}") == 2
+    assert run(*workspace, f"--data.root={tmp_path}") == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "train-images-idx3-ubyte" in line
 
@@ -226,8 +227,8 @@ def test_epochs_leave_steps_open(capsys):
 
 @pytest.mark.parametrize("head", BUILT_IN)
 @pytest.mark.parametrize("model", train.MODELS)
-def test_every_model_trains_with_every_head(model, head, workplace, capfd):
-    assert train.main(["--model", model, "--head", head, *workplace]) == 0
+def test_every_model_trains_with_every_head(model, head, workspace, capfd):
+    assert train.main(["--model", model, "--head", head, *workspace]) == 0
     out, err = capfd.readouterr()
     assert "test/nll" in out
     assert "tensorboard --logdir runs" in out
@@ -237,10 +238,10 @@ def test_every_model_trains_with_every_head(model, head, workplace, capfd):
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
 
 
-def test_what_tensorboard_gets(workplace):
+def test_what_tensorboard_gets(workspace):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert run(*workplace, "--log_every_n_steps=1") == 0
+    assert run(*workspace, "--log_every_n_steps=1") == 0
     events = EventAccumulator("runs/vae/natural/version_0").Reload()
     tags = events.Tags()
     assert {"train/loss", "val/loss", "test/nll", "fim/off_diagonal_mass"} <= set(tags["scalars"])
@@ -254,9 +255,9 @@ def test_what_tensorboard_gets(workplace):
     assert any(b"test/nll" in n.read_bytes() for n in plugins)
 
 
-def test_two_devices(workplace):
+def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
-    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workplace]
+    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace]
     argv += ["--batch_size=5", "--devices=2", "--strategy=ddp_fork"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -264,29 +265,32 @@ def test_two_devices(workplace):
     assert last()["global_step"] == 3
 
 
-def test_a_head_of_the_users_own(workplace):
+def test_a_head_of_the_users_own(workspace):
     Path("my_heads.py").write_text(
         "from catnat.heads import SoftmaxHead\nclass Mine(SoftmaxHead, name='mine_cli'): pass\n"
     )
-    assert train.main(["--import=my_heads", "--head=mine_cli", *workplace]) == 0
-    assert Path("runs/vae/mine_cli/version_0").is_dir()
+    try:
+        assert train.main(["--import=my_heads", "--head=mine_cli", *workspace]) == 0
+        assert Path("runs/vae/mine_cli/version_0").is_dir()
+    finally:
+        _REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
 
 
-def test_a_second_run_gets_a_folder_of_its_own(workplace):
-    assert run(*workplace, "--limit_test_batches=1") == 0
-    assert run(*workplace, "--limit_test_batches=1") == 0
+def test_a_second_run_gets_a_folder_of_its_own(workspace):
+    assert run(*workspace, "--limit_test_batches=1") == 0
+    assert run(*workspace, "--limit_test_batches=1") == 0
     assert Path("runs/vae/natural/version_1/checkpoints/last.ckpt").exists()
 
 
 @pytest.mark.parametrize(
     "option", ["--fast_dev_run=true", "--logger=false", "--enable_checkpointing=false"]
 )
-def test_trainer_flags_that_switch_things_off(option, workplace):
-    assert run(*workplace, option) == 0
+def test_trainer_flags_that_switch_things_off(option, workspace):
+    assert run(*workspace, option) == 0
 
 
-def test_another_logger(workplace):
-    assert run(*workplace, "--logger=CSVLogger", "--logger.save_dir=logs") == 0
+def test_another_logger(workspace):
+    assert run(*workspace, "--logger=CSVLogger", "--logger.save_dir=logs") == 0
     metrics = next(Path("logs").rglob("metrics.csv")).read_text()
     assert "fim/off_diagonal_mass" in metrics
 
@@ -303,20 +307,20 @@ def test_collapse_and_saturation_are_said_in_plain_words(capsys):
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workplace):
-    assert run(*workplace, "--max_steps=11", "--default_root_dir=whole") == 0
-    assert run(*workplace, "--max_steps=4") == 0
-    assert run(*workplace, "--max_steps=11", "--ckpt_path=last") == 0
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workspace):
+    assert run(*workspace, "--max_steps=11", "--default_root_dir=whole") == 0
+    assert run(*workspace, "--max_steps=4") == 0
+    assert run(*workspace, "--max_steps=11", "--ckpt_path=last") == 0
     assert not Path("runs/vae/natural/version_1").exists()
     whole, resumed = last("whole/vae/natural/version_0"), last()
     assert (whole["global_step"], whole["epoch"]) == (resumed["global_step"], resumed["epoch"])
     assert same_weights(whole, resumed)
 
 
-def test_a_checkpoint_can_be_tested_alone(workplace, capfd):
-    assert run(*workplace) == 0
+def test_a_checkpoint_can_be_tested_alone(workspace, capfd):
+    assert run(*workspace) == 0
     trained = capfd.readouterr().out.split("test/nll")[1].split()[1]
-    assert train.main(["test", "--head=natural", *workplace, "--ckpt_path=last"]) == 0
+    assert train.main(["test", "--head=natural", *workspace, "--ckpt_path=last"]) == 0
     assert capfd.readouterr().out.split("test/nll")[1].split()[1] == trained
     assert len(list(Path("runs/vae/natural").iterdir())) == 1
 
@@ -331,11 +335,11 @@ def test_a_checkpoint_can_be_tested_alone(workplace, capfd):
         ("--model=mlp-vae", "another model"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(change, words, workplace, capfd):
-    assert run(*workplace) == 0
+def test_a_checkpoint_of_something_else_is_refused(change, words, workspace, capfd):
+    assert run(*workspace) == 0
     path = "runs/vae/natural/version_0/checkpoints/last.ckpt"
     capfd.readouterr()
-    assert run(*workplace, f"--ckpt_path={path}", change) == 2
+    assert run(*workspace, f"--ckpt_path={path}", change) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert words in line
 
@@ -345,8 +349,8 @@ class Evil:
         return os.system, ("touch owned",)
 
 
-def test_damaged_and_malicious_checkpoints_are_refused(workplace, capfd):
-    assert run(*workplace) == 0
+def test_damaged_and_malicious_checkpoints_are_refused(workspace, capfd):
+    assert run(*workspace) == 0
     path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
     content = path.read_bytes()
     torch.save({"state_dict": {}, "evil": Evil()}, "evil.ckpt")
@@ -354,14 +358,14 @@ def test_damaged_and_malicious_checkpoints_are_refused(workplace, capfd):
     capfd.readouterr()
     for bad in (content[:-1], content[: len(content) // 2], b"", b"junk" * 100, evil):
         path.write_bytes(bad)
-        assert run(*workplace, "--ckpt_path=last") == 2
+        assert run(*workspace, "--ckpt_path=last") == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert "damaged" in line or "refused" in line
     assert not Path("owned").exists()
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(workplace, capfd, monkeypatch):
-    assert run(*workplace) == 0
+def test_a_full_disk_leaves_the_checkpoint_before(workspace, capfd, monkeypatch):
+    assert run(*workspace) == 0
     before = last()
     capfd.readouterr()
 
@@ -369,23 +373,23 @@ def test_a_full_disk_leaves_the_checkpoint_before(workplace, capfd, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert run(*workplace, "--max_steps=6", "--ckpt_path=last") == 1
+    assert run(*workspace, "--max_steps=6", "--ckpt_path=last") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "No space left on device" in line
     assert same_weights(last(), before)
     assert [p.name for p in Path("runs/vae/natural/version_0/checkpoints").glob(".*")] == []
 
 
-def test_a_folder_that_cannot_be_written(workplace, capfd):
+def test_a_folder_that_cannot_be_written(workspace, capfd):
     Path("runs").write_text("in the way")
-    assert run(*workplace) == 1
+    assert run(*workspace) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "runs" in line
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_says_how_to_go_on(signum, workplace):
-    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workplace]
+def test_a_signal_saves_and_says_how_to_go_on(signum, workspace):
+    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace]
     argv += ["--max_steps=100000", "--save_every=5", "--val_check_interval=100"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
