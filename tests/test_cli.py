@@ -409,3 +409,25 @@ def test_a_signal_saves_and_says_how_to_go_on(signum, workspace):
     again = line.split("python train.py ")[1].split()
     assert train.main([*again, f"--max_steps={step + 2}", "--limit_test_batches=1"]) == 0
     assert last()["global_step"] == step + 2
+
+
+def test_a_killed_run_resumes_to_the_same_weights(workspace):
+    """kill -9 wherever it happens to be; the rest of the run must not know."""
+    options = [*workspace, "--max_steps=60", "--save_every=3", "--limit_test_batches=1"]
+    argv = [sys.executable, str(ROOT / "train.py"), "--model=vae", "--head=natural", *options]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: sums depend on it
+    process = subprocess.Popen(
+        argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread
+    )
+    path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert 0 < last()["global_step"] < 60
+    assert run(*options, "--ckpt_path=last") == 0
+    resumed = last()
+    assert resumed["global_step"] == 60
+    assert run(*options, "--default_root_dir=whole") == 0
+    assert same_weights(resumed, last("whole/vae/natural/version_0"))
