@@ -44,6 +44,7 @@ class ReplayedSteps(LightningModule):
         self.capture, self.gradient_clip = capture, gradient_clip
         self.step_observers: list[Callable[[], None]] = []  # called within a replayed step
         self.step_generators: list[torch.Generator] = []  # where they draw from
+        self._several = False  # whether a batch of Lightning's holds several
         self._graph: StepGraph | None = None
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
 
@@ -74,10 +75,14 @@ class ReplayedSteps(LightningModule):
         self.automatic_optimization = reason is not None
         self._graph = None
         data: Any = getattr(self.trainer, "datamodule", None)
-        if reason is None and hasattr(data, "steps_per_batch"):
-            data.steps_per_batch = STEPS_PER_BATCH
+        self._several = reason is None and hasattr(data, "steps_per_batch")
+        if hasattr(data, "steps_per_batch"):
+            before, data.steps_per_batch = data.steps_per_batch, None
+            if self._several:
+                data.steps_per_batch = STEPS_PER_BATCH
             every = self.trainer.val_check_interval
-            if isinstance(every, int):  # Lightning counts batches, users mean steps
+            if self._several and before is None and isinstance(every, int):
+                # Lightning counts batches, users mean steps.
                 self.trainer.val_check_interval = max(1, every // STEPS_PER_BATCH)
 
     def on_train_start(self) -> None:
@@ -112,12 +117,11 @@ class ReplayedSteps(LightningModule):
                 group |= {"fused": None, "capturable": False} | self.optimizer_options(name)
 
     def _replay(self, batch: Any) -> Tensor:
-        """Steps on one batch (B, 1, 28, 28), or on several, (k, B, 1, 28, 28)."""
+        """Steps on one batch, or on several stacked along a first dimension."""
         if self._graph is None:
             self._graph = StepGraph(self._optimize, self.step_generators)
-        x = images(batch)
         first = step = self.global_step
-        for each in x if x.dim() == 5 else x[None]:
+        for each in batch if self._several else [batch]:
             if step == self.trainer.max_steps:
                 break
             self.prepare_step(step)
@@ -131,7 +135,7 @@ class ReplayedSteps(LightningModule):
             self._sent = (step - 1, send(loss), self.settings())
         return loss.detach()
 
-    def _optimize(self, batch: Tensor) -> Tensor:
+    def _optimize(self, batch: Any) -> Tensor:
         """One step from loss to update, as device work alone."""
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
@@ -166,9 +170,9 @@ class ReplayedSteps(LightningModule):
 class StepGraph:
     """An optimizer step, captured once and replayed on every later batch of the same shape.
 
-    The first calls and batches of another shape run eagerly and are real steps all the same, and
-    noise goes on from torch's generator, so that a replayed run takes the steps an eager one
-    would take.
+    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape or
+    kind, run eagerly and are real steps all the same, and noise goes on from torch's generator, so
+    that a replayed run takes the steps an eager one would take.
 
     Args:
         step: takes a batch, updates the parameters and returns the loss; device work alone.
@@ -176,13 +180,13 @@ class StepGraph:
     """
 
     def __init__(
-        self, step: Callable[[Tensor], Tensor], generators: list[torch.Generator] | None = None
+        self, step: Callable[[Any], Tensor], generators: list[torch.Generator] | None = None
     ) -> None:
         self.step = step
         self.generators = generators or []
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._input: Tensor | None = None
+        self._input: list[Tensor] | None = None
         self._output: Tensor | None = None
         self._stream = torch.cuda.Stream()
 
@@ -190,21 +194,24 @@ class StepGraph:
         """Capture anew at the next call: something that was baked in has changed."""
         self._graph = None
 
-    def __call__(self, batch: Tensor) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Take one step and return its loss, which the next call overwrites."""
-        if self._input is None:
-            self._input = batch.clone()
-        if batch.shape != self._input.shape or self._calls < WARM_UP:
+        given = tensors_of(batch)
+        if given is not None and self._input is None:
+            self._input = [each.clone() for each in given]
+        if self._calls < WARM_UP or not same_shapes(given, self._input):
             self._calls += 1
             return self._eagerly(batch)
-        self._input.copy_(batch)
+        assert given is not None and self._input is not None
+        for mine, each in zip(self._input, given, strict=True):
+            mine.copy_(each)
         if self._graph is None:
-            self._capture()
+            self._capture(self._input[0] if isinstance(batch, Tensor) else tuple(self._input))
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         return self._output
 
-    def _eagerly(self, batch: Tensor) -> Tensor:
+    def _eagerly(self, batch: Any) -> Tensor:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -212,13 +219,12 @@ class StepGraph:
         current.wait_stream(self._stream)
         return loss
 
-    def _capture(self) -> None:
-        assert self._input is not None
+    def _capture(self, batch: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             self._graph.register_generator_state(generator)
         with torch.cuda.graph(self._graph, stream=self._stream):
-            self._output = self.step(self._input)
+            self._output = self.step(batch)
 
 
 @contextmanager
@@ -264,7 +270,17 @@ def count_steps(trainer: Trainer, steps: int) -> None:
     loop._batches_that_stepped += max(0, steps - 1)  # what loggers take for the step
 
 
-def images(batch: Any) -> Tensor:
-    """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
-    x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
-    return x
+def tensors_of(batch: Any) -> list[Tensor] | None:
+    """The tensors of a batch, itself one or a sequence of them; None for any other kind."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, (list, tuple)) and all(isinstance(each, Tensor) for each in batch):
+        return list(batch)
+    return None
+
+
+def same_shapes(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
+    """Whether both are there, and alike."""
+    if one is None or other is None:
+        return False
+    return [each.shape for each in one] == [each.shape for each in other]

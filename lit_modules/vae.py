@@ -17,7 +17,7 @@ from catnat import HeadCategorical, make_head
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
 
-from .capture import ReplayedSteps, images
+from .capture import ReplayedSteps
 from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 _COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
@@ -311,6 +311,12 @@ class DiscreteVAE(ReplayedSteps):
             self._noise_to_restore = None
         else:
             separate_noise(self.global_rank)
+
+
+def images(batch: Any) -> Tensor:
+    """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
+    x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+    return x
 
 
 @contextmanager

@@ -110,6 +110,47 @@ def test_checkpoints_cross_over(without_cuda, tmp_path):
         assert equal(model, whole), (first, second)
 
 
+def test_batches_with_labels_stay_whole(without_cuda):
+    """A subclass whose loss uses labels gets them in a replayed step, too."""
+    seen = []
+
+    class Labelled(DiscreteVAE):
+        def loss(self, batch, q):
+            seen.append(batch[1].shape)
+            return super().loss(batch, q)
+
+    data = torch.utils.data.TensorDataset(torch.rand(40, 1, 28, 28), torch.arange(40))
+    model = Labelled(num_latents=3, num_categories=4)
+    trainer = pl.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=10))
+    assert not model.automatic_optimization and trainer.global_step == 4
+    assert seen == [(10,)] * 4
+
+
+def test_what_can_be_captured():
+    x, y = torch.zeros(3, 2), torch.zeros(3)
+    assert capture.tensors_of(x)[0] is x and capture.tensors_of({"x": x}) is None
+    pair = capture.tensors_of([x, y])
+    assert capture.same_shapes(pair, [x, y]) and not capture.same_shapes(pair, [x, x])
+    assert not capture.same_shapes(None, None)
+
+
+def test_a_data_module_is_given_back_as_it_was(without_cuda, tmp_path):
+    """Several steps a batch are for replayed runs alone, also if the data are used again."""
+    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    for replayed, batches in ((None, 20), (False, None)):
+        model = DiscreteVAE(num_latents=2, num_categories=2, capture=replayed)
+        trainer = pl.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(model, datamodule=data)
+        assert data.steps_per_batch == batches and trainer.global_step == 3
+
+
 def test_says_why_not(tmp_path):
     with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
         model, _, _ = train(DiscreteVAE, True, 1, tmp_path)
@@ -151,3 +192,11 @@ def test_a_graph_is_captured_once_and_again_after_reset():
     assert len(calls) == capture.WARM_UP + 2
     graph(torch.randn(4, 3, device="cuda"))  # another shape
     assert len(calls) == capture.WARM_UP + 3
+
+
+@cuda
+def test_a_sequence_of_tensors_is_captured_too():
+    graph = capture.StepGraph(lambda batch: (batch[0] * batch[1]).sum())
+    for k in range(8):
+        x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
+        assert graph([x, y]).item() == 3 * k
