@@ -7,24 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from catnat import CategoricalHead, HeadProbe
-from catnat.fisher import condition_number, off_diagonal_mass
+from catnat import HeadProbe
 from catnat.transfer import send
 
 from .figures import add_image, heat_map
+from .observe import observe, summarize
 
-SCALARS = (
-    "off_diagonal_mass",
-    "off_diagonal_mass_fro",
-    "off_diagonal_mass_sampled",
-    "condition_number",
-    "saturated",
-)
+_Found = dict[int, tuple[Tensor, dict[str, float]]]  # step -> mean G, scalars by name
 _MAX_BUFFERED = 2**22  # numbers kept on the device before they are written out: 16 MB
 
 
@@ -89,7 +82,7 @@ class FisherMonitor(Callback):
         self.latest: dict[str, float] = {}  # what was written last, by tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._generator: torch.Generator | None = None
-        self._records: dict[str, _Records] = {}
+        self._records: dict[tuple[str, int], _Records] = {}  # by head and draws a row
         self._replayed: _OnDevice | None = None
         self._trained: dict[str, Tensor] = {}
         self._step = 0
@@ -103,8 +96,8 @@ class FisherMonitor(Callback):
         self._replayed = None
         observers, generators = _replayed_by(pl_module)
         if observers is not None:
-            self._replayed = _OnDevice(self._probe, self.num_samples, self._generator)
-            observers.append(self._replayed.observe)
+            self._replayed = _OnDevice(self, self._probe, self._generator)
+            observers.append(self._replayed)
             generators.append(self._generator)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +123,7 @@ class FisherMonitor(Callback):
             return
         self._step = trainer.global_step
         step = self._step - 1  # counted from 0, like Lightning's own metrics
-        if step % self.every_n_steps == 0:
+        if self.draws_at(step) is not None:
             self._observe(step)
         if any(records.full(self.write_every_n_steps) for records in self._records.values()):
             self._write(trainer)
@@ -162,50 +155,58 @@ class FisherMonitor(Callback):
             self._probe = None
         observers, generators = _replayed_by(pl_module)
         if self._replayed is not None:
-            observers.remove(self._replayed.observe)
+            observers.remove(self._replayed)
             generators.remove(self._generator)
             self._replayed = None
 
+    def draws_at(self, step: int) -> int | None:
+        """How many categories are drawn per row at a step; None if it is not observed at all."""
+        if step % self.every_n_steps:
+            return None
+        return 0 if step % self.sampled_every_n_steps else self.num_samples
+
     def _observe(self, step: int) -> None:
         assert self._probe is not None
+        draws = self.draws_at(step) or 0
         for name, head, scores in self._probe:
             flat = scores.reshape(-1, head.num_scores)
-            records = self._records.setdefault(name, _Records())
+            records = self._records.setdefault((name, draws), _Records())
             records.steps.append(step)
             records.rows.append(flat.shape[0])
-            num_samples = self.num_samples if self._is_sampled(step) else 0
-            observed = observe(head, flat, num_samples, self._generator)
-            missing = head.num_scores**2 if self.num_samples and not num_samples else 0
-            records.observed.append(F.pad(observed, (0, missing)))
-
-    def _is_sampled(self, step: int) -> bool:
-        return self.num_samples > 0 and step % self.sampled_every_n_steps == 0
+            records.observed.append(observe(head, flat, draws, self._generator))
 
     def _write(self, trainer: Trainer, all_of_it: bool = False) -> None:
         """Write what has come together; of replayed steps only what has reached the host."""
+        found: dict[str, _Found] = {}
         if self._replayed is not None:
-            for name, steps, observed in self._replayed.take(self.every_n_steps, all_of_it):
-                self._write_rows(trainer, name, steps, observed)
-        for name, records in self._records.items():
+            for name, steps, observed in self._replayed.take(all_of_it):
+                self._find(found, name, steps, observed)
+        for (name, _), records in self._records.items():
             if records.steps:
-                self._write_rows(trainer, name, records.steps, self._gather(trainer, records))
+                self._find(found, name, records.steps, self._gather(trainer, records))
                 records.clear()
+        for name, each in found.items():
+            self._write_rows(trainer, name, each)
 
-    def _write_rows(self, trainer: Trainer, name: str, steps: list[int], observed: Tensor) -> None:
+    def _find(self, found: dict[str, _Found], name: str, steps: list[int], seen: Tensor) -> None:
+        """Add what was observed at some steps to what there is to be written of a head."""
+        assert self._probe is not None
+        exact, rows = summarize(self._probe.heads[name], seen)
+        found.setdefault(name, {}).update(
+            (step, (matrix, row)) for step, matrix, row in zip(steps, exact, rows, strict=True)
+        )
+
+    def _write_rows(self, trainer: Trainer, name: str, found: _Found) -> None:
         assert self._probe is not None
         prefix = "fim" if len(self._probe.scores) == 1 else f"fim/{name}"
-        exact, values = summarize(observed, self.num_samples > 0)
-        tags = [f"{prefix}/{scalar}" for scalar in SCALARS]
-        rows = [dict(zip(tags, row, strict=True)) for row in values]
-        for step, row in zip(steps, rows, strict=True):
-            if not self._is_sampled(step):
-                del row[f"{prefix}/off_diagonal_mass_sampled"]
+        steps = sorted(found)
+        rows = [{f"{prefix}/{tag}": v for tag, v in found[step][1].items()} for step in steps]
         for row in rows:
             self.latest |= row
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 write_scalars(logger, steps, rows)
-            self._draw(trainer, f"{prefix}/mean", steps, exact)
+            self._draw(trainer, f"{prefix}/mean", found)
 
     def _gather(self, trainer: Trainer, records: _Records) -> Tensor:
         """What was observed at each step, summed over rows and ranks, on the CPU: (T, 1 + ...)."""
@@ -221,9 +222,9 @@ class FisherMonitor(Callback):
         summed = summed.cpu()
         return summed[:, 1:] / summed[:, :1]
 
-    def _draw(self, trainer: Trainer, tag: str, steps: list[int], exact: Tensor) -> None:
+    def _draw(self, trainer: Trainer, tag: str, found: _Found) -> None:
         every = self.image_every_n_steps
-        for step, matrix in zip(steps, exact, strict=True):
+        for step, (matrix, _) in found.items():
             if every and step % every == 0:
                 largest = float(matrix.abs().max())
                 picture = heat_map(matrix, "RdBu_r", -largest, largest)
@@ -263,118 +264,46 @@ class _OnDevice:
     ROWS = 256  # more than are written at once, plus those of a batch of several steps
 
     def __init__(
-        self, probe: HeadProbe, num_samples: int, generator: torch.Generator | None
+        self, monitor: FisherMonitor, probe: HeadProbe, generator: torch.Generator | None
     ) -> None:
-        self.probe, self.num_samples, self.generator = probe, num_samples, generator
+        self.kind = monitor.draws_at  # steps of one kind are replays of one graph
+        self.probe, self.generator = probe, generator
         self.steps: list[int] = []
-        self._buffers: dict[str, Tensor] = {}
-        self._next: Tensor | None = None
-        self._travelling: list[tuple[list[int], dict[str, Callable[[], Tensor]]]] = []
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._next: dict[int, Tensor] = {}
+        self._travelling: list[tuple[str, list[int], Callable[[], Tensor]]] = []
 
-    def observe(self) -> None:
+    def observe(self, kind: int | None) -> None:
         """Add a row for each head; device work alone."""
+        if kind is None:
+            return
         for name, head, scores in self.probe:
-            row = observe(
-                head, scores.reshape(-1, head.num_scores), self.num_samples, self.generator
-            )
-            if name not in self._buffers:
-                self._buffers[name] = row.new_zeros(self.ROWS, len(row))
-            if self._next is None:
-                self._next = torch.zeros(1, dtype=torch.int64, device=row.device)
-            self._buffers[name].index_copy_(0, self._next, row[None])
-        assert self._next is not None
-        self._next.add_(1).remainder_(self.ROWS)
+            row = observe(head, scores.reshape(-1, head.num_scores), kind, self.generator)
+            if (name, kind) not in self._buffers:
+                self._buffers[name, kind] = row.new_zeros(self.ROWS, len(row))
+            if kind not in self._next:
+                self._next[kind] = torch.zeros(1, dtype=torch.int64, device=row.device)
+            self._buffers[name, kind].index_copy_(0, self._next[kind], row[None])
+        self._next[kind].add_(1)
 
-    def take(self, every_n_steps: int, all_of_it: bool) -> Iterator[tuple[str, list[int], Tensor]]:
+    def take(self, all_of_it: bool) -> Iterator[tuple[str, list[int], Tensor]]:
         """Name, steps and rows of what was sent before; send what is there now."""
         if all_of_it:
             self._send()
         arrived, self._travelling = self._travelling, []
         if not all_of_it:
             self._send()
-        for steps, buffers in arrived:
-            kept = [k for k, step in enumerate(steps) if step % every_n_steps == 0]
-            for name, receive in buffers.items():
-                if kept:
-                    yield name, [steps[k] for k in kept], receive()[kept]
+        for name, steps, receive in arrived:
+            yield name, steps, receive()
 
     def _send(self) -> None:
-        if not self.steps or self._next is None:
-            return
-        sent = {name: send(buffer[: len(self.steps)]) for name, buffer in self._buffers.items()}
-        self._next.zero_()
-        self._travelling.append((self.steps, sent))
+        for (name, kind), buffer in self._buffers.items():
+            steps = [step for step in self.steps if self.kind(step) == kind]
+            if steps:
+                self._travelling.append((name, steps, send(buffer[: len(steps)])))
+        for place in self._next.values():
+            place.zero_()
         self.steps = []
-
-
-def observe(
-    head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """Saturated share, mean exact G and, if asked for, mean sampled G, in one vector.
-
-    Runs on the device without waiting for it, so it may be captured in a CUDA graph.
-
-    Args:
-        head: the head.
-        scores: (B, S).
-        num_samples: M draws a row; 0 for none.
-        generator: where they come from.
-    """
-    parts = [
-        head.saturated(scores).float().mean()[None],
-        head.mean_fisher(scores).float().flatten(),
-    ]
-    if num_samples:
-        parts.append(_sampled_mean_fisher(head, scores, num_samples, generator).flatten())
-    return torch.cat(parts)
-
-
-def _sampled_mean_fisher(
-    head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """Mean of grad log p(c) grad log p(c)^T over rows and drawn categories c, (B, S) -> (S, S)."""
-    with torch.enable_grad():
-        leaf = scores.detach().float().repeat(num_samples, 1).requires_grad_()
-        log_probs = head.log_probs(leaf)
-        # Inverse of the distribution function. torch.multinomial would make the host wait.
-        reached = log_probs.detach().exp().cumsum(-1)
-        level = torch.rand(leaf.shape[0], 1, generator=generator, device=leaf.device)
-        drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
-        drawn = drawn.clamp_max(head.num_categories - 1)
-        (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    return gradient.t() @ gradient / gradient.shape[0]
-
-
-def summarize(observed: Tensor, sampled: bool) -> tuple[Tensor, list[list[float]]]:
-    """The exact matrices (T, S, S), and for each of T steps the values of ``SCALARS``.
-
-    Args:
-        observed: (T, 1 + S^2) or, where sampled, (T, 1 + 2 S^2), see :func:`observe`.
-        sampled: whether the sampled matrices are there.
-    """
-    saturated, matrices = observed[:, 0], observed[:, 1:]
-    size = round((matrices.shape[1] / (1 + sampled)) ** 0.5)
-    both = matrices.reshape(len(matrices), 1 + sampled, size, size)
-    exact = both[:, 0]
-    values = [
-        off_diagonal_mass(exact),
-        off_diagonal_mass(exact, "fro"),
-        off_diagonal_mass(both[:, -1]),
-        _condition_number(exact),
-        saturated,
-    ]
-    return exact, torch.stack(values, 1).tolist()
-
-
-def _condition_number(matrices: Tensor) -> Tensor:
-    """Condition numbers (T, S, S) -> (T); a diagonal is its own spectrum, and sorting is cheap."""
-    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
-    if not torch.equal(matrices, torch.diag_embed(diagonal)):
-        return condition_number(matrices)
-    largest = diagonal.amax(-1)
-    inside = diagonal > 1e-6 * largest[:, None]
-    smallest = torch.where(inside, diagonal, torch.inf).amin(-1)
-    return torch.where(largest > 0, largest / smallest, 1.0)
 
 
 def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]) -> None:

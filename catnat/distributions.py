@@ -10,7 +10,7 @@ from torch.distributions import Categorical, constraints
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
-from catnat._numerics import can_branch_on, finite_log_probs
+from catnat._numerics import can_branch_on, exp_of_log_probs, finite_log_probs
 from catnat.estimators import straight_through_gumbel
 
 
@@ -45,7 +45,7 @@ class HeadCategorical(Categorical):
     @lazy_property
     def probs(self) -> Tensor:
         """Probabilities, (*, K), exactly 0 for impossible categories."""
-        return self.logits.exp()
+        return exp_of_log_probs(self.logits)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
         """The same distribution with a larger batch shape."""
@@ -80,7 +80,7 @@ class HeadCategorical(Categorical):
 def _kl(p: Categorical, q: Categorical) -> Tensor:
     """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
     log_p = finite_log_probs(p.logits)
-    return (log_p.exp() * (log_p - finite_log_probs(q.logits))).sum(-1)
+    return (exp_of_log_probs(log_p) * (log_p - finite_log_probs(q.logits))).sum(-1)
 
 
 for _pair in (

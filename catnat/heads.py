@@ -19,7 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat._numerics import at_least_float32, is_plain, safe_log, transforms_active
+from catnat._numerics import (
+    at_least_float32,
+    exp_of_log_probs,
+    is_plain,
+    safe_log,
+    transforms_active,
+)
 from catnat.distributions import HeadCategorical
 from catnat.ops import sparsemax_log_probs
 
@@ -87,6 +93,7 @@ class CategoricalHead(nn.Module, ABC):
     """
 
     name: ClassVar[str]
+    fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
 
@@ -125,7 +132,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def probs(self, scores: Tensor) -> Tensor:
         """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
-        return self.log_probs(scores).exp()
+        return exp_of_log_probs(self.log_probs(scores))
 
     def forward(self, scores: Tensor) -> HeadCategorical:
         """The distribution these scores stand for."""
@@ -138,6 +145,17 @@ class CategoricalHead(nn.Module, ABC):
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over all leading dimensions, (*, S) -> (S, S)."""
         return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """Mean Fisher matrix over all rows and share of saturated scores, in one float32 vector.
+
+        (*, S) -> (S^2 + 1,), or (S + 1,) where only the diagonal needs to be told
+        (``fisher_is_diagonal``). For watching a run at every step: cheap, no waiting for a device.
+        """
+        saturated = self.saturated(scores).float().mean()
+        fisher = self.mean_fisher(scores).float()
+        fisher = fisher.diagonal() if self.fisher_is_diagonal else fisher.flatten()
+        return torch.cat((fisher, saturated[None]))
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """G^+ grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
@@ -258,7 +276,16 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over all leading dimensions, in O(B K^2) time, O(K^2) memory."""
+        return self._mean_fisher(*self._support(scores.reshape(-1, self.num_scores)))
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
         q, support, n = self._support(scores.reshape(-1, self.num_scores))
+        moving = (n * (n > 1)).mean() / self.num_scores
+        return torch.cat((self._mean_fisher(q, support, n).flatten(), 1 - moving[None])).float()
+
+    @staticmethod
+    def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             cross = (q / n).t() @ support
             both = (support * (q.sum(-1, keepdim=True) / n.square())).t() @ support
@@ -280,4 +307,4 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
         p = self.probs(scores)
         support = (p > 0).to(p.dtype)
-        return support / torch.where(p > 0, p, 1.0), support, support.sum(-1, keepdim=True)
+        return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat._numerics import at_least_float32
+from catnat._numerics import at_least_float32, exp_of_log_probs
 
 
 class _PairwiseDistance(torch.autograd.Function):
@@ -113,7 +113,7 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
         tensor([0.6931, 0.6931, 0.6931])
     """
     log_probs = at_least_float32(log_probs)
-    probs = log_probs.exp()
+    probs = exp_of_log_probs(log_probs)
     log_probs = torch.where(probs == 0, 0.0, log_probs)  # 0 * -inf would be NaN
     return (probs * log_probs).sum(-1) + math.log(log_probs.shape[-1])
 

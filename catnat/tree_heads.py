@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catnat._tree import right_shares, subtree_sums
 from catnat.heads import CategoricalHead
-from catnat.ops import tree_log_probs
+from catnat.ops import tree_fisher, tree_log_probs
 from catnat.ops.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
 
 
@@ -32,6 +32,7 @@ class CatnatHead(CategoricalHead):
             distribution (without, they do only at K a power of two).
     """
 
+    fisher_is_diagonal = True
     constants32: Tensor | None
     constants64: Tensor | None
 
@@ -98,11 +99,25 @@ class CatnatHead(CategoricalHead):
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
+        fused = self._fused_fisher(scores)
+        if fused is not None:
+            return fused[..., :-1]
         return self.node_probs(scores) * self.information(scores)
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """The diagonal matrix of the mean of :meth:`fisher_diagonal`."""
         return torch.diag(self.fisher_diagonal(scores).reshape(-1, self.num_scores).mean(0))
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """Mean of :meth:`fisher_diagonal` and share of saturated scores, (*, S) -> (S + 1,)."""
+        fused = self._fused_fisher(scores)
+        if fused is None:
+            return super().diagnostics(scores)
+        return fused.reshape(-1, self.num_categories).mean(0)
+
+    def _fused_fisher(self, scores: Tensor) -> Tensor | None:
+        scores = self._checked(scores)
+        return tree_fisher(scores, self.split, self._constants(scores))
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """Grad / G_ii in O(S); G_ii is taken as at least ``damping`` (unreachable nodes)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,6 +22,19 @@ _REPLAYED: dict[str, dict[str, bool]] = {
     "sgd": {"fused": True},
 }
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
+
+
+class StepObserver(Protocol):
+    """Something that looks on from within a step, as device work alone.
+
+    Steps of one kind do the same work: each kind has a graph of its own.
+    """
+
+    def kind(self, step: int) -> Hashable:
+        """What is to be done at a step."""
+
+    def observe(self, kind: Any) -> None:
+        """Do it."""
 
 
 class ReplayedSteps(LightningModule):
@@ -42,10 +56,10 @@ class ReplayedSteps(LightningModule):
     def __init__(self, capture: bool | None = None, gradient_clip: float = 0.0) -> None:
         super().__init__()
         self.capture, self.gradient_clip = capture, gradient_clip
-        self.step_observers: list[Callable[[], None]] = []  # called within a replayed step
+        self.step_observers: list[StepObserver] = []  # called within a replayed step
         self.step_generators: list[torch.Generator] = []  # where they draw from
         self._several = False  # whether a batch of Lightning's holds several
-        self._graph: StepGraph | None = None
+        self._graphs: dict[tuple[Hashable, ...], StepGraph] = {}  # by kind of step
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
 
     def step_loss(self, batch: Any) -> Tensor:
@@ -73,7 +87,7 @@ class ReplayedSteps(LightningModule):
         if self.capture and reason:
             rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
         self.automatic_optimization = reason is not None
-        self._graph = None
+        self._graphs = {}
         data: Any = getattr(self.trainer, "datamodule", None)
         self._several = reason is None and hasattr(data, "steps_per_batch")
         if hasattr(data, "steps_per_batch"):
@@ -118,14 +132,12 @@ class ReplayedSteps(LightningModule):
 
     def _replay(self, batch: Any) -> Tensor:
         """Steps on one batch, or on several stacked along a first dimension."""
-        if self._graph is None:
-            self._graph = StepGraph(self._optimize, self.step_generators)
         first = step = self.global_step
         for each in batch if self._several else [batch]:
             if step == self.trainer.max_steps:
                 break
             self.prepare_step(step)
-            loss = self._graph(each)
+            loss = self._graph_of(step)(each)
             step += 1
             self._step_scheduler()
         count_steps(self.trainer, step - first)
@@ -135,15 +147,21 @@ class ReplayedSteps(LightningModule):
             self._sent = (step - 1, send(loss), self.settings())
         return loss.detach()
 
-    def _optimize(self, batch: Any) -> Tensor:
+    def _graph_of(self, step: int) -> StepGraph:
+        kinds = tuple(observer.kind(step) for observer in self.step_observers)
+        if kinds not in self._graphs:
+            self._graphs[kinds] = StepGraph(partial(self._optimize, kinds), self.step_generators)
+        return self._graphs[kinds]
+
+    def _optimize(self, kinds: tuple[Hashable, ...], batch: Any) -> Tensor:
         """One step from loss to update, as device work alone."""
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
         optimizer.zero_grad()
         loss = self.step_loss(batch)
         with aside(self.device) as join:  # beside the backward pass, which leaves the device room
-            for observe in self.step_observers:
-                observe()
+            for observer, kind in zip(self.step_observers, kinds, strict=True):
+                observer.observe(kind)
         loss.backward()
         if self.gradient_clip:
             clip_grad_norm_(self.parameters(), self.gradient_clip)
@@ -156,8 +174,9 @@ class ReplayedSteps(LightningModule):
         if scheduler is not None:
             before = scheduler.get_last_lr()
             scheduler.step()
-            if scheduler.get_last_lr() != before and self._graph is not None:
-                self._graph.reset()  # the learning rate is baked in
+            if scheduler.get_last_lr() != before:
+                for graph in self._graphs.values():
+                    graph.reset()  # the learning rate is baked in
 
     def _log_sent(self) -> None:
         if self._sent is not None:

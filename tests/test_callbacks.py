@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import AtomicCheckpointIO, FisherMonitor, VAEFigures
 from callbacks.figures import heat_map, tile
-from callbacks.fisher import SCALARS, observe, summarize
+from callbacks.observe import SCALARS, observe, sampled_mean_fisher, summarize
 from catnat import head_names, make_head
 from catnat.fisher import condition_number, off_diagonal_mass, score_fisher
 
@@ -184,12 +184,14 @@ def test_options_are_checked(name):
 
 @pytest.mark.parametrize("head", BUILT_IN)
 def test_the_sampled_matrix_estimates_the_exact_one(head):
-    scores = torch.randn(50, S_OF[head])
-    observed = observe(make_head(head, 6), scores, 4000, torch.Generator().manual_seed(0))
-    _, exact, sampled = observed.split([1, S_OF[head] ** 2, S_OF[head] ** 2])
+    scores, model = torch.randn(50, S_OF[head]), make_head(head, 6)
+    sampled = sampled_mean_fisher(model, scores, 4000, torch.Generator().manual_seed(0)).flatten()
+    observed = observe(model, scores, 4000, torch.Generator().manual_seed(0))
+    assert torch.equal(observed[-(S_OF[head] ** 2) :], sampled)
+    exact = model.fisher(scores.double()).mean(0).float().flatten()
+    assert torch.allclose(summarize(model, observed[None])[0].flatten(), exact, rtol=1e-4)
     tolerance = 0.1 if head == "sparsemax" else 0.03  # 1 / p has heavy tails
     assert torch.allclose(exact, sampled, atol=tolerance * float(exact.max()))
-    assert torch.allclose(exact.view(S_OF[head], -1), make_head(head, 6).mean_fisher(scores))
     reference = score_fisher(make_head(head, 6), scores, "sampled", 4000).mean(0)
     assert torch.allclose(reference.flatten(), sampled, atol=tolerance * float(exact.max()))
 
@@ -199,9 +201,9 @@ def test_samples_give_a_diagonal_matrix_a_floor_that_falls_with_their_number():
     floors = []
     for num_samples in (1, 64, 4096):
         observed = observe(head, torch.zeros(100, 7), num_samples, generator)
-        _, ((exact, _, sampled, _, _),) = summarize(observed[None], sampled=True)
-        assert exact == 0
-        floors.append(sampled)
+        _, (row,) = summarize(head, observed[None])
+        assert row["off_diagonal_mass"] == 0
+        floors.append(row["off_diagonal_mass_sampled"])
     assert floors == sorted(floors, reverse=True)
     assert 0.1 < floors[0] < 0.5
     assert floors[2] < 0.02

@@ -45,11 +45,21 @@ class Curve(pl.loggers.logger.Logger):
         return {step: row[tag] for step, row in self.rows if tag in row}
 
 
-def train(model_class, replayed, steps, tmp_path, ckpt_path=None, accelerator="cpu", **options):
+def train(
+    model_class,
+    replayed,
+    steps,
+    tmp_path,
+    ckpt_path=None,
+    accelerator="cpu",
+    monitor=None,
+    **options,
+):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
-    logger, monitor = Curve(), FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
+    logger = Curve()
+    monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator=accelerator,
@@ -91,6 +101,22 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, option
     assert log_many.series("fim/off_diagonal_mass_sampled") == fim
     last = max(log_many.series("train/loss"))
     assert log_many.series("train/loss")[last] == pytest.approx(log_one.series("train/loss")[last])
+
+
+def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_path):
+    def series(replayed):
+        monitor = FisherMonitor(every_n_steps=2, sampled_every_n_steps=3, write_every_n_steps=4)
+        return train(DiscreteVAE, replayed, 31, tmp_path, monitor=monitor)[2].rows
+
+    one, many = series(False), series(None)
+    fim = [
+        [(step, row) for step, row in rows if any(tag.startswith("fim/") for tag in row)]
+        for rows in (one, many)
+    ]
+    assert [step for step, _ in fim[0]] == list(range(0, 31, 2))
+    sampled = [step for step, row in fim[0] if "fim/off_diagonal_mass_sampled" in row]
+    assert sampled == list(range(0, 31, 6))
+    assert fim[0] == fim[1]
 
 
 def test_the_mlp_model_too(without_cuda, tmp_path):

@@ -59,6 +59,17 @@ def test_kernels_agree_with_float64(name: str, K: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "natural"])
+@pytest.mark.parametrize("K", CATEGORIES)
+def test_the_fisher_kernel_agrees_with_float64(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    scores = awkward_scores(head, 65 if K < 50_000 else 3).cuda()
+    got, want = head.fisher_diagonal(scores), head.fisher_diagonal(scores.double())
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-12)
+    share = head.saturated(scores).float().mean()
+    assert torch.allclose(head.diagnostics(scores)[-1], share, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "natural"])
 @pytest.mark.parametrize("K", [2, 5, 18, 32, 1000])
 def test_gradients_away_from_the_edge(name: str, K: int) -> None:
     head = make_head(name, K).cuda()

@@ -110,6 +110,20 @@ def test_diagonal_and_mean_agree_with_the_matrix(name, K):
     assert torch.equal(score_fisher(head, scores), fisher)
 
 
+@pytest.mark.parametrize("K", [2, 5, 8])
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_diagnostics_in_one_vector(name, K, dtype):
+    head = make_head(name, K)
+    scores = 2 * torch.randn(7, 3, head.num_scores, dtype=dtype)
+    seen = head.diagnostics(scores)
+    mean = head.fisher(scores.double()).mean((0, 1)).float()
+    want = mean.diagonal() if head.fisher_is_diagonal else mean.flatten()
+    assert seen.dtype == torch.float32
+    assert torch.allclose(seen[:-1], want, rtol=1e-4, atol=1e-6)
+    assert seen[-1] == pytest.approx(float(head.saturated(scores).float().mean()))
+
+
 def test_sampled_has_the_shape_and_its_own_generator():
     head = make_head("natural", 8)
     scores = torch.randn(2, 3, 7)

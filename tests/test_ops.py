@@ -50,6 +50,21 @@ def test_tree_kernels_agree_with_plain_torch(name, K):
 
 @built
 @pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("name", CATNAT)
+def test_the_fisher_kernel_agrees_with_plain_torch(name, K):
+    head = make_head(name, K)
+    scores = awkward_scores(37, K - 1)
+    got = native.tree_fisher(scores, head.split, head.constants32)
+    want = head.fisher_diagonal(scores.double())
+    assert ((got[:, :-1] - want).abs() <= 1e-5 * want + 1e-20).all()
+    assert torch.equal(got[:, :-1] == 0, (want < 1e-38)) or name == "sigmoid"
+    assert torch.allclose(got[:, -1], head.saturated(scores).float().mean(-1))
+    scores[3, 0] = torch.nan
+    assert native.tree_fisher(scores, head.split, head.constants32)[3, :-1].isnan().all()
+
+
+@built
+@pytest.mark.parametrize("K", SIZES)
 def test_sparsemax_kernels_agree_with_plain_torch(K):
     scores = awkward_scores(37, K) * torch.logspace(-3, 1, 37)[:, None]
     probs = sparsemax.reference_probs(scores.double())
@@ -74,7 +89,8 @@ def test_threads_do_not_change_anything(name, monkeypatch):
 
     def both():
         out = head.log_probs(scores)
-        return out, *torch.autograd.grad(out, scores, grad)
+        fisher = head.fisher_diagonal(scores.detach())
+        return out, fisher, *torch.autograd.grad(out, scores, grad)
 
     alone = both()
     for threads in (2, 3, 200):
@@ -88,12 +104,14 @@ def test_works_without_the_kernels(name, monkeypatch):
     scores = torch.randn(5, head.num_scores, requires_grad=True)
     out = head.log_probs(scores)
     (grad,) = torch.autograd.grad(out[:, 3].sum(), scores)
+    seen = head.diagnostics(scores.detach())
     monkeypatch.setattr(native, "library", lambda: None)
     plain = head.log_probs(scores)
     (slow,) = torch.autograd.grad(plain[:, 3].sum(), scores)
     assert torch.allclose(out, plain, atol=1e-5) and torch.allclose(
         grad, slow, rtol=1e-4, atol=1e-5
     )
+    assert torch.allclose(head.diagnostics(scores.detach()), seen, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("K", [*CATEGORIES, 1000])

@@ -32,6 +32,10 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         want = tree.reference_vjp(exact, grad.double(), head.split, head.constants64)
         size = want.abs().amax(-1, keepdim=True)
         assert ((got - want).abs() <= 2e-6 * (1 + size)).all(), (name, K)
+        got = triton_tree.fisher(scores, head.split, head.constants32)
+        want = head.fisher_diagonal(exact)
+        assert torch.allclose(got[:, :-1].double(), want, rtol=1e-5, atol=1e-12), (name, K)
+        assert torch.allclose(got[:, -1], head.saturated(scores).float().mean(-1)), (name, K)
         scores[4, -1] = torch.nan
         out = triton_tree.forward(scores, head.split, head.constants32)
         assert out[4].isnan().any() and out[5].isfinite().all()

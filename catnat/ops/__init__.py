@@ -1,4 +1,4 @@
-"""Fast paths behind two functions, :func:`tree_log_probs` and :func:`sparsemax_log_probs`.
+"""Fast paths behind :func:`tree_log_probs`, :func:`tree_fisher` and :func:`sparsemax_log_probs`.
 
 Three implementations of each agree to rounding and are chosen by where the scores live:
 
@@ -9,6 +9,6 @@ Three implementations of each agree to rounding and are chosen by where the scor
 """
 
 from catnat.ops.sparsemax import sparsemax_log_probs
-from catnat.ops.tree import tree_log_probs
+from catnat.ops.tree import tree_fisher, tree_log_probs
 
-__all__ = ["sparsemax_log_probs", "tree_log_probs"]
+__all__ = ["sparsemax_log_probs", "tree_fisher", "tree_log_probs"]

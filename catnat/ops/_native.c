@@ -1,5 +1,5 @@
-/* Fused CPU kernels, float32: log-probabilities of a tree of binary splits and of sparsemax, and
- * their gradients. Plain C called through ctypes; no Python or torch headers.
+/* Fused CPU kernels, float32: log-probabilities of a tree of binary splits and of sparsemax, their
+ * gradients, and the Fisher diagonal of the tree. Plain C called through ctypes; no Python or torch headers.
  *
  * Scores are (B, K-1) or (B, K), rows contiguous. A kernel works through blocks of rows small
  * enough for the first-level cache: elementwise mathematics over the whole block (vectorized by
@@ -143,7 +143,22 @@ static inline void natural_slopes(float x, float above, float below, float rate,
     *right = keep_nan(above < below ? gentle : steep, x);
 }
 
-/* Apply one of the four functions above to `rows` rows of S scores. */
+/* Fisher information a'^2 / (a (1 - a)), and 1 where the split is flat. */
+static inline void sigmoid_information(float x, float *information, float *flat) {
+    float left, right;
+    sigmoid_slopes(x, &left, &right);
+    *information = left * right;
+    *flat = 0.0f;
+}
+
+static inline void natural_information(float x, float above, float below, float rate,
+                                       float *information, float *flat) {
+    float d = fminf(above, below);
+    *information = keep_nan(d < 0 ? 0.0f : rate * rate, x);
+    *flat = d <= 0 ? 1.0f : 0.0f;
+}
+
+/* Apply one of the functions above to `rows` rows of S scores. */
 #define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION)                                       \
     VECTORIZED static void NAME(const job *j, const float *restrict x, long rows,                  \
                                 float *restrict left, float *restrict right) {                     \
@@ -170,20 +185,27 @@ static inline void natural_slopes(float x, float above, float below, float rate,
     }
 SPLIT_ROWS(split_logs, sigmoid_logs, natural_logs)
 SPLIT_ROWS(split_slopes, sigmoid_slopes, natural_slopes)
+SPLIT_ROWS(split_information, sigmoid_information, natural_information)
 
 /* ---------------------------------------------------------------------- walks over trees */
 
-/* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves. */
-VECTORIZED static void descend(long K, const float *restrict left, const float *restrict right,
-                               float *restrict heap, float *restrict out) {
+/* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves.
+ * log P(node) of the internal nodes: */
+static inline void descend_inside(long K, const float *restrict left, const float *restrict right,
+                                  float *restrict heap) {
     heap[1] = 0;
     for (long j = 1; 2 * j + 1 < K; j++) {
         heap[2 * j] = heap[j] + left[j - 1];
         heap[2 * j + 1] = heap[j] + right[j - 1];
     }
+    if (K % 2) heap[K - 1] = heap[K / 2] + left[K / 2 - 1]; /* its sibling K is a leaf */
+}
+
+VECTORIZED static void descend(long K, const float *restrict left, const float *restrict right,
+                               float *restrict heap, float *restrict out) {
+    descend_inside(K, left, right, heap);
     long j = K / 2;
-    if (K % 2) { /* node K-1 is internal, its sibling K a leaf */
-        heap[2 * j] = heap[j] + left[j - 1];
+    if (K % 2) {
         out[0] = heap[j] + right[j - 1];
         j++;
     }
@@ -217,30 +239,54 @@ VECTORIZED static void ascend(long K, const float *restrict left, const float *r
     }
 }
 
-static void tree_rows(job *job, long first, long last, int backward) {
-    long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1;
-    float *left = malloc(sizeof(float) * (2 * chunk * S + K + 1));
+/* P(node) times the information of its split, and in the last place the share of flat splits. */
+VECTORIZED static void weigh(long K, const float *restrict left, const float *restrict right,
+                             const float *restrict information, const float *restrict flat,
+                             float *restrict heap, float *restrict out) {
+    descend_inside(K, left, right, heap);
+    float count = 0;
+#pragma omp simd reduction(+ : count)
+    for (long i = 0; i < K - 1; i++) {
+        float log_p = heap[i + 1], p = log_p < -87.0f ? 0.0f : exp_minus(-log_p);
+        out[i] = keep_nan(p * information[i], log_p);
+        count += flat[i];
+    }
+    out[K - 1] = count / (float)(K - 1);
+}
+
+enum walk { FORWARD, BACKWARD, FISHER };
+
+static void tree_rows(job *job, long first, long last, enum walk walk) {
+    long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, size = chunk * S;
+    float *left = malloc(sizeof(float) * (4 * size + K + 1));
     if (!left) {
         job->failed = 1;
         return;
     }
-    float *right = left + chunk * S, *heap = right + chunk * S;
+    float *right = left + size, *information = right + size, *flat = information + size;
+    float *heap = flat + size;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
-        (backward ? split_slopes : split_logs)(job, job->scores + row * S, n, left, right);
+        const float *scores = job->scores + row * S;
+        (walk == BACKWARD ? split_slopes : split_logs)(job, scores, n, left, right);
+        if (walk == FISHER) split_information(job, scores, n, information, flat);
         for (long r = 0; r < n; r++) {
-            if (backward)
-                ascend(K, left + r * S, right + r * S, job->grad + (row + r) * K, heap,
-                       job->out + (row + r) * S);
+            const float *l = left + r * S, *m = right + r * S;
+            float *out = job->out + (row + r) * (walk == BACKWARD ? S : K);
+            if (walk == FORWARD)
+                descend(K, l, m, heap, out);
+            else if (walk == BACKWARD)
+                ascend(K, l, m, job->grad + (row + r) * K, heap, out);
             else
-                descend(K, left + r * S, right + r * S, heap, job->out + (row + r) * K);
+                weigh(K, l, m, information + r * S, flat + r * S, heap, out);
         }
     }
     free(left);
 }
 
-static void tree_forward_rows(job *j, long first, long last) { tree_rows(j, first, last, 0); }
-static void tree_backward_rows(job *j, long first, long last) { tree_rows(j, first, last, 1); }
+static void forward_rows(job *j, long first, long last) { tree_rows(j, first, last, FORWARD); }
+static void backward_rows(job *j, long first, long last) { tree_rows(j, first, last, BACKWARD); }
+static void fisher_rows(job *j, long first, long last) { tree_rows(j, first, last, FISHER); }
 
 /* ----------------------------------------------------------------------------- sparsemax */
 
@@ -358,14 +404,21 @@ int catnat_tree_forward(const float *scores, const float *constants, float *out,
                         long categories, int split, float rate, float high, float low,
                         int threads) {
     job j = {scores, NULL, constants, out, rows, categories, split, rate, high, low, 0};
-    return run(tree_forward_rows, &j, threads);
+    return run(forward_rows, &j, threads);
+}
+
+int catnat_tree_fisher(const float *scores, const float *constants, float *out, long rows,
+                       long categories, int split, float rate, float high, float low,
+                       int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, split, rate, high, low, 0};
+    return run(fisher_rows, &j, threads);
 }
 
 int catnat_tree_backward(const float *scores, const float *constants, const float *grad,
                          float *out, long rows, long categories, int split, float rate,
                          float high, float low, int threads) {
     job j = {scores, grad, constants, out, rows, categories, split, rate, high, low, 0};
-    return run(tree_backward_rows, &j, threads);
+    return run(backward_rows, &j, threads);
 }
 
 int catnat_sparsemax_forward(const float *scores, float *out, long rows, long categories,

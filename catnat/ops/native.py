@@ -30,6 +30,7 @@ def library() -> ctypes.CDLL | None:
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
     tail: list[Any] = [long, long, ctypes.c_int, number, number, number, ctypes.c_int]
     lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *tail]
+    lib.catnat_tree_fisher.argtypes = [pointer, pointer, pointer, *tail]
     lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *tail]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
     lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
@@ -38,9 +39,18 @@ def library() -> ctypes.CDLL | None:
 
 def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
+    return _from_scores("tree_forward", scores, split, constants)
+
+
+def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """Fisher diagonal and, in the last column, share of flat splits, (B, K-1) -> (B, K)."""
+    return _from_scores("tree_fisher", scores, split, constants)
+
+
+def _from_scores(name: str, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     scores = _plain_memory(scores)
     out = scores.new_empty(scores.shape[0], scores.shape[1] + 1)
-    _call("tree_forward", scores, _pointer(constants), out.data_ptr(), out, *_settings(split))
+    _call(name, scores, _pointer(constants), out.data_ptr(), out, *_settings(split))
     return out
 
 

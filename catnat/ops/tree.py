@@ -38,6 +38,26 @@ def reference_log_probs(scores: Tensor, split: Split, constants: Tensor | None) 
     return path_sums(*split.log_split(scores, constants))[1]
 
 
+def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor | None:
+    """Diagonal of the Fisher matrix and, in the last column, share of flat splits.
+
+    (*, K-1) -> (*, K), without gradient, for float32 scores; None where there is no fused kernel.
+    Arguments as in :func:`tree_log_probs`.
+    """
+    K = scores.shape[-1] + 1
+    fused = None if isinstance(split, CustomSplit) else backend(scores, K, TRITON_LIMIT)
+    if fused is None or (scores.requires_grad and torch.is_grad_enabled()):
+        return None
+    flat = scores.detach().reshape(-1, K - 1)
+    if fused == "triton":
+        from catnat.ops import triton_tree
+
+        out = triton_tree.fisher(flat, split, constants)
+    else:
+        out = native.tree_fisher(flat, split, constants)
+    return out.view(*scores.shape[:-1], K)
+
+
 def reference_vjp(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Gradient in the scores from the gradient in the log-probabilities, differentiable again."""
     left, right = subtree_sums(grad)

@@ -1,4 +1,4 @@
-"""Fused Triton kernels for the tree: one forward, one backward. CUDA, float32.
+"""Fused Triton kernels for the tree: forward, backward and Fisher diagonal. CUDA, float32.
 
 A program takes R rows and walks their trees level by level in registers. Going down, the two
 children of every node are interleaved into the next level; going up, neighbours are split off and
@@ -8,6 +8,7 @@ added. Only the scores are kept for the backward pass.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -141,6 +142,20 @@ def _slopes(
 
 
 @triton.jit
+def _information(
+    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
+):
+    """Fisher information a'^2 / (a (1 - a)), and 1 where the split is flat."""
+    if NATURAL:
+        above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
+        d = tl.where(above < below, above, below)
+        return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
+    else:
+        left, right = _slopes(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
+        return left * right, tl.zeros_like(left)
+
+
+@triton.jit
 def _load_levels(source, alive, HEIGHT: tl.constexpr):
     """Scores of the complete levels. All loads are issued first: they wait for memory once."""
     loaded = ()
@@ -244,6 +259,56 @@ def _backward_kernel(
         here = a + b
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _fisher_kernel(
+    scores,
+    constants,
+    out,
+    rows,
+    rate,
+    high,
+    low,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    REST: tl.constexpr,
+    NATURAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    K: tl.constexpr = P + REST
+    S: tl.constexpr = K - 1
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    alive = (row < rows)[:, None]
+    source = scores + row[:, None] * S
+    target = out + row[:, None] * K
+    here = tl.zeros((R, 1), tl.float32)
+    count = tl.zeros((R,), tl.float32)
+    loaded = _load_levels(source, alive, HEIGHT)
+    for level in tl.static_range(HEIGHT):
+        node = (1 << level) - 1 + tl.arange(0, 1 << level)
+        information, flat = _information(
+            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+        )
+        tl.store(target + node[None, :], tl.exp(here) * information, mask=alive)
+        count += tl.sum(flat, 1)
+        left, right = _log_split(
+            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+        )
+        here = tl.interleave(here + left, here + right)
+    if REST > 0:
+        i = tl.arange(0, P)
+        deep = i < REST
+        node = P - 1 + i
+        both = alive & deep[None, :]
+        s = tl.load(source + node[None, :], mask=both, other=0.0)
+        information, flat = _information(
+            s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED
+        )
+        tl.store(target + node[None, :], tl.exp(here) * information, mask=both)
+        count += tl.sum(tl.where(both, flat, 0.0), 1)
+    tl.store(target + S, count[:, None] / S, mask=alive)
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device, which need not be that of the tensors."""
     here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
@@ -254,6 +319,15 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
 
 def forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
+    return _from_scores(_forward_kernel, scores, split, constants)
+
+
+def fisher(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """Fisher diagonal and, in the last column, share of flat splits, (B, K-1) -> (B, K)."""
+    return _from_scores(_fisher_kernel, scores, split, constants)
+
+
+def _from_scores(kernel: Any, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     scores = scores.contiguous()
     B, S = scores.shape
     out = scores.new_empty(B, S + 1)
@@ -261,7 +335,7 @@ def forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
         grid, settings = _settings(B, S + 1, split, constants, elements=1024, small_warps=1)
         given = scores if constants is None else constants
         with on_device_of(scores):
-            _forward_kernel[grid](scores, given, out, **settings)
+            kernel[grid](scores, given, out, **settings)
     return out
 
 

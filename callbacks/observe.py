@@ -1,0 +1,87 @@
+"""What is seen of a head at a step: measured on its device, summed up on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from catnat import CategoricalHead
+from catnat._numerics import exp_of_log_probs
+from catnat.fisher import condition_number, off_diagonal_mass
+
+SCALARS = (
+    "off_diagonal_mass",
+    "off_diagonal_mass_fro",
+    "off_diagonal_mass_sampled",
+    "condition_number",
+    "saturated",
+)
+
+
+def observe(
+    head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
+) -> Tensor:
+    """What the head says of itself (``head.diagnostics``) and, if asked for, mean sampled G.
+
+    Runs on the device without waiting for it, so it may be captured in a CUDA graph.
+
+    Args:
+        head: the head.
+        scores: (B, S).
+        num_samples: M draws a row; 0 for none.
+        generator: where they come from.
+    """
+    exact = head.diagnostics(scores)
+    if not num_samples:
+        return exact
+    return torch.cat((exact, sampled_mean_fisher(head, scores, num_samples, generator).flatten()))
+
+
+def sampled_mean_fisher(
+    head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
+) -> Tensor:
+    """Mean of grad log p(c) grad log p(c)^T over rows and drawn categories c, (B, S) -> (S, S)."""
+    with torch.enable_grad():
+        leaf = scores.detach().float().repeat(num_samples, 1).requires_grad_()
+        log_probs = head.log_probs(leaf)
+        # Inverse of the distribution function. torch.multinomial would make the host wait.
+        reached = exp_of_log_probs(log_probs.detach()).cumsum(-1)
+        level = torch.rand(leaf.shape[0], 1, generator=generator, device=leaf.device)
+        drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
+        drawn = drawn.clamp_max(head.num_categories - 1)
+        (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
+    return gradient.t() @ gradient / gradient.shape[0]
+
+
+def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
+    """The exact matrices (T, S, S), and for each of T steps the values of ``SCALARS`` by name.
+
+    Args:
+        head: the head.
+        observed: T results of :func:`observe`, all with draws or all without.
+    """
+    S = head.num_scores
+    told = S if head.fisher_is_diagonal else S * S
+    exact, sampled = observed[:, :told], observed[:, told + 1 :]
+    exact = torch.diag_embed(exact) if head.fisher_is_diagonal else exact.reshape(-1, S, S)
+    values = {
+        "off_diagonal_mass": off_diagonal_mass(exact),
+        "off_diagonal_mass_fro": off_diagonal_mass(exact, "fro"),
+        "condition_number": _condition_number(exact),
+        "saturated": observed[:, told],
+    }
+    if sampled.shape[1]:
+        values["off_diagonal_mass_sampled"] = off_diagonal_mass(sampled.reshape(-1, S, S))
+    rows = torch.stack(list(values.values()), 1).tolist()
+    return exact, [dict(zip(values, row, strict=True)) for row in rows]
+
+
+def _condition_number(matrices: Tensor) -> Tensor:
+    """Condition numbers (T, S, S) -> (T); a diagonal is its own spectrum, and sorting is cheap."""
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    if not torch.equal(matrices, torch.diag_embed(diagonal)):
+        return condition_number(matrices)
+    largest = diagonal.amax(-1)
+    inside = diagonal > 1e-6 * largest[:, None]
+    smallest = torch.where(inside, diagonal, torch.inf).amin(-1)
+    return torch.where(largest > 0, largest / smallest, 1.0)
