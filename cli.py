@@ -257,5 +257,6 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
+        ".*all_gather is deprecated",
     ):
         warnings.filterwarnings("ignore", message)

@@ -387,9 +387,16 @@ def test_a_folder_that_cannot_be_written(workspace, capfd):
     assert "runs" in line
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_says_how_to_go_on(signum, workspace):
-    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace]
+@pytest.mark.parametrize(
+    ("signum", "devices"),
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGTERM, ("--devices=2", "--strategy=ddp", "--accelerator=cpu")),
+    ],
+)
+def test_a_signal_saves_and_says_how_to_go_on(signum, devices, workspace):
+    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace, *devices]
     argv += ["--max_steps=100000", "--save_every=5", "--val_check_interval=100"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -407,7 +414,8 @@ def test_a_signal_saves_and_says_how_to_go_on(signum, workspace):
     step = last()["global_step"]
     assert f"stopped by {signum.name} after step {step}; go on with: python train.py" in line
     again = line.split("python train.py ")[1].split()
-    assert train.main([*again, f"--max_steps={step + 2}", "--limit_test_batches=1"]) == 0
+    alone = ["--devices=1", "--strategy=auto", "--limit_test_batches=1"]
+    assert train.main([*again, f"--max_steps={step + 2}", *alone]) == 0
     assert last()["global_step"] == step + 2
 
 
