@@ -5,12 +5,15 @@ The ``HeadMaskable...`` policies need sb3-contrib, and are imported when they ar
 
 from typing import TYPE_CHECKING, Any
 
+from .buffers import DeviceRolloutBuffer
+from .objective import cleanrl_schedule
 from .policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
 )
+from .ppo import HeadPPO, NonFinite
 
 if TYPE_CHECKING:
     from .masked import (
@@ -20,13 +23,17 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DeviceRolloutBuffer",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
     "HeadMaskableActorCriticCnnPolicy",
     "HeadMaskableActorCriticPolicy",
     "HeadMaskableMultiInputActorCriticPolicy",
     "HeadMultiInputActorCriticPolicy",
+    "HeadPPO",
     "HeadPolicy",
+    "NonFinite",
+    "cleanrl_schedule",
 ]
 
 
