@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -107,20 +108,18 @@ class HeadPPO(PPO):
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         callback.on_rollout_start()
-        collector = self._collector
-        steps = collector.steps(self._last_obs)
-        for n_steps, step in enumerate(steps, 1):
-            self.num_timesteps += env.num_envs
-            callback.update_locals(
-                step._asdict()
-                | {"self": self, "env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
-            )
-            if not callback.on_step():
-                steps.close()  # type: ignore[attr-defined]
-                self._last_obs = collector.observations()
-                return False
-            self._update_info_buffer(step.infos, step.dones)
+        collector, stopped = self._collector, False
+        with closing(collector.steps(self._last_obs)) as steps:
+            for n_steps, step in enumerate(steps, 1):
+                self.num_timesteps += env.num_envs
+                now = {"env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
+                callback.update_locals(step._asdict() | now)
+                if stopped := not callback.on_step():
+                    break
+                self._update_info_buffer(step.infos, step.dones)
         self._last_obs, self._last_episode_starts = collector.observations(), step.dones
+        if stopped:
+            return False
         rollout_buffer.upload()
         self._estimate(collector.last_values())
         callback.on_rollout_end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,8 +75,8 @@ class Collector:
             self.parts.append(_Part(each, envs, replay(self._act)))
             first = envs.stop
 
-    def steps(self, observations: Observation) -> Iterator[Step]:
-        """Fill the buffer; yields after each step. Halves are a step ahead of the other by then."""
+    def steps(self, observations: Observation) -> Generator[Step]:
+        """Fill the buffer; yields after each step, when the first of halves plays the next one."""
         for part in self.parts:
             part.observations = map_observations(lambda x, envs=part.envs: x[envs], observations)
         first, *others = self.parts
@@ -96,8 +96,8 @@ class Collector:
         finally:  # whoever stops halfway leaves no environment waiting
             for part in self.parts:
                 if part.actions is not None:
-                    part.observations = part.env.step_wait()[0]
                     part.actions = None
+                    part.observations = part.env.step_wait()[0]
 
     def observations(self) -> Observation:
         """What all environments show now."""
@@ -145,10 +145,10 @@ class Collector:
 
     def _receive(self, part: _Part, step: int) -> Step:
         """Wait for the environments."""
-        assert part.actions is not None
+        actions, part.actions = part.actions, None  # whatever happens now: do not wait again
+        assert actions is not None
         part.observations, rewards, dones, infos = part.env.step_wait()
-        done = Step(part.actions, rewards, dones, infos)
-        part.actions = None
+        done = Step(actions, rewards, dones, infos)
         self.buffer.host_rewards[step, part.envs] = rewards
         self.buffer.host_dones[step, part.envs] = dones
         self._bootstrap(step, part.envs.start, done)
