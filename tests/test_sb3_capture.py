@@ -189,7 +189,7 @@ def test_captured_work_never_waits(head):
             loss, _ = model._loss(torch.arange(16))
             loss.backward()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Waiting():
-        float(loss)
+        loss.detach().item()
 
 
 def test_reasons():

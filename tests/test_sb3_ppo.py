@@ -369,6 +369,8 @@ def test_halves_and_forced_actions(overlap, forced, sizes):
     assert np.array_equal(buffer.host_rewards, played.numpy())
     assert np.array_equal(buffer.host_dones, (steps.numpy() + 1) % 7 == 0)
     assert torch.equal(buffer.continues == 0, torch.from_numpy(buffer.host_dones))
+    every = torch.from_numpy(np.concatenate([np.arange(size) for size in sizes]))
+    assert torch.equal(buffer.forced, ((steps.long() + every) % 3 == 0) & forced)
     share = (buffer.actions == 2).float().mean()
     assert share > 0.4 if forced else share < 0.4
     assert np.array_equal(model._last_obs[:, 1], np.full(sum(sizes), 32))
@@ -391,6 +393,24 @@ def test_log_probs_are_those_of_the_actions_played():
     model = HeadPPO("MlpPolicy", Pair((2, 2), forced=True), **SMALL)
     model.learn(64, Keep())
     assert model.done
+
+
+def test_forced_actions_teach_values_only():
+    """However impossible the policy thinks them, and whatever comes of it."""
+    model = learn(env=Pair(forced=True), rollouts=1, normalize_advantage=False, ent_coef=0.0)
+    buffer = model.rollout_buffer
+    forced = buffer.forced.flatten().nonzero().flatten()
+    assert len(forced)
+    buffer.log_probs.flatten()[forced] = -1000.0  # what a saturated head says
+    model.policy.optimizer.zero_grad()
+    loss, statistics = model._loss(forced)
+    loss.backward()
+    assert statistics.isfinite().all()
+    assert not model.policy.action_net.weight.grad.any()
+    assert model.policy.value_net.weight.grad.any()
+    free = (~buffer.forced).flatten().nonzero().flatten()
+    model._loss(free)[0].backward()
+    assert model.policy.action_net.weight.grad.any()
 
 
 def test_episodes_that_are_cut_off_go_on_in_value():

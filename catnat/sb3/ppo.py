@@ -166,7 +166,8 @@ class HeadPPO(PPO):
         advantages = batch.advantages
         if self.normalize_advantage:
             advantages = objective.normalized(advantages)
-        log_ratio = log_prob - batch.log_probs
+        # What the policy did not choose says nothing about its choices.
+        log_ratio = torch.where(batch.forced, 0.0, log_prob - batch.log_probs)
         policy_loss = objective.policy_loss(log_ratio, advantages, numbers.low, numbers.high)
         value_loss = objective.value_loss(
             values,
@@ -211,14 +212,11 @@ class HeadPPO(PPO):
     def _where(self, table: Tensor, sizes: list[int]) -> str:
         """Where the table of statistics is first not finite."""
         row, column = (~table.isfinite()).nonzero()[0].tolist()
-        epoch = 0
-        first = row
-        while first >= sizes[epoch]:
-            first -= sizes[epoch]
-            epoch += 1
+        places = [(e, m) for e, size in enumerate(sizes, 1) for m in range(1, size + 1)]
+        epoch, minibatch = places[row]
         return (
             f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-            f"{self.num_timesteps} steps, epoch {epoch + 1}, minibatch {first + 1}; the policy is "
+            f"{self.num_timesteps} steps, epoch {epoch}, minibatch {minibatch}; the policy is "
             "as it was before that update"
         )
 

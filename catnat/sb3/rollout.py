@@ -49,7 +49,8 @@ class Collector:
       separately. While one plays, the policy looks at the other. Seen on the environment itself
       only, not through wrappers, which might change what they see;
     - ``forced_actions``: an array (n,) of the actions that the next step will play whatever it is
-      told, -1 where the policy is free. Transitions are labelled by what is played.
+      told, -1 where the policy is free. Transitions are labelled by what is played. As it was
+      not the policy's choice, they teach values, but not what to do.
 
     Args:
         policy: who acts.
@@ -137,9 +138,11 @@ class Collector:
         batch = list(shown.values()) if isinstance(shown, dict) else [shown]
         forced = getattr(part.env, "forced_actions", None)
         if forced is not None:
-            batch.append(torch.from_numpy(forced).to(self.buffer.device, non_blocking=True))
+            forced = torch.from_numpy(forced).to(self.buffer.device, non_blocking=True)
+            batch.append(forced)
         actions, values, log_probs = part.act(batch)
-        self.buffer.write(step, part.envs, actions, values, log_probs)
+        told = None if forced is None else forced >= 0
+        self.buffer.write(step, part.envs, actions, values, log_probs, told)
         part.actions = send(actions)().numpy()
         part.env.step_async(part.actions)
 
