@@ -79,6 +79,9 @@ def test_replayed_steps_are_the_same(case, head, without_cuda):
     assert replayed._captured and not eager._captured
     for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+    logged, wanted = replayed.logger.name_to_value, eager.logger.name_to_value
+    assert logged.keys() == wanted.keys()
+    assert all(logged[tag] == pytest.approx(wanted[tag], abs=1e-5, rel=1e-4) for tag in wanted)
 
 
 @pytest.mark.parametrize(
