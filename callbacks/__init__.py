@@ -1,4 +1,10 @@
-"""Callbacks for Lightning: they observe, and never change what is learned."""
+"""Callbacks: they observe, and never change what is learned.
+
+For Lightning, except :class:`FisherMonitorSB3`, which needs Stable-Baselines3 and is imported
+when it is asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from .checkpoints import (
     AtomicCheckpointIO,
@@ -14,9 +20,13 @@ from .progress import ProgressLines
 from .report import report
 from .standard import standard_options
 
+if TYPE_CHECKING:
+    from .fisher_sb3 import FisherMonitorSB3
+
 __all__ = [
     "AtomicCheckpointIO",
     "FisherMonitor",
+    "FisherMonitorSB3",
     "LastCheckpoint",
     "ProgressLines",
     "Stopped",
@@ -27,3 +37,11 @@ __all__ = [
     "report",
     "standard_options",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FisherMonitorSB3":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .fisher_sb3 import FisherMonitorSB3
+
+    return FisherMonitorSB3

@@ -96,6 +96,7 @@ class CategoricalHead(nn.Module, ABC):
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
+    validate_args: bool | None = None  # of the distributions; None leaves it to them
 
     def __init_subclass__(
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
@@ -136,7 +137,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def forward(self, scores: Tensor) -> HeadCategorical:
         """The distribution these scores stand for."""
-        return HeadCategorical(self.log_probs(scores))
+        return HeadCategorical(self.log_probs(scores), self.validate_args)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
@@ -281,8 +282,8 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
     def diagnostics(self, scores: Tensor) -> Tensor:
         """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
         q, support, n = self._support(scores.reshape(-1, self.num_scores))
-        moving = (n * (n > 1)).mean() / self.num_scores
-        return torch.cat((self._mean_fisher(q, support, n).flatten(), 1 - moving[None])).float()
+        still = (self.num_scores - n * (n > 1)).mean() / self.num_scores
+        return torch.cat((self._mean_fisher(q, support, n).flatten(), still[None])).float()
 
     @staticmethod
     def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:

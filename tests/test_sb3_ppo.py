@@ -1,0 +1,212 @@
+"""HeadPPO: the steps of Stable-Baselines3, the options of CleanRL, and lost numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import HEADS
+from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Spoil, cartpole, learn, same_parameters
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, objective, ppo
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_range_vf": 0.01, "ent_coef": 0.1, "normalize_advantage": False},
+        {"target_kl": 1e-5, "learning_rate": 0.01},
+        {"batch_size": 24, "learning_rate": lambda remaining: 0.01 * remaining},
+        {"clip_range": lambda remaining: 0.01 + 0.1 * remaining, "gae_lambda": 0.5},
+    ],
+    ids=["plain", "clipped values", "target kl", "odd batches, falling rate", "falling clip"],
+)
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+def test_takes_the_steps_of_stable_baselines(head, options):
+    options = {"n_steps": 32, "n_epochs": 3} | options
+    theirs, ours = (learn(kind, head=head, **options) for kind in (PPO, HeadPPO))
+    assert ours.num_timesteps == theirs.num_timesteps == 256
+    for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    logged, wanted = ours.logger.name_to_value, theirs.logger.name_to_value
+    assert logged.keys() == wanted.keys() | {"train/grad_norm"}
+    for tag, value in wanted.items():
+        assert logged[tag] == pytest.approx(value, abs=1e-4, rel=1e-3), tag
+
+
+@pytest.mark.parametrize(
+    ("kind", "env"),
+    [
+        ("CnnPolicy", {"observation_space": PICTURE}),
+        ("MultiInputPolicy", {"observation_space": BOTH}),
+        ("MlpPolicy", {"action_space": spaces.MultiDiscrete([2, 3])}),
+        ("MlpPolicy", {"observation_space": spaces.Discrete(6)}),
+    ],
+)
+def test_takes_their_steps_in_every_space(kind, env):
+    theirs, ours = (
+        learn(algorithm, make_vec_env(Guess, 2, seed=0, env_kwargs=env), kind)
+        for algorithm in (PPO, HeadPPO)
+    )
+    for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_value_losses():
+    values = torch.tensor([0.0, 0.5, 3.0, -2.0], requires_grad=True)
+    old, returns = torch.tensor([0.1, 0.1, 0.1, 0.1]), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    clip = torch.tensor(0.2)
+    near = values.detach().clamp(old - 0.2, old + 0.2)
+    clipped = (near - returns).square()
+    plain = (values.detach() - returns).square()
+    got = {
+        kind: objective.value_loss(values, old, returns, clip, kind) for kind in ("sb3", "cleanrl")
+    }
+    assert got["sb3"].item() == pytest.approx(clipped.mean().item())
+    assert got["cleanrl"].item() == pytest.approx(torch.max(plain, clipped).mean().item())
+    # A value that was moved too far, away from its target, finds back with CleanRL's loss only.
+    (stuck,), (free,) = (torch.autograd.grad(loss, values) for loss in got.values())
+    assert stuck[3] == 0 and free[3] < 0
+    whatever = objective.value_loss(values, old, returns, None, "cleanrl")
+    assert whatever.item() == pytest.approx(plain.mean().item())
+
+
+def test_cleanrl_clips_values_as_it_clips_the_policy():
+    one, other = (
+        learn(value_loss="cleanrl", clip_range=0.02, clip_range_vf=own) for own in (None, 0.02)
+    )
+    assert same_parameters(one.policy, other.policy)
+    assert one.logger.name_to_value["train/clip_range_vf"] == 0.02
+    assert not same_parameters(one.policy, learn(clip_range=0.02, clip_range_vf=0.02).policy)
+
+
+def test_policy_loss_against_its_definition():
+    advantages, ratios = torch.tensor([1.0, -1.0, 2.0, -2.0]), torch.tensor([1.5, 1.5, 0.5, 0.5])
+    loss = objective.policy_loss(ratios.log(), advantages, torch.tensor(0.9), torch.tensor(1.1))
+    assert loss.item() == pytest.approx(-np.mean([1.1, -1.5, 1.0, -1.8]))
+    kl = objective.approximate_kl(ratios.log())
+    assert kl.item() == pytest.approx(np.mean([r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 0.5)]))
+
+
+def test_the_learning_rate_falls_as_cleanrls():
+    batch, updates = 32, 5
+    rates = []
+
+    class Watch(BaseCallback):
+        def _on_step(self):
+            return True
+
+        def _on_rollout_start(self):
+            rates.append(self.model.policy.optimizer.param_groups[0]["lr"])
+
+        _on_training_end = _on_rollout_start
+
+    rate = cleanrl_schedule(0.01, updates * batch, batch)
+    model = HeadPPO("MlpPolicy", cartpole(2), learning_rate=rate, **SMALL)
+    model.learn(updates * batch, Watch())
+    want = [(1 - (update - 1) / updates) * 0.01 for update in range(1, updates + 1)]
+    assert rates[1:] == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("total", "batch"), [(0, 1), (100, 0)])
+def test_a_schedule_of_nothing_is_refused(total, batch):
+    with pytest.raises(ValueError, match=r"must be at least 1, got 0"):
+        cleanrl_schedule(1e-3, total, batch)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("returns", math.nan, "value_loss is nan"),
+        ("advantages", math.inf, "policy_gradient_loss is nan"),
+        ("log_probs", -math.inf, "(policy_gradient_loss|approx_kl) is (inf|nan)"),
+        ("values", 0.0, None),
+    ],
+)
+def test_lost_numbers_stop_training(head, name, value, what, tmp_path):
+    model = HeadPPO(
+        "MlpPolicy", cartpole(2), policy_kwargs={"head": head}, **(SMALL | {"batch_size": 8})
+    )
+    spoil = Spoil(name, value)
+    if what is None:
+        model.learn(160, spoil)
+        return
+    where = rf"{what} in the update after 96 steps, epoch 1, minibatch [1-4]; the policy is as it"
+    with pytest.raises(NonFinite, match=where):
+        model.learn(160, spoil)
+    kept = model.policy.state_dict()
+    assert all(torch.equal(kept[key], spoil.before[key]) for key in kept)
+    assert all(
+        torch.equal(x["exp_avg"], old)
+        for x, old in zip(spoil._states(), spoil.moments, strict=True)
+    )
+    model.save(tmp_path / "it")
+    HeadPPO.load(tmp_path / "it", cartpole(2), device="cpu").learn(64)
+
+
+def test_the_place_of_a_lost_number_is_counted_right():
+    model = learn(rollouts=1)
+    table = torch.zeros(7, len(ppo.STATISTICS))
+    table[5, 3] = table[6, 0] = math.inf
+    assert "approx_kl is inf" in model._where(table, [3, 4])
+    assert "epoch 2, minibatch 3;" in model._where(table, [3, 4])
+
+
+def test_saving_keeps_everything(tmp_path):
+    rate = cleanrl_schedule(0.01, 1000, 32)
+    options = {"value_loss": "cleanrl", "capture": False, "overlap": False, "learning_rate": rate}
+    model = learn(**options)
+    model.save(tmp_path / "it")
+    copy = HeadPPO.load(tmp_path / "it", env=cartpole(), device="cpu")
+    assert (copy.value_loss, copy.capture, copy.overlap) == ("cleanrl", False, False)
+    assert same_parameters(model.policy, copy.policy) and copy.policy.heads[0].name == "natural"
+    assert copy.num_timesteps == model.num_timesteps
+    assert copy.lr_schedule(0.5) == rate(0.5)
+    one, other = (m.policy.optimizer.state_dict()["state"] for m in (model, copy))
+    assert all(torch.equal(one[k]["exp_avg"], other[k]["exp_avg"]) for k in one)
+    copy.set_env(cartpole())
+    copy.learn(64, reset_num_timesteps=False)
+    assert copy.num_timesteps == model.num_timesteps + 64
+    evaluate_policy(HeadPPO.load(tmp_path / "it", device="cpu"), cartpole(1), 1, warn=False)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="unknown value_loss 'mse'; choose from sb3, cleanrl"):
+        HeadPPO("MlpPolicy", cartpole(), value_loss="mse")
+    with pytest.raises(ValueError, match="needs a Discrete"):
+        HeadPPO("MlpPolicy", make_vec_env("Pendulum-v1"))
+    with pytest.warns(UserWarning, match="nothing is replayed.*not a CUDA device"):
+        learn(capture=True)
+
+
+@pytest.mark.parametrize("head", ["softmax", "natural"])
+def test_learns(head):
+    env = make_vec_env("CartPole-v1", 8, seed=0)
+    model = HeadPPO(
+        "MlpPolicy",
+        env,
+        learning_rate=cleanrl_schedule(1e-3, 50_000, 256),
+        n_steps=32,
+        batch_size=256,
+        n_epochs=12,
+        gae_lambda=0.8,
+        gamma=0.98,
+        value_loss="cleanrl",
+        policy_kwargs={"head": head},
+        seed=0,
+        device="cpu",
+    )
+    test = make_vec_env("CartPole-v1", 4, seed=9)
+    before, _ = evaluate_policy(model, test, 8, deterministic=False)
+    after, _ = evaluate_policy(model.learn(8192), test, 8, deterministic=False)
+    assert before < 40 and after > 60
