@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt
 
 _WIDTH = 100  # of help pages
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
@@ -144,6 +146,25 @@ def hint(value: str, choices: Collection[str]) -> str:
 
 
 # -- options, once the parser is there -----------------------------------------------------------
+
+
+def base_parser(model: str, save_every: int) -> ArgumentParser:
+    """A parser with the options that all models have."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ckpt_path", type=str | None, default=None)
+    parser.add_argument("--save_every", type=PositiveInt, default=save_every)
+    parser.add_argument("--import", type=list[str], default=[])
+    parser.add_argument("--model.name", type=str, default=model)
+    return parser
+
+
+def how_to_go_on(folder: Path, path: str) -> str:
+    """The command line that continues a run."""
+    return shlex.join(
+        ["python", "train.py", "--config", f"{folder}/config.yaml", "--ckpt_path", path]
+    )
 
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
