@@ -89,6 +89,7 @@ class CategoricalHead(nn.Module, ABC):
     name: ClassVar[str]
     num_categories: int
     num_scores: int
+    validate_args: bool | None = None  # of the distributions; None leaves it to them
 
     def __init_subclass__(
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
@@ -129,7 +130,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def forward(self, scores: Tensor) -> HeadCategorical:
         """The distribution these scores stand for."""
-        return HeadCategorical(self.log_probs(scores))
+        return HeadCategorical(self.log_probs(scores), self.validate_args)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""

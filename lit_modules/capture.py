@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from catnat.capture import WARM_UP, StepGraph, aside, same_shapes, tensors_of  # noqa: F401
 from catnat.transfer import send
 
 STEPS_PER_BATCH = 20  # Lightning's own work for a batch takes as long as a replayed step
@@ -20,7 +20,6 @@ _REPLAYED: dict[str, dict[str, bool]] = {
     "adam": {"capturable": True, "fused": True},
     "sgd": {"fused": True},
 }
-WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 
 
 class ReplayedSteps(LightningModule):
@@ -45,7 +44,7 @@ class ReplayedSteps(LightningModule):
         self.step_observers: list[Callable[[], None]] = []  # called within a replayed step
         self.step_generators: list[torch.Generator] = []  # where they draw from
         self._several = False  # whether a batch of Lightning's holds several
-        self._graph: StepGraph | None = None
+        self._graph: StepGraph[Tensor] | None = None
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
 
     def step_loss(self, batch: Any) -> Tensor:
@@ -167,79 +166,6 @@ class ReplayedSteps(LightningModule):
                 logger.log_metrics({"train/loss": receive().item()} | settings, step)
 
 
-class StepGraph:
-    """An optimizer step, captured once and replayed on every later batch of the same shape.
-
-    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape or
-    kind, run eagerly and are real steps all the same, and noise goes on from torch's generator, so
-    that a replayed run takes the steps an eager one would take.
-
-    Args:
-        step: takes a batch, updates the parameters and returns the loss; device work alone.
-        generators: what else inside the step draws random numbers, besides torch's default.
-    """
-
-    def __init__(
-        self, step: Callable[[Any], Tensor], generators: list[torch.Generator] | None = None
-    ) -> None:
-        self.step = step
-        self.generators = generators or []
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._input: list[Tensor] | None = None
-        self._output: Tensor | None = None
-        self._stream = torch.cuda.Stream()
-
-    def reset(self) -> None:
-        """Capture anew at the next call: something that was baked in has changed."""
-        self._graph = None
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Take one step and return its loss, which the next call overwrites."""
-        given = tensors_of(batch)
-        if given is not None and self._input is None:
-            self._input = [each.clone() for each in given]
-        if self._calls < WARM_UP or not same_shapes(given, self._input):
-            self._calls += 1
-            return self._eagerly(batch)
-        assert given is not None and self._input is not None
-        for mine, each in zip(self._input, given, strict=True):
-            mine.copy_(each)
-        if self._graph is None:
-            self._capture(self._input[0] if isinstance(batch, Tensor) else tuple(self._input))
-        assert self._graph is not None and self._output is not None
-        self._graph.replay()
-        return self._output
-
-    def _eagerly(self, batch: Any) -> Tensor:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            loss = self.step(batch)
-        current.wait_stream(self._stream)
-        return loss
-
-    def _capture(self, batch: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:
-            self._graph.register_generator_state(generator)
-        with torch.cuda.graph(self._graph, stream=self._stream):
-            self._output = self.step(batch)
-
-
-@contextmanager
-def aside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Run a block on another stream; yields what makes the present one wait for it."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    present = torch.cuda.current_stream(device)
-    other = torch.cuda.Stream(device)
-    other.wait_stream(present)
-    with torch.cuda.stream(other):
-        yield lambda: present.wait_stream(other)
-
-
 def why_not(module: LightningModule) -> str | None:
     """Why the steps of a module cannot be captured; None if they can."""
     trainer = module.trainer
@@ -268,19 +194,3 @@ def count_steps(trainer: Trainer, steps: int) -> None:
     replayed.ready = replayed.completed = max(replayed.completed, eager.completed) + steps
     eager.ready = eager.completed = replayed.completed
     loop._batches_that_stepped += max(0, steps - 1)  # what loggers take for the step
-
-
-def tensors_of(batch: Any) -> list[Tensor] | None:
-    """The tensors of a batch, itself one or a sequence of them; None for any other kind."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, (list, tuple)) and all(isinstance(each, Tensor) for each in batch):
-        return list(batch)
-    return None
-
-
-def same_shapes(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
-    """Whether both are there, and alike."""
-    if one is None or other is None:
-        return False
-    return [each.shape for each in one] == [each.shape for each in other]

@@ -1,0 +1,49 @@
+"""Stable-Baselines3 with categorical heads: policies for its algorithms, and a faster PPO.
+
+The ``HeadMaskable...`` policies need sb3-contrib, and are imported when they are asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .buffers import DeviceRolloutBuffer
+from .objective import cleanrl_schedule
+from .policies import (
+    HeadActorCriticCnnPolicy,
+    HeadActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+    HeadPolicy,
+)
+from .ppo import HeadPPO, NonFinite
+
+if TYPE_CHECKING:
+    from .masked import (
+        HeadMaskableActorCriticCnnPolicy,
+        HeadMaskableActorCriticPolicy,
+        HeadMaskableMultiInputActorCriticPolicy,
+    )
+
+__all__ = [
+    "DeviceRolloutBuffer",
+    "HeadActorCriticCnnPolicy",
+    "HeadActorCriticPolicy",
+    "HeadMaskableActorCriticCnnPolicy",
+    "HeadMaskableActorCriticPolicy",
+    "HeadMaskableMultiInputActorCriticPolicy",
+    "HeadMultiInputActorCriticPolicy",
+    "HeadPPO",
+    "HeadPolicy",
+    "NonFinite",
+    "cleanrl_schedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from . import masked
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("sb3_contrib"):
+            raise
+        raise ImportError(f"{name} needs sb3-contrib: pip install 'catnat[maskable]'") from None
+    return getattr(masked, name)

@@ -1,0 +1,99 @@
+"""What PPO minimizes, and how its learning rate falls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+ValueLoss = Literal["sb3", "cleanrl"]
+
+
+class Settings(NamedTuple):
+    """Numbers that may change from update to update, as 0-d tensors on the device.
+
+    Bounds are rounded once, from double precision, as Stable-Baselines3 does it.
+    """
+
+    low: Tensor  # 1 - clip_range
+    high: Tensor  # 1 + clip_range
+    clip: Tensor
+    clip_value: Tensor
+    entropy: Tensor  # coefficient
+    value: Tensor  # coefficient
+
+
+def policy_loss(log_ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """-E min(r A, clip(r) A), r the new probability of an action over the old one."""
+    ratio = log_ratio.exp()
+    return -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
+
+
+def approximate_kl(log_ratio: Tensor) -> Tensor:
+    """E (r - 1 - log r) over actions of the old policy: its divergence from the new one."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: Tensor | None, kind: ValueLoss
+) -> Tensor:
+    """Mean squared error of the values, without a factor 1/2.
+
+    Args:
+        values: now, (B,).
+        old_values: when the rollout was made.
+        returns: what they should be.
+        clip: how far they may move from the old ones; None for as far as they like.
+        kind: "sb3" takes the error of the clipped values; "cleanrl" the larger one of those of
+            clipped and unclipped values, so that a clipped value gets a gradient back.
+    """
+    error = (returns - values).square()
+    if clip is None:
+        return error.mean()
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    clipped_error = (returns - clipped).square()
+    return (clipped_error if kind == "sb3" else torch.max(error, clipped_error)).mean()
+
+
+def normalized(advantages: Tensor) -> Tensor:
+    """Advantages with mean 0 and standard deviation 1; a single one stays as it is."""
+    if len(advantages) < 2:
+        return advantages
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns); NaN where all returns are the same."""
+    variance = returns.var(correction=0)
+    explained = 1 - (returns - values).var(correction=0) / variance
+    return torch.where(variance == 0, torch.nan, explained)
+
+
+def cleanrl_schedule(
+    learning_rate: float, total_timesteps: int, batch: int
+) -> Callable[[float], float]:
+    """A learning rate that falls linearly to 0, update by update as in CleanRL.
+
+    Stable-Baselines3 counts a rollout as progress before it learns from it; here the first update
+    still has the full rate, and the last one the smallest that is not 0.
+
+    Args:
+        learning_rate: of the first update.
+        total_timesteps: of the run, as given to ``learn``.
+        batch: steps of all environments per update, ``n_steps * n_envs``.
+
+    >>> rate = cleanrl_schedule(1.0, total_timesteps=400, batch=100)
+    >>> [rate(1 - steps / 400) for steps in (100, 200, 300, 400)]
+    [1.0, 0.75, 0.5, 0.25]
+    """
+    for name, value in (("total_timesteps", total_timesteps), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    return partial(_annealed, learning_rate, batch / total_timesteps)
+
+
+def _annealed(learning_rate: float, share: float, remaining: float) -> float:
+    return learning_rate * min(1.0, remaining + share)

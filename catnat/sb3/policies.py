@@ -1,0 +1,96 @@
+"""Policies of Stable-Baselines3 whose actions come from a categorical head.
+
+``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gymnasium import spaces
+from stable_baselines3.common.policies import (
+    ActorCriticCnnPolicy,
+    ActorCriticPolicy,
+    BasePolicy,
+    MultiInputActorCriticPolicy,
+)
+from stable_baselines3.common.type_aliases import Schedule
+from torch import nn
+
+from catnat.heads import make_head
+
+from .distributions import categories_of, make_distribution
+
+if TYPE_CHECKING:
+    _Base = BasePolicy
+else:
+    _Base = object
+
+
+class HeadPolicy(_Base):
+    """What makes a policy one with a head; put it before a policy class of Stable-Baselines3.
+
+    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space.
+    Deterministic actions are the likeliest ones (of all leaves of a tree, not of each split).
+
+    Args:
+        observation_space: of the environment.
+        action_space: ``Discrete`` or ``MultiDiscrete``.
+        lr_schedule: learning rate as a function of the progress that remains.
+        args: further arguments of the policy.
+        head: a name from :func:`catnat.head_names`.
+        head_options: options of that head, such as ``{"amplitude": 6.0}``.
+        uniform_mix: share of the uniform distribution that is mixed into the policy; by default
+            0.001 for sparsemax and 0 for all others. It keeps every action possible: without,
+            an action that was taken can become impossible, its KL divergence infinite.
+        kwargs: further arguments of the policy.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        lr_schedule: Schedule,
+        *args: Any,
+        head: str = "softmax",
+        head_options: dict[str, Any] | None = None,
+        uniform_mix: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(head, str):
+            raise ValueError(f"head must be a name, so that it can be saved, got {head!r}")
+        if uniform_mix is not None and not 0 <= uniform_mix < 1:
+            raise ValueError(f"uniform_mix must lie in 0..1, got {uniform_mix!r}")
+        categories_of(action_space)  # before anything is built
+        self._head_arguments: dict[str, Any] = {
+            "head": head,
+            "head_options": dict(head_options or {}),
+            "uniform_mix": uniform_mix,
+        }
+        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        """Put the head where Stable-Baselines3 expects its own distribution, then build."""
+        given = self._head_arguments
+        sizes = categories_of(self.action_space)
+        heads = [make_head(given["head"], K, **given["head_options"]) for K in sizes]
+        for head in heads:
+            head.validate_args = False  # losses are checked once per update instead
+        self.heads = nn.ModuleList(heads)
+        self.action_dist = make_distribution(heads, self.action_space, given["uniform_mix"])
+        super()._build(lr_schedule)  # type: ignore[misc]
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        return super()._get_constructor_parameters() | self._head_arguments
+
+
+class HeadActorCriticPolicy(HeadPolicy, ActorCriticPolicy):  # type: ignore[misc]
+    """A multilayer perceptron with a categorical head, see :class:`HeadPolicy`."""
+
+
+class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):  # type: ignore[misc]
+    """The Nature CNN with a categorical head, see :class:`HeadPolicy`."""
+
+
+class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):  # type: ignore[misc]
+    """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""

@@ -1,0 +1,310 @@
+"""HeadPPO: the PPO of Stable-Baselines3, on the device as far as it goes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, get_args
+
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from catnat.capture import StepGraph
+
+from . import objective
+from .buffers import DeviceRolloutBuffer
+from .distributions import categories_of
+from .objective import Settings, ValueLoss
+from .optimizers import Snapshot, make_capturable, make_portable, portable_state
+from .policies import (
+    HeadActorCriticCnnPolicy,
+    HeadActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+)
+from .rollout import Collector
+
+STATISTICS = (
+    "policy_gradient_loss",
+    "value_loss",
+    "entropy_loss",
+    "approx_kl",
+    "clip_fraction",
+    "loss",
+    "grad_norm",
+)
+_KL = STATISTICS.index("approx_kl")
+
+
+class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
+    """A loss, a KL divergence or a gradient is not a finite number any more."""
+
+
+class HeadPPO(PPO):
+    """PPO for policies with a categorical head (and others over the same action spaces).
+
+    With the default options it takes the steps that ``stable_baselines3.PPO`` takes. It is
+    faster on a GPU: the rollout stays there, pictures as bytes; what is logged is read once per
+    update; the policy and the update are replayed as CUDA graphs; and an environment with
+    ``halves`` plays with one half while the policy looks at the other, see :class:`Collector`.
+
+    A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
+    the update, with policy and optimizer put back to where they were before it.
+
+    Args:
+        args: as for ``stable_baselines3.PPO``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy"
+            are the policies with a head.
+        value_loss: "sb3", or "cleanrl" for the larger one of the errors of clipped and unclipped
+            values, where ``clip_range_vf`` is the same as ``clip_range`` unless given. Neither has
+            a factor 1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
+        capture: replay CUDA graphs: None for wherever possible, False for never, True to be
+            told why not.
+        overlap: use the ``halves`` of an environment that has them.
+        kwargs: as for ``stable_baselines3.PPO``.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": HeadActorCriticPolicy,
+        "CnnPolicy": HeadActorCriticCnnPolicy,
+        "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
+    }
+    rollout_buffer: DeviceRolloutBuffer  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        *args: Any,
+        value_loss: ValueLoss = "sb3",
+        capture: bool | None = None,
+        overlap: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if value_loss not in get_args(ValueLoss):
+            choices = ", ".join(get_args(ValueLoss))
+            raise ValueError(f"unknown value_loss {value_loss!r}; choose from {choices}")
+        if kwargs.setdefault("rollout_buffer_class", DeviceRolloutBuffer) is None:
+            kwargs["rollout_buffer_class"] = DeviceRolloutBuffer
+        self.value_loss, self.capture, self.overlap = value_loss, capture, overlap
+        self._baked: tuple[Any, ...] | None = None
+        super().__init__(*args, **kwargs)
+
+    def collect_rollouts(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: Any,
+        n_rollout_steps: int,
+    ) -> bool:
+        """Play one rollout; False if a callback stopped it.
+
+        Callbacks see the joint step of all environments. With halves, the first one is already
+        playing its next step: callbacks must not touch the environment then.
+        """
+        self.policy.set_training_mode(False)
+        rollout_buffer.reset()
+        callback.on_rollout_start()
+        collector = self._collector
+        steps = collector.steps(self._last_obs)
+        for n_steps, step in enumerate(steps, 1):
+            self.num_timesteps += env.num_envs
+            callback.update_locals(
+                step._asdict()
+                | {"self": self, "env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
+            )
+            if not callback.on_step():
+                steps.close()  # type: ignore[attr-defined]
+                self._last_obs = collector.observations()
+                return False
+            self._update_info_buffer(step.infos, step.dones)
+        self._last_obs, self._last_episode_starts = collector.observations(), step.dones
+        rollout_buffer.upload()
+        self._estimate(collector.last_values())
+        callback.on_rollout_end()
+        return True
+
+    def train(self) -> None:
+        """Learn from the rollout."""
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        clips = self._set_numbers()
+        before = Snapshot(self.policy)
+        epochs: list[list[Tensor]] = []
+        for _ in range(self.n_epochs):
+            epochs.append([])
+            self._n_updates += 1
+            if not self._train_epoch(epochs[-1]):
+                break
+        self._log(epochs, clips, before)
+
+    def _train_epoch(self, rows: list[Tensor]) -> bool:
+        """Add the statistics of each minibatch; False if the policy has moved far enough."""
+        for indices in self.rollout_buffer.shuffled(self.batch_size):
+            if self.target_kl is None:
+                rows.append(self._optimize(indices).clone())  # replays write to the same place
+                continue
+            loss, statistics = self._loss(indices)
+            if statistics[_KL] > 1.5 * self.target_kl:
+                rows.append(torch.cat([statistics, statistics.new_zeros(1)]))
+                if self.verbose >= 1:
+                    print(f"Early stopping due to reaching max kl: {statistics[_KL]:.2f}")
+                return False
+            rows.append(self._descend(loss, statistics))
+        return True
+
+    def _minimize(self, indices: Tensor) -> Tensor:
+        """One step of the optimizer; returns ``STATISTICS``. Device work alone."""
+        return self._descend(*self._loss(indices))
+
+    def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a minibatch, and all ``STATISTICS`` but the last."""
+        batch, numbers = self.rollout_buffer.take(indices), self._numbers
+        values, log_prob, entropy = self.policy.evaluate_actions(batch.observations, batch.actions)
+        values = values.flatten()
+        advantages = batch.advantages
+        if self.normalize_advantage:
+            advantages = objective.normalized(advantages)
+        log_ratio = log_prob - batch.log_probs
+        policy_loss = objective.policy_loss(log_ratio, advantages, numbers.low, numbers.high)
+        value_loss = objective.value_loss(
+            values,
+            batch.values,
+            batch.returns,
+            numbers.clip_value if self._clips_values else None,
+            self.value_loss,
+        )
+        entropy_loss = -(-log_prob if entropy is None else entropy).mean()
+        loss = policy_loss + numbers.entropy * entropy_loss + numbers.value * value_loss
+        with torch.no_grad():
+            kl = objective.approximate_kl(log_ratio)
+            share = ((log_ratio.exp() - 1).abs() > numbers.clip).float().mean()
+        parts = (policy_loss, value_loss, entropy_loss, kl, share, loss)
+        return loss, torch.stack([part.detach() for part in parts])
+
+    def _descend(self, loss: Tensor, statistics: Tensor) -> Tensor:
+        self.policy.optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        self.policy.optimizer.step()
+        return torch.cat([statistics, norm.detach()[None]])
+
+    def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
+        """Read what happened, all at once."""
+        buffer = self.rollout_buffer
+        explained = objective.explained_variance(buffer.values, buffer.returns)
+        table = torch.stack([row for rows in epochs for row in rows]).cpu()
+        if not table.isfinite().all():
+            before.restore()
+            self._prepare()
+            raise NonFinite(self._where(table, [len(rows) for rows in epochs]))
+        means = table.double().mean(0).tolist()
+        record = dict(zip(STATISTICS, means, strict=True))
+        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
+        record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        record["explained_variance"] = float(explained)
+        for name, value in (record | clips).items():
+            self.logger.record(f"train/{name}", value)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+
+    def _where(self, table: Tensor, sizes: list[int]) -> str:
+        """Where the table of statistics is first not finite."""
+        row, column = (~table.isfinite()).nonzero()[0].tolist()
+        epoch = 0
+        first = row
+        while first >= sizes[epoch]:
+            first -= sizes[epoch]
+            epoch += 1
+        return (
+            f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
+            f"{self.num_timesteps} steps, epoch {epoch + 1}, minibatch {first + 1}; the policy is "
+            "as it was before that update"
+        )
+
+    def _set_numbers(self) -> dict[str, float]:
+        """Bring what may change between updates to the device; returns what is logged of it."""
+        remaining = self._current_progress_remaining
+        clip = self.clip_range(remaining)  # type: ignore[operator]
+        own = self.clip_range_vf
+        clip_value = clip if own is None else own(remaining)  # type: ignore[operator]
+        wanted = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
+        for number, value in zip(self._numbers, wanted, strict=True):
+            number.fill_(value)
+        baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, own is None)
+        if self._captured and baked != self._baked:
+            self._optimize.reset()  # type: ignore[attr-defined]
+        self._baked = baked
+        return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
+
+    @property
+    def _clips_values(self) -> bool:
+        return self.clip_range_vf is not None or self.value_loss == "cleanrl"
+
+    def _update_learning_rate(self, optimizers: list[Optimizer] | Optimizer) -> None:
+        """Set the learning rate, in place where it lies on the device."""
+        rate = self.lr_schedule(self._current_progress_remaining)
+        self.logger.record("train/learning_rate", rate)
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def _setup_model(self) -> None:
+        categories_of(self.action_space)
+        super()._setup_model()
+        self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
+        self._captured = False
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        self._prepare()
+        return super()._setup_learn(*args, **kwargs)
+
+    def _prepare(self) -> None:
+        """Decide what is replayed, and begin with fresh graphs."""
+        reason = "capture is False" if self.capture is False else why_not(self)
+        if self.capture and reason:
+            warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
+        self._captured = reason is None
+        replay: Callable[[Any], Any] = StepGraph if self._captured else lambda step: step
+        if self._captured:
+            make_capturable(self.policy.optimizer, self.device)
+        else:
+            make_portable(self.policy.optimizer)
+        assert self.env is not None
+        buffer = self.rollout_buffer
+        self._collector = Collector(self.policy, buffer, self.env, self.overlap, replay)
+        self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
+        self._estimate: Callable[[Tensor], Tensor] = replay(buffer.estimate_advantages)
+
+    def get_parameters(self) -> dict[str, dict[str, Any]]:
+        """All parameters, those of the optimizer in a form that any device understands."""
+        parameters = super().get_parameters()
+        parameters["policy.optimizer"] = portable_state(parameters["policy.optimizer"])
+        return parameters
+
+    def set_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """Load parameters; graphs that were captured are forgotten."""
+        super().set_parameters(*args, **kwargs)
+        if self._captured:
+            self._prepare()
+
+    def _excluded_save_params(self) -> list[str]:
+        made_anew = ["_collector", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
+        return [*super()._excluded_save_params(), *made_anew]
+
+
+def why_not(model: HeadPPO) -> str | None:
+    """Why a model's work cannot be captured; None if it can."""
+    if model.device.type != "cuda":
+        return "the device is not a CUDA device"
+    if model.target_kl is not None:
+        return "target_kl looks at each minibatch before the step"
+    if "capturable" not in model.policy.optimizer.defaults:
+        return f"{type(model.policy.optimizer).__name__} cannot be captured"
+    if not model.rollout_buffer.on_device:
+        return "the device has no room for the observations of a rollout"
+    return None

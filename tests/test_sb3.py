@@ -1,0 +1,366 @@
+"""Policies with a head inside Stable-Baselines3: its contracts, and numbers that stay numbers."""
+
+from __future__ import annotations
+
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from cases import HEADS
+from gymnasium import spaces
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_checker import check_env
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import nn
+
+import catnat.sb3
+from catnat import HeadProbe, make_head
+from catnat.sb3 import (
+    HeadActorCriticCnnPolicy,
+    HeadActorCriticPolicy,
+    HeadMaskableActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+)
+from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, draw, masked, mixed
+
+BOX = spaces.Box(-1, 1, (3,))
+PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}
+
+
+class Guess(gym.Env):
+    """Reward 1 for the action that the observation asks for; some actions are forbidden."""
+
+    def __init__(self, action_space=None, observation_space=BOX):
+        self.action_space = action_space or spaces.Discrete(5)
+        self.observation_space = observation_space
+        self.count = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        return (
+            self.observation_space.sample(),
+            float(np.sum(action) == 1),
+            self.count == 8,
+            False,
+            {},
+        )
+
+    def action_masks(self):
+        sizes = getattr(self.action_space, "nvec", [getattr(self.action_space, "n", 0)])
+        return np.concatenate([np.arange(n) % 2 == self.count % 2 for n in sizes])
+
+
+def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):
+    space = action_space or spaces.Discrete(5)
+    return kind(observation_space, space, lambda _: 1e-3, head=head, **options)
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("algorithm", [PPO, A2C])
+def test_trains_and_evaluates(head, algorithm):
+    env = make_vec_env(Guess, 2, seed=0)
+    few = SMALL if algorithm is PPO else {"seed": 0, "device": "cpu"}
+    model = algorithm(HeadActorCriticPolicy, env, policy_kwargs={"head": head}, **few)
+    before = model.policy.action_net.weight.clone()
+    model.learn(64)
+    assert not torch.equal(before, model.policy.action_net.weight)
+    assert all(p.isfinite().all() for p in model.policy.parameters())
+    mean, _ = evaluate_policy(model, make_vec_env(Guess, 1), 2, warn=False)
+    assert 0 <= mean <= 8
+
+
+def test_the_test_environment_is_a_proper_one():
+    check_env(Guess(spaces.MultiDiscrete([2, 3])), warn=False)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_predict(head):
+    model = PPO(
+        HeadActorCriticPolicy, make_vec_env(Guess, 2), policy_kwargs={"head": head}, **SMALL
+    )
+    single, several = BOX.sample(), np.stack([BOX.sample() for _ in range(7)])
+    action, state = model.predict(single, deterministic=True)
+    assert action.shape == () and state is None
+    actions, _ = model.predict(several, deterministic=True)
+    probs = model.policy.get_distribution(torch.as_tensor(several)).distribution.probs
+    assert np.array_equal(actions, probs.argmax(-1).numpy())
+    drawn = np.stack([model.predict(several)[0] for _ in range(200)])
+    assert drawn.shape == (200, 7) and set(np.unique(drawn)) == set(range(5))
+
+
+def test_deterministic_is_the_likeliest_leaf_not_the_greedy_descent():
+    wide = torch.tensor([[0.45, 0.0, 0.28, 0.27]])  # greedy: right, as 0.55 > 0.45
+    for name in ("sigmoid", "natural"):
+        head = make_head(name, 4)
+        actions = HeadDistribution(head).proba_distribution(head.inverse(wide)).mode()
+        assert actions.item() == 0
+
+
+def test_softmax_draws_what_stable_baselines_draws():
+    ours, theirs = (
+        PPO(kind, make_vec_env(Guess, 2, seed=0), **SMALL).learn(64)
+        for kind in (HeadActorCriticPolicy, ActorCriticPolicy)
+    )
+    for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", ["model", "policy"])
+def test_saving_keeps_head_and_options(head, kind, tmp_path):
+    options = {"amplitude": 5.0, "center": 0.1} if head == "natural" else {}
+    kwargs = {"head": head, "head_options": options, "uniform_mix": 0.01, "net_arch": [7]}
+    model = PPO(HeadActorCriticPolicy, make_vec_env(Guess, 2), policy_kwargs=kwargs, **SMALL)
+    model.learn(32)
+    if kind == "model":
+        model.save(tmp_path / "it")
+        loaded = PPO.load(tmp_path / "it", env=make_vec_env(Guess, 2), device="cpu")
+        copy = loaded.policy
+    else:
+        model.policy.save(str(tmp_path / "it"))
+        copy = HeadActorCriticPolicy.load(str(tmp_path / "it"), device="cpu")
+    assert same_parameters(model.policy, copy)
+    assert copy.heads[0].name == head and copy.action_dist.uniform_mix == 0.01
+    obs = torch.randn(6, 3)
+    one, two = (p.get_distribution(obs).distribution.logits for p in (model.policy, copy))
+    assert torch.equal(one, two)
+    if head == "natural":
+        assert copy.heads[0].split.rate == pytest.approx(np.pi / 5)
+    if kind == "model":
+        loaded.set_env(make_vec_env(Guess, 2))
+        loaded.learn(32)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_multidiscrete(head):
+    space = spaces.MultiDiscrete([2, 3, 5])
+    model = PPO(
+        HeadActorCriticPolicy,
+        make_vec_env(Guess, 2, env_kwargs={"action_space": space}),
+        policy_kwargs={"head": head},
+        **SMALL,
+    ).learn(64)
+    obs = torch.randn(4, 3)
+    _, log_prob, entropy = model.policy.evaluate_actions(obs, torch.tensor([[1, 2, 4]] * 4))
+    parts = model.policy.get_distribution(obs).distribution
+    assert [part.probs.shape[-1] for part in parts] == [2, 3, 5]
+    want = sum(part.logits[:, k] for part, k in zip(parts, (1, 2, 4), strict=True))
+    assert torch.allclose(log_prob, want)
+    joint = torch.einsum("bi,bj,bk->bijk", *(part.probs for part in parts)).flatten(1)
+    assert torch.allclose(entropy, -torch.special.xlogy(joint, joint).sum(-1), atol=1e-5)
+    assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
+
+
+def test_cnn_and_dict_observations():
+    cnn = policy("natural", kind=HeadActorCriticCnnPolicy, observation_space=PICTURE)
+    assert cnn.net_arch == [] and cnn.action_net.out_features == 4
+    actions, values, _ = cnn(torch.zeros(3, 4, 36, 36, dtype=torch.uint8))
+    assert actions.shape == (3,) and values.shape == (3, 1)
+    both = spaces.Dict({"picture": PICTURE, "numbers": BOX})
+    env = make_vec_env(Guess, 2, env_kwargs={"observation_space": both})
+    model = PPO(HeadMultiInputActorCriticPolicy, env, policy_kwargs={"head": "natural"}, **SMALL)
+    model.learn(32)
+
+
+def test_probes_see_the_head():
+    it = policy("natural")
+    with HeadProbe(it) as probe:
+        it(torch.zeros(2, 3))
+    assert [(name, scores.shape) for name, _, scores in probe] == [("heads.0", (2, 4))]
+
+
+def test_a_head_with_parameters_is_trained_and_saved():
+    from catnat import SoftmaxHead
+    from catnat.heads import _REGISTRY
+
+    class Scaled(SoftmaxHead, name="scaled"):
+        def __init__(self, num_categories):
+            super().__init__(num_categories)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def log_probs(self, scores):
+            return super().log_probs(self.scale * scores)
+
+    try:
+        it = policy("scaled")
+        assert any(p is it.heads[0].scale for p in it.optimizer.param_groups[0]["params"])
+        assert "heads.0.scale" in it.state_dict()
+    finally:
+        del _REGISTRY["scaled"]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (2,)),
+        spaces.MultiBinary(3),
+        spaces.Discrete(1),
+        spaces.MultiDiscrete([2, 1]),
+        spaces.MultiDiscrete([[2, 3], [2, 3]]),
+    ],
+)
+def test_other_action_spaces_are_refused(space):
+    with pytest.raises(ValueError, match=r"Discrete or a one-dimensional MultiDiscrete.*got "):
+        policy("natural", space)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "hard"}, "unknown head 'hard'; choose from softmax"),
+        ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
+        ({"head": make_head("natural", 5)}, "head must be a name"),
+        ({"head": "sparsemax", "uniform_mix": 1.0}, "uniform_mix must lie in 0..1, got 1.0"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        policy(**options)
+
+
+SATURATED = [0.0, 3.1415, 3.2, -3.2, 40.0, -40.0, 1e4, -1e9, 1e20, -1e38]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("K", [2, 4, 18])
+@pytest.mark.parametrize("mix", [0.0, 1e-3])
+def test_saturated_scores_never_give_nan(head, K, mix):
+    if head == "sparsemax" and not mix:
+        mix = 1e-6
+    it = make_head(head, K)
+    rows = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (500, it.num_scores))]
+    scores = rows.requires_grad_()
+    dist = HeadDistribution(it, mix).proba_distribution(scores)
+    actions = dist.sample()
+    log_prob, entropy = dist.log_prob(actions), dist.entropy()
+    assert log_prob.isfinite().all() and entropy.isfinite().all()
+    assert (log_prob > -200).all()  # what was drawn was possible
+    everything = torch.stack([dist.log_prob(torch.full_like(actions, k)) for k in range(K)])
+    assert torch.allclose(everything.exp().sum(0), torch.ones(500), atol=1e-4)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("K", [2, 4, 18])
+def test_masks_hold_for_saturated_scores(head, K):
+    it = make_head(head, K)
+    scores = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (800, it.num_scores))]
+    scores.requires_grad_()
+    masks = torch.rand(800, K) < 0.4
+    masks[torch.arange(800), torch.randint(K, (800,))] = True
+    dist = HeadDistribution(it).proba_distribution(scores)
+    dist.apply_masking(masks.numpy())
+    probs = dist.distribution.probs
+    assert (probs[~masks] == 0).all()
+    assert torch.allclose(probs.sum(-1), torch.ones(800), atol=1e-5)
+    for actions in (dist.sample(), dist.mode()):
+        assert masks[torch.arange(800), actions].all()
+    entropy = dist.entropy()
+    assert torch.allclose(entropy, -torch.special.xlogy(probs, probs).sum(-1), atol=1e-4)
+    (dist.log_prob(dist.sample()).sum() + entropy.sum()).backward()
+    assert scores.grad.isfinite().all()
+
+
+def test_masks_condition_the_distribution():
+    head = make_head("natural", 4)
+    plain = head(torch.randn(3, 3))
+    given = masked(plain, [[True, True, False, True]] * 3).probs
+    want = plain.probs * torch.tensor([1.0, 1, 0, 1])
+    assert torch.allclose(given, want / want.sum(-1, keepdim=True), atol=1e-6)
+    assert torch.equal(
+        masked(plain, [[False] * 4] * 3).probs, masked(plain, [[True] * 4] * 3).probs
+    )
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([3, 4])])
+@pytest.mark.parametrize("head", HEADS)
+def test_maskable_ppo(head, space, tmp_path):
+    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
+    kwargs = {"head": head, "head_options": {}}
+    model = MaskablePPO(HeadMaskableActorCriticPolicy, env, policy_kwargs=kwargs, **SMALL)
+    model.learn(64)
+    model.save(tmp_path / "it")
+    model = MaskablePPO.load(tmp_path / "it", device="cpu")
+    assert model.policy.heads[0].name == head
+    lone = Guess(space)
+    obs, _ = lone.reset(seed=0)
+    for _ in range(16):
+        masks = lone.action_masks()
+        action, _ = model.predict(obs, action_masks=masks)
+        starts = np.cumsum([0, *getattr(space, "nvec", [5])[:-1]])
+        assert masks[starts + np.atleast_1d(action)].all()
+        obs, _, done, _, _ = lone.step(action)
+        if done:
+            obs, _ = lone.reset()
+
+
+def test_without_sb3_contrib_one_clear_line(monkeypatch):
+    monkeypatch.delattr(catnat.sb3, "masked")
+    monkeypatch.delitem(sys.modules, "catnat.sb3.masked")
+    monkeypatch.setitem(sys.modules, "sb3_contrib", None)
+    monkeypatch.setitem(sys.modules, "sb3_contrib.common.maskable.policies", None)
+    with pytest.raises(ImportError, match="HeadMaskableActorCriticPolicy needs sb3-contrib"):
+        _ = catnat.sb3.HeadMaskableActorCriticPolicy
+    with pytest.raises(AttributeError, match="no attribute 'HeadMasked'"):
+        _ = catnat.sb3.HeadMasked
+
+
+def test_sparsemax_keeps_every_action_possible():
+    assert policy("sparsemax").action_dist.uniform_mix == 1e-3
+    assert policy("natural").action_dist.uniform_mix == 0
+    dist = policy("sparsemax").action_dist.proba_distribution(torch.tensor([[9.0, 0, 0, 0, 0]]))
+    want = [0.999 + 2e-4, *[2e-4] * 4]
+    assert torch.allclose(dist.distribution.probs, torch.tensor([want]))
+
+
+def test_mixing_is_exact_and_has_the_right_gradient():
+    head = make_head("sparsemax", 4)
+    scores = torch.tensor([[0.3, 0.2, -0.1, -3.0]], dtype=torch.float64, requires_grad=True)
+    got = mixed(head(scores), 0.1).logits
+    want = (0.9 * head.probs(scores) + 0.025).log()
+    assert torch.allclose(got, want)
+    grads = (torch.autograd.grad(x[0, 1], scores, retain_graph=True)[0] for x in (got, want))
+    assert torch.allclose(*grads)
+
+
+def test_draws_follow_the_probabilities():
+    probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    drawn = draw(mixed(make_head("softmax", 4)(probs.clamp_min(1e-38).log().expand(20000, 4)), 0))
+    share = torch.bincount(drawn, minlength=4) / 20000
+    assert torch.allclose(share, probs, atol=0.015) and share[3] == 0
+
+
+def test_draws_are_those_of_multinomial():
+    dist = policy("natural").action_dist.proba_distribution(torch.randn(50, 4))
+    torch.manual_seed(5)
+    mine = dist.sample()
+    torch.manual_seed(5)
+    assert torch.equal(mine, dist.distribution.sample())
+
+
+def test_multi_distribution_masks_each_action():
+    heads = [make_head("natural", 2), make_head("natural", 3)]
+    dist = HeadMultiDistribution(heads).proba_distribution(torch.zeros(1, 3))
+    dist.apply_masking(np.array([[True, False, False, True, True]]))
+    assert torch.allclose(dist.distribution[0].probs, torch.tensor([[1.0, 0.0]]))
+    assert torch.allclose(dist.distribution[1].probs, torch.tensor([[0.0, 0.5, 0.5]]))
