@@ -17,12 +17,12 @@ from datamodules.environments import is_atari, make_env
 HELP = """\
 usage: python train.py [fit | test] --model ppo --head HEAD [options]
 
-Trains a policy with PPO and plays (fit, the default), or only plays a checkpoint.
+Trains a policy and plays (fit, the default), or only plays a checkpoint.
 
   --head HEAD          {heads}
   --env ENV            an Atari game (Breakout), or a Gymnasium id (CartPole-v1)
-  --total_steps N      {steps:,} of a game if there is an accelerator, else {few:,};
-                       {elsewhere:,} elsewhere
+  --total_steps N      of Atari {steps:,} if there is an accelerator, else
+                       {few:,}; of other environments {elsewhere:,}
   --num_envs N --num_steps N       games side by side, steps in a rollout
   --learning_rate X --ent_coef X --clip_coef X --update_epochs N ...
   --eval_games N       to play at the end, and ten times on the way
@@ -164,6 +164,12 @@ class Training:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.device != "auto":
             check_device(self.device)
+
+    @property
+    def steps(self) -> int:
+        """All steps, once the default is known."""
+        assert self.total_steps is not None
+        return self.total_steps
 
 
 def check_device(name: str) -> None:

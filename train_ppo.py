@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from stable_baselines3.common.callbacks import CallbackList
@@ -152,10 +153,8 @@ class Run:
                 callback=lambda *_: stop_if_asked(),
                 return_episode_rewards=True,
             )
-        returns = torch.tensor(scores, dtype=torch.float64)
-        spread = float(returns.std()) if len(returns) > 1 else 0.0
-        length = sum(lengths) / len(lengths)
-        return {"return": float(returns.mean()), "return_std": spread, "length": length}
+        mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
+        return {"return": float(mean), "return_std": float(spread), "length": float(length)}
 
     def close(self) -> None:
         """Stop threads, and give signals back."""
@@ -211,7 +210,7 @@ def make_model(algorithm: Algorithm, training: Training, env: VecEnv, seed: int)
         )
     rate: Any = algorithm.learning_rate
     if algorithm.anneal_lr:
-        rate = cleanrl_schedule(algorithm.learning_rate, training.total_steps, batch)
+        rate = cleanrl_schedule(algorithm.learning_rate, training.steps, batch)
     policy: Any = HeadActorCriticPolicy
     if isinstance(env.observation_space, gymnasium.spaces.Dict):
         policy = HeadMultiInputActorCriticPolicy
@@ -255,7 +254,7 @@ def train(run: Run) -> int:
     model, callback = run.model, run.callback
     output = TensorBoardOutputFormat(str(run.folder))  # one file: TensorBoard follows one only
     model.set_logger(Logger(str(run.folder), [output]))
-    left = run.training.total_steps - model.num_timesteps
+    left = run.training.steps - model.num_timesteps
     try:
         model.learn(max(left, 0), CallbackList([run.fisher, callback]), reset_num_timesteps=False)
     except NonFinite as error:

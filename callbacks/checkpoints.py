@@ -88,12 +88,11 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Read a checkpoint; a ``ValueError`` of one line says what is wrong with it."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
+    content = io.BytesIO(Path(path).read_bytes())  # so that an OSError is the disk's
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except OSError:
-        raise
+            checkpoint = torch.load(content, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"checkpoint {path} is refused: it holds more than tensors and plain values"

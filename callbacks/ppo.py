@@ -174,6 +174,7 @@ def load_state(model: PPO, state: dict[str, Any]) -> None:
     model.num_timesteps = state["global_step"]
     model._n_updates = state["updates"]
     model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
+    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
     _load_normalizer_state(model, state["normalizer"])
     _set_random_state(state["random"], model.device)
 

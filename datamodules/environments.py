@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
 
     def action(self, action: np.int64) -> np.int64:
         """The action of the environment."""
-        return action % self._n
+        return np.int64(action % self._n)
 
 
 def is_atari(name: str) -> bool:
@@ -84,8 +85,8 @@ def make_env(
     try:
         if num_actions is None:
             return make_vec_env(name, num_envs, seed)
-        more = {"num_actions": num_actions}
-        return make_vec_env(name, num_envs, seed, wrapper_class=ModuloActions, wrapper_kwargs=more)
+        modulo = partial(ModuloActions, num_actions=num_actions)
+        return make_vec_env(name, num_envs, seed, wrapper_class=modulo)
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
         raise ValueError(f"{name}: {error}") from error
 
