@@ -26,17 +26,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 import cli
 from callbacks import (
     FisherMonitorSB3,
-    PPORun,
     Stopped,
     compare,
     find_checkpoint,
-    forked_random_state,
     load_checkpoint,
-    load_state,
     open_run,
-    recent_return,
     show_metrics,
 )
+from callbacks.ppo import PPORun, forked_random_state, load_state, recent_return
 from catnat import head_names
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,

@@ -1,0 +1,180 @@
+"""FisherMonitorSB3: right numbers under the right tags and steps, and no influence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import HEADS, autograd_fisher
+from gymnasium import spaces
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import KVWriter, Logger
+from test_sb3 import SMALL, Guess
+
+from callbacks import FisherMonitorSB3
+from catnat.fisher import off_diagonal_mass
+from catnat.sb3 import HeadActorCriticPolicy, HeadMultiInputActorCriticPolicy, HeadPPO
+
+ROOT = Path(__file__).resolve().parent.parent
+TAGS = {
+    "fim/off_diagonal_mass",
+    "fim/off_diagonal_mass_fro",
+    "fim/off_diagonal_mass_sampled",
+    "fim/condition_number",
+    "fim/saturated",
+}
+
+
+class Rows(KVWriter):
+    """Keeps what is logged, by step."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def write(self, key_values, key_excluded, step=0):
+        assert set(key_values) == set(key_excluded)
+        self.rows.setdefault(step, {}).update(key_values)
+
+    def close(self):
+        pass
+
+
+class Kept(FisherMonitorSB3):
+    """Remembers the states and the weights of each rollout."""
+
+    seen = ()
+
+    def _states(self):
+        states = super()._states()
+        weights = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
+        self.seen = [*self.seen, (states, weights)]
+        return states
+
+
+def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, steps=96):
+    few = {"seed": 0, "device": "cpu", "n_steps": 16} if algorithm is A2C else SMALL
+    model = algorithm(
+        HeadActorCriticPolicy,
+        make_vec_env(Guess, 2, seed=0, env_kwargs=env or {}),
+        policy_kwargs={"head": head},
+        **few,
+    )
+    rows = Rows()
+    model.set_logger(Logger(None, [rows]))
+    model.learn(steps, monitor, log_interval=log_interval)
+    return model, rows.rows
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
+def test_numbers_are_those_of_the_rollout(head, algorithm):
+    monitor = Kept()
+    model, rows = run(head, algorithm, monitor)
+    assert list(rows) == [32, 64, 96]
+    for (states, weights), step in zip(monitor.seen, rows, strict=True):
+        model.policy.load_state_dict(weights)
+        assert states.shape == (32, 3)
+        with torch.no_grad():
+            latent = model.policy.mlp_extractor.forward_actor(states)
+            scores = model.policy.action_net(latent).double()
+            entropy = model.policy.get_distribution(states).entropy().mean()
+        it = model.policy.heads[0]
+        exact = torch.stack([autograd_fisher(it, row) for row in scores]).mean(0)
+        row = rows[step]
+        assert row.keys() >= TAGS
+        assert row["fim/off_diagonal_mass"] == pytest.approx(
+            off_diagonal_mass(exact).item(), abs=1e-4
+        )
+        frobenius = off_diagonal_mass(exact, "fro").item()
+        assert row["fim/off_diagonal_mass_fro"] == pytest.approx(frobenius, abs=1e-4)
+        assert row["fim/saturated"] == pytest.approx(it.saturated(scores).double().mean().item())
+        assert row["train/entropy"] == pytest.approx(entropy.item(), abs=1e-5)
+    explained = "train/explained_variance"
+    assert all(explained in rows[step] for step in (64, 96))
+    assert algorithm is A2C or "train/approx_kl" in rows[96]
+
+
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
+def test_what_is_learned_stays_the_same(algorithm):
+    models = [run("sigmoid", algorithm, monitor)[0] for monitor in (None, FisherMonitorSB3())]
+    pairs = zip(*(model.policy.parameters() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_steps_are_right_when_the_logger_writes_seldom():
+    monitor = FisherMonitorSB3(every_n_rollouts=2, num_samples=0, image_every_n_rollouts=0)
+    _, rows = run(monitor=monitor, log_interval=2, steps=5 * 32)
+    seen = [step for step, row in rows.items() if "fim/off_diagonal_mass" in row]
+    assert seen == [32, 96, 160]
+    assert not any("fim/off_diagonal_mass_sampled" in row for row in rows.values())
+    assert "rollout/ep_rew_mean" in rows[64] and "fim/saturated" not in rows[64]
+
+
+def test_pictures_now_and_then():
+    _, rows = run(monitor=FisherMonitorSB3(image_every_n_rollouts=2), steps=3 * 32)
+    drawn = {step: row["fim/mean"] for step, row in rows.items() if "fim/mean" in row}
+    assert list(drawn) == [32, 96]
+    picture = drawn[32].image
+    assert picture.shape == (4 * 12, 4 * 12, 3) and picture.min() >= 0 and picture.max() <= 1
+
+
+def test_tensorboard_and_csv_take_it(tmp_path):
+    from stable_baselines3.common.logger import configure
+
+    model = PPO(HeadActorCriticPolicy, make_vec_env(Guess, 2), **SMALL)
+    model.set_logger(configure(str(tmp_path), ["tensorboard", "csv"]))
+    model.learn(96, FisherMonitorSB3(every_n_rollouts=2), log_interval=3)
+    header = (tmp_path / "progress.csv").read_text().splitlines()[0]
+    assert "fim/condition_number" in header and "fim/mean" not in header
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [e.step for e in events.Scalars("fim/off_diagonal_mass")] == [32, 96]
+    assert [e.step for e in events.Images("fim/mean")] == [32]
+
+
+def test_several_heads_get_their_names():
+    env = {"action_space": spaces.MultiDiscrete([2, 3])}
+    _, rows = run(monitor=FisherMonitorSB3(), env=env)
+    assert {"fim/heads.0/saturated", "fim/heads.1/saturated"} <= rows[32].keys()
+
+
+def test_no_more_states_than_asked_for():
+    monitor = Kept(max_states=10)
+    run(monitor=monitor)
+    states = [states for states, _ in monitor.seen]
+    assert [len(each) for each in states] == [10, 10, 10]
+    assert len(np.unique(states[0].numpy(), axis=0)) == 10
+
+
+def test_dict_observations():
+    both = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
+    for algorithm in (PPO, HeadPPO):
+        env = make_vec_env(Guess, 2, env_kwargs={"observation_space": both})
+        model = algorithm(HeadMultiInputActorCriticPolicy, env, **SMALL)
+        monitor = FisherMonitorSB3(max_states=20)
+        model.learn(64, monitor)
+        assert monitor.latest["fim/off_diagonal_mass"] == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_policy_without_a_head_is_refused():
+    model = PPO("MlpPolicy", make_vec_env(Guess, 2), **SMALL)
+    with pytest.raises(ValueError, match="contains no CategoricalHead"):
+        model.learn(32, FisherMonitorSB3())
+
+
+@pytest.mark.parametrize("option", ["every_n_rollouts", "max_states"])
+def test_bad_options_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+        FisherMonitorSB3(**{option: 0})
+
+
+def test_importing_callbacks_leaves_stable_baselines_alone():
+    code = "import sys, callbacks; print('stable_baselines3' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == "False", out.stderr
