@@ -278,5 +278,7 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
+        ".*is not in the possible render_modes",
+        ".*The render mode is None",
     ):
         warnings.filterwarnings("ignore", message)

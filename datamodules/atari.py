@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Literal, get_args
 
-from ale_py import roms
+from ale_py import ALEInterface, LoggerMode, roms
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
@@ -80,6 +80,7 @@ def _make_wrapped(
     noop_max: int,
     max_frames: int,
 ) -> VecEnv:
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greetings
     # What BreakoutNoFrameskip-v4 is, for all games: the old names exist for some of them only.
     raw = {
         "frameskip": 1,
