@@ -23,6 +23,7 @@ class Minibatch(NamedTuple):
     log_probs: Tensor
     advantages: Tensor
     returns: Tensor
+    forced: Tensor
 
 
 class DeviceRolloutBuffer:
@@ -70,6 +71,7 @@ class DeviceRolloutBuffer:
         self.values, self.log_probs, self.advantages, self.returns, self.rewards, self.continues = (
             torch.zeros(shape, device=self.device) for _ in range(6)
         )
+        self.forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self.host_rewards = np.zeros(shape, np.float32)
         self.host_dones = np.zeros(shape, np.bool_)
         self._bootstraps: list[tuple[int, list[int], Tensor]] = []
@@ -77,6 +79,7 @@ class DeviceRolloutBuffer:
     def reset(self) -> None:
         """Begin a new rollout."""
         self._bootstraps = []
+        self.forced.zero_()
 
     def send(self, step: int, envs: slice, observations: Observation) -> Observation:
         """Store the host's observations of some environments; returns them on the device.
@@ -94,12 +97,20 @@ class DeviceRolloutBuffer:
         return map_observations(send_one, self._sent, self.observations, observations)
 
     def write(
-        self, step: int, envs: slice, actions: Tensor, values: Tensor, log_probs: Tensor
+        self,
+        step: int,
+        envs: slice,
+        actions: Tensor,
+        values: Tensor,
+        log_probs: Tensor,
+        forced: Tensor | None = None,
     ) -> None:
-        """Store what the policy made of them."""
+        """Store what the policy made of them, and which actions were not its choice."""
         self.actions[step, envs].copy_(actions)
         self.values[step, envs].copy_(values.flatten())
         self.log_probs[step, envs].copy_(log_probs)
+        if forced is not None:
+            self.forced[step, envs].copy_(forced)
 
     def bootstrap(self, step: int, envs: list[int], values: Tensor) -> None:
         """Let environments go on, worth these values, that were cut off after a step."""
@@ -148,7 +159,7 @@ class DeviceRolloutBuffer:
         observations = map_observations(
             lambda x: x.flatten(0, 1).index_select(0, own).to(self.device), self.observations
         )
-        rest = (self.actions, self.values, self.log_probs, self.advantages, self.returns)
+        rest = (getattr(self, name) for name in Minibatch._fields[1:])
         return Minibatch(observations, *(x.flatten(0, 1).index_select(0, indices) for x in rest))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -107,20 +108,18 @@ class HeadPPO(PPO):
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         callback.on_rollout_start()
-        collector = self._collector
-        steps = collector.steps(self._last_obs)
-        for n_steps, step in enumerate(steps, 1):
-            self.num_timesteps += env.num_envs
-            callback.update_locals(
-                step._asdict()
-                | {"self": self, "env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
-            )
-            if not callback.on_step():
-                steps.close()  # type: ignore[attr-defined]
-                self._last_obs = collector.observations()
-                return False
-            self._update_info_buffer(step.infos, step.dones)
+        collector, stopped = self._collector, False
+        with closing(collector.steps(self._last_obs)) as steps:
+            for n_steps, step in enumerate(steps, 1):
+                self.num_timesteps += env.num_envs
+                now = {"env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
+                callback.update_locals(step._asdict() | now)
+                if stopped := not callback.on_step():
+                    break
+                self._update_info_buffer(step.infos, step.dones)
         self._last_obs, self._last_episode_starts = collector.observations(), step.dones
+        if stopped:
+            return False
         rollout_buffer.upload()
         self._estimate(collector.last_values())
         callback.on_rollout_end()
@@ -167,7 +166,8 @@ class HeadPPO(PPO):
         advantages = batch.advantages
         if self.normalize_advantage:
             advantages = objective.normalized(advantages)
-        log_ratio = log_prob - batch.log_probs
+        # What the policy did not choose says nothing about its choices.
+        log_ratio = torch.where(batch.forced, 0.0, log_prob - batch.log_probs)
         policy_loss = objective.policy_loss(log_ratio, advantages, numbers.low, numbers.high)
         value_loss = objective.value_loss(
             values,
@@ -212,14 +212,11 @@ class HeadPPO(PPO):
     def _where(self, table: Tensor, sizes: list[int]) -> str:
         """Where the table of statistics is first not finite."""
         row, column = (~table.isfinite()).nonzero()[0].tolist()
-        epoch = 0
-        first = row
-        while first >= sizes[epoch]:
-            first -= sizes[epoch]
-            epoch += 1
+        places = [(e, m) for e, size in enumerate(sizes, 1) for m in range(1, size + 1)]
+        epoch, minibatch = places[row]
         return (
             f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-            f"{self.num_timesteps} steps, epoch {epoch + 1}, minibatch {first + 1}; the policy is "
+            f"{self.num_timesteps} steps, epoch {epoch}, minibatch {minibatch}; the policy is "
             "as it was before that update"
         )
 

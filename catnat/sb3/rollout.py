@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +49,8 @@ class Collector:
       separately. While one plays, the policy looks at the other. Seen on the environment itself
       only, not through wrappers, which might change what they see;
     - ``forced_actions``: an array (n,) of the actions that the next step will play whatever it is
-      told, -1 where the policy is free. Transitions are labelled by what is played.
+      told, -1 where the policy is free. Transitions are labelled by what is played. As it was
+      not the policy's choice, they teach values, but not what to do.
 
     Args:
         policy: who acts.
@@ -75,8 +76,8 @@ class Collector:
             self.parts.append(_Part(each, envs, replay(self._act)))
             first = envs.stop
 
-    def steps(self, observations: Observation) -> Iterator[Step]:
-        """Fill the buffer; yields after each step. Halves are a step ahead of the other by then."""
+    def steps(self, observations: Observation) -> Generator[Step]:
+        """Fill the buffer; yields after each step, when the first of halves plays the next one."""
         for part in self.parts:
             part.observations = map_observations(lambda x, envs=part.envs: x[envs], observations)
         first, *others = self.parts
@@ -96,8 +97,8 @@ class Collector:
         finally:  # whoever stops halfway leaves no environment waiting
             for part in self.parts:
                 if part.actions is not None:
-                    part.observations = part.env.step_wait()[0]
                     part.actions = None
+                    part.observations = part.env.step_wait()[0]
 
     def observations(self) -> Observation:
         """What all environments show now."""
@@ -137,18 +138,20 @@ class Collector:
         batch = list(shown.values()) if isinstance(shown, dict) else [shown]
         forced = getattr(part.env, "forced_actions", None)
         if forced is not None:
-            batch.append(torch.from_numpy(forced).to(self.buffer.device, non_blocking=True))
+            forced = torch.from_numpy(forced).to(self.buffer.device, non_blocking=True)
+            batch.append(forced)
         actions, values, log_probs = part.act(batch)
-        self.buffer.write(step, part.envs, actions, values, log_probs)
+        told = None if forced is None else forced >= 0
+        self.buffer.write(step, part.envs, actions, values, log_probs, told)
         part.actions = send(actions)().numpy()
         part.env.step_async(part.actions)
 
     def _receive(self, part: _Part, step: int) -> Step:
         """Wait for the environments."""
-        assert part.actions is not None
+        actions, part.actions = part.actions, None  # whatever happens now: do not wait again
+        assert actions is not None
         part.observations, rewards, dones, infos = part.env.step_wait()
-        done = Step(part.actions, rewards, dones, infos)
-        part.actions = None
+        done = Step(actions, rewards, dones, infos)
         self.buffer.host_rewards[step, part.envs] = rewards
         self.buffer.host_dones[step, part.envs] = dones
         self._bootstrap(step, part.envs.start, done)

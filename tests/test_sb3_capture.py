@@ -1,0 +1,262 @@
+"""HeadPPO with CUDA graphs: on the CPU the bookkeeping, on CUDA the graphs themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import HEADS
+from gymnasium import spaces
+from stable_baselines3.common.env_util import make_vec_env
+from test_sb3 import PICTURE, SMALL, Guess, same_parameters
+from test_sb3_ppo import BOTH, Pair, Spoil, cartpole, learn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from catnat.capture import WARM_UP
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, optimizers, ppo
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class FakeGraph:
+    """Stands in for a StepGraph where there is no CUDA: later calls use the memory of the first."""
+
+    made: list[FakeGraph] = []
+
+    def __init__(self, step):
+        self.step, self.inputs, self.output, self.resets = step, None, None, 0
+        self.made.append(self)
+
+    def reset(self):
+        self.resets += 1
+
+    def __call__(self, batch):
+        given = [batch] if isinstance(batch, Tensor) else list(batch)
+        if self.inputs is None:
+            self.inputs = [x.clone() for x in given]
+        if [x.shape for x in given] != [x.shape for x in self.inputs]:
+            return self.step(batch)
+        for mine, x in zip(self.inputs, given, strict=True):
+            mine.copy_(x)
+        fresh = self.step(self.inputs[0] if isinstance(batch, Tensor) else self.inputs)
+        if self.output is None:
+            self.output = fresh
+        for kept, x in zip(self._list(self.output), self._list(fresh), strict=True):
+            kept.copy_(x)
+        return self.output
+
+    @staticmethod
+    def _list(output):
+        return [output] if isinstance(output, Tensor) else list(output)
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    FakeGraph.made = []
+    monkeypatch.setattr(ppo, "why_not", lambda model: None)
+    monkeypatch.setattr(ppo, "StepGraph", FakeGraph)
+    monkeypatch.setattr(optimizers, "CAPTURED", {"fused": False})
+
+
+CASES = {
+    "plain": {},
+    "odd batches": {"batch_size": 24},
+    "falling": {
+        "learning_rate": cleanrl_schedule(0.01, 192, 64),
+        "clip_range": lambda remaining: 0.1 * remaining + 0.01,
+        "value_loss": "cleanrl",
+        "ent_coef": 0.01,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head", ["sparsemax", "natural"])
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+def test_replayed_steps_are_the_same(case, head, without_cuda):
+    options = {"rollouts": 3, "head": head} | CASES[case]
+    eager = learn(capture=False, **options)
+    replayed = learn(capture=None, **options)
+    assert replayed._captured and not eager._captured
+    for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        lambda: Pair((2, 2), forced=True),
+        lambda: make_vec_env(Guess, 2, seed=0, env_kwargs={"observation_space": BOTH}),
+        lambda: make_vec_env(
+            Guess, 2, seed=0, env_kwargs={"action_space": spaces.MultiDiscrete([2, 3])}
+        ),
+    ],
+    ids=["halves", "dict", "multidiscrete"],
+)
+def test_replayed_steps_are_the_same_in_other_environments(env, without_cuda):
+    one, other = env(), env()
+    kind = "MultiInputPolicy" if isinstance(one.observation_space, spaces.Dict) else "MlpPolicy"
+    eager = learn(env=one, kind=kind, capture=False, rollouts=3)
+    replayed = learn(env=other, kind=kind, rollouts=3)
+    for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    assert len(FakeGraph.made) == (4 if isinstance(one, Pair) else 3)
+
+
+def test_the_learning_rate_stays_in_its_place(without_cuda):
+    model = learn(learning_rate=cleanrl_schedule(0.01, 128, 64), rollouts=1)
+    place = model.policy.optimizer.param_groups[0]["lr"]
+    assert isinstance(place, Tensor) and place.item() == pytest.approx(0.005)
+    model._current_progress_remaining = 0.25
+    model._update_learning_rate(model.policy.optimizer)
+    assert model.policy.optimizer.param_groups[0]["lr"] is place
+    assert place.item() == pytest.approx(0.0075)
+
+
+def test_what_is_baked_in_is_captured_anew(without_cuda):
+    model = learn(rollouts=1)
+    update = model._optimize
+    assert update.resets == 1  # the first numbers
+    model.ent_coef, model.vf_coef = 0.1, 0.2  # these live on the device
+    model.train()
+    assert update.resets == 1
+    assert (model._numbers.entropy, model._numbers.value) == (torch.tensor(0.1), torch.tensor(0.2))
+    model.max_grad_norm = 0.1
+    model.train()
+    assert update.resets == 2
+
+
+def test_checkpoints_fit_any_device(without_cuda, tmp_path, monkeypatch):
+    model = learn()
+    model.save(tmp_path / "it")
+    assert isinstance(model.policy.optimizer.param_groups[0]["lr"], Tensor)  # still captured
+    group = model.get_parameters()["policy.optimizer"]["param_groups"][0]
+    assert group["lr"] == pytest.approx(3e-4) and not isinstance(group["lr"], Tensor)
+    assert not group["capturable"] and group["fused"] is None
+    monkeypatch.undo()
+    copy = HeadPPO.load(tmp_path / "it", env=cartpole(), device="cpu")
+    assert same_parameters(copy.policy, model.policy)
+    copy.learn(64)
+    assert not isinstance(copy.policy.optimizer.param_groups[0]["lr"], Tensor)
+
+
+def test_capturing_can_be_switched_off_in_between(without_cuda):
+    model = learn()
+    model.capture = False
+    model.learn(64)
+    assert not isinstance(model.policy.optimizer.param_groups[0]["lr"], Tensor)
+
+
+def test_new_parameters_mean_new_graphs(without_cuda):
+    model = learn()
+    before = len(FakeGraph.made)
+    model.set_parameters(model.get_parameters(), device="cpu")
+    assert len(FakeGraph.made) == before + 3
+    assert isinstance(model.policy.optimizer.param_groups[0]["lr"], Tensor)
+
+
+def test_a_lost_number_is_found_and_undone(without_cuda):
+    model = HeadPPO("MlpPolicy", cartpole(2), **SMALL)
+    spoil = Spoil("returns", float("nan"))
+    with pytest.raises(NonFinite, match="after 96 steps"):
+        model.learn(160, spoil)
+    kept = model.policy.state_dict()
+    assert all(torch.equal(kept[key], spoil.before[key]) for key in kept)
+    model.learn(64)
+
+
+class Waiting(TorchDispatchMode):
+    """Refuses what makes the host wait for the device, and graphs impossible."""
+
+    BAD = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "multinomial")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.BAD, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_captured_work_never_waits(head):
+    space = spaces.MultiDiscrete([3, 5])
+    for env in (cartpole(2), make_vec_env(Guess, 2, env_kwargs={"action_space": space})):
+        model = learn(env=env, head=head, rollouts=1, value_loss="cleanrl")
+        shown = [model.rollout_buffer.observations[0]]
+        if isinstance(model.action_space, spaces.Discrete):
+            shown.append(torch.tensor([1, -1]))
+        with Waiting():
+            model._collector._act(shown)
+            model.rollout_buffer.estimate_advantages(torch.zeros(2))
+            loss, _ = model._loss(torch.arange(16))
+            loss.backward()
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Waiting():
+        loss.detach().item()
+
+
+def test_reasons():
+    model = learn(rollouts=1)
+    assert ppo.why_not(model) == "the device is not a CUDA device"
+    model.device = torch.device("cuda")
+    assert ppo.why_not(model) is None
+    model.rollout_buffer.on_device = False
+    assert "no room" in ppo.why_not(model)
+    model.policy.optimizer = torch.optim.LBFGS(model.policy.parameters())
+    assert ppo.why_not(model) == "LBFGS cannot be captured"
+    model.target_kl = 0.1
+    assert "target_kl" in ppo.why_not(model)
+
+
+@cuda
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+def test_graphs_take_the_steps_of_eager_training(case, head):
+    options = {"rollouts": 3, "head": head, "device": "cuda", "n_epochs": 4} | CASES[case]
+    eager = learn(capture=False, **options)
+    replayed = learn(capture=True, **options)
+    assert replayed._captured and replayed._optimize._graph is not None
+    for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-4)
+
+
+@cuda
+@pytest.mark.parametrize("forced", [True, False])
+def test_graphs_of_pictures_and_halves(forced):
+    pictures = make_vec_env(Guess, 4, seed=0, env_kwargs={"observation_space": PICTURE})
+    model = learn(env=pictures, kind="CnnPolicy", device="cuda", rollouts=3, capture=True)
+    assert model.rollout_buffer.observations.is_cuda
+    assert model.rollout_buffer.observations.dtype == torch.uint8
+    model = learn(env=Pair(forced=forced), device="cuda", rollouts=3, capture=True)
+    assert all(part.act._graph is not None for part in model._collector.parts)
+    buffer = model.rollout_buffer
+    numbers, steps = buffer.observations.unbind(-1)
+    played = (1000 * numbers + 10 * steps + buffer.actions).cpu().numpy()
+    assert (buffer.host_rewards == played).all()
+    with torch.no_grad():
+        _, fresh, _ = model.policy.evaluate_actions(
+            buffer.observations.flatten(0, 1), buffer.actions.flatten()
+        )
+    assert fresh.isfinite().all()
+
+
+@cuda
+def test_nothing_waits_for_the_device_in_an_update():
+    model = learn(device="cuda", rollouts=1, capture=True)
+    indices = torch.arange(16, device="cuda")
+    for _ in range(WARM_UP + 1):
+        model._optimize(indices)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model._optimize(indices)
+        model._minimize(indices)  # eagerly, too
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@cuda
+def test_cuda_checkpoints_go_on_without_cuda(tmp_path):
+    model = learn(device="cuda", rollouts=3, capture=True)
+    model.save(tmp_path / "it")
+    for device in ("cpu", "cuda"):
+        copy = HeadPPO.load(tmp_path / "it", env=cartpole(), device=device)
+        copy.learn(128)
+        assert all(p.isfinite().all() for p in copy.policy.parameters())
