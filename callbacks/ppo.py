@@ -104,18 +104,27 @@ class PPORun(BaseCallback):
         if evaluation:
             self._evaluated = step
             self._look(step)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=self._title(step))
+        self._move_bar(step)
 
     def _on_training_end(self) -> None:
+        self._move_bar(self.model.num_timesteps)
+        self._stop_bar()
         if self.model.num_timesteps > self._saved:
             self.save()
 
     def close(self) -> None:
         """Give signals and terminal back."""
         self.signals.give_back()
+        self._stop_bar()
+
+    def _move_bar(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=self._title(step))
+
+    def _stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
 
     def _look(self, step: int) -> None:
         """Evaluate, keep what is best, tell."""
