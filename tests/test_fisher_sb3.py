@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from cases import HEADS, autograd_fisher
+from cases_sb3 import SMALL, Guess, Rows
 from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.logger import KVWriter, Logger
-from test_sb3 import SMALL, Guess
+from stable_baselines3.common.logger import Logger
 
 from callbacks import FisherMonitorSB3
 from catnat.fisher import off_diagonal_mass
@@ -28,20 +28,6 @@ TAGS = {
     "fim/condition_number",
     "fim/saturated",
 }
-
-
-class Rows(KVWriter):
-    """Keeps what is logged, by step."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def write(self, key_values, key_excluded, step=0):
-        assert set(key_values) == set(key_excluded)
-        self.rows.setdefault(step, {}).update(key_values)
-
-    def close(self):
-        pass
 
 
 class Kept(FisherMonitorSB3):

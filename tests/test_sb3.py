@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from cases import HEADS
+from cases_sb3 import BOX, PICTURE, SMALL, Guess, same_parameters
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
@@ -28,50 +28,10 @@ from catnat.sb3 import (
 )
 from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, draw, masked, mixed
 
-BOX = spaces.Box(-1, 1, (3,))
-PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
-SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}
-
-
-class Guess(gym.Env):
-    """Reward 1 for the action that the observation asks for; some actions are forbidden."""
-
-    def __init__(self, action_space=None, observation_space=BOX):
-        self.action_space = action_space or spaces.Discrete(5)
-        self.observation_space = observation_space
-        self.count = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self.count = 0
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        self.count += 1
-        return (
-            self.observation_space.sample(),
-            float(np.sum(action) == 1),
-            self.count == 8,
-            False,
-            {},
-        )
-
-    def action_masks(self):
-        sizes = getattr(self.action_space, "nvec", [getattr(self.action_space, "n", 0)])
-        return np.concatenate([np.arange(n) % 2 == self.count % 2 for n in sizes])
-
 
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):
     space = action_space or spaces.Discrete(5)
     return kind(observation_space, space, lambda _: 1e-3, head=head, **options)
-
-
-def same_parameters(one: nn.Module, other: nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.parametrize("head", HEADS)

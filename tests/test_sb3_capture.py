@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import HEADS
+from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Pair, Spoil, cartpole, learn, same_parameters
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
-from test_sb3 import PICTURE, SMALL, Guess, same_parameters
-from test_sb3_ppo import BOTH, Pair, Spoil, cartpole, learn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,0 +1,180 @@
+"""What the tests of Stable-Baselines3's side share: small environments and short runs."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.vec_env import DummyVecEnv
+from torch import nn
+
+from catnat.sb3 import HeadPPO
+
+BOX = spaces.Box(-1, 1, (3,))
+PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}
+BOTH = spaces.Dict({"picture": PICTURE, "number": spaces.Discrete(3)})
+
+
+class Guess(gym.Env):
+    """Reward 1 for the action that the observation asks for; some actions are forbidden."""
+
+    def __init__(self, action_space=None, observation_space=BOX):
+        self.action_space = action_space or spaces.Discrete(5)
+        self.observation_space = observation_space
+        self.count = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        return (
+            self.observation_space.sample(),
+            float(np.sum(action) == 1),
+            self.count == 8,
+            False,
+            {},
+        )
+
+    def action_masks(self):
+        sizes = getattr(self.action_space, "nvec", [getattr(self.action_space, "n", 0)])
+        return np.concatenate([np.arange(n) % 2 == self.count % 2 for n in sizes])
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Rows(KVWriter):
+    """Keeps what is logged, by step."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def write(self, key_values, key_excluded, step=0):
+        assert set(key_values) == set(key_excluded)
+        self.rows.setdefault(step, {}).update(key_values)
+
+    def close(self):
+        pass
+
+
+def cartpole(count=4):
+    return make_vec_env("CartPole-v1", count, seed=0, env_kwargs={"max_episode_steps": 30})
+
+
+def learn(algorithm=HeadPPO, env=None, kind="MlpPolicy", head="natural", rollouts=2, **options):
+    policy = HeadPPO.policy_aliases[kind]
+    arguments = SMALL | {"policy_kwargs": {"head": head}} | options
+    model = algorithm(policy, env or cartpole(), **arguments)
+    rows = Rows()
+    model.set_logger(Logger(None, [rows]))
+    model.learn(rollouts * model.n_steps * model.n_envs)
+    return model
+
+
+class Spoil(BaseCallback):
+    """Puts a number that is none into a transition of the last rollout."""
+
+    def __init__(self, name, value):
+        super().__init__()
+        self.name, self.value, self.before = name, value, None
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_end(self):
+        if self.num_timesteps == 96:
+            getattr(self.model.rollout_buffer, self.name)[3, 1] = self.value
+            self.before = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
+            self.moments = [x["exp_avg"].clone() for x in self._states()]
+
+    def _states(self):
+        return self.model.policy.optimizer.state.values()
+
+
+class Count(gym.Env):
+    """Shows (number, steps); the reward tells the number, the step and the action played."""
+
+    action_space, observation_space = spaces.Discrete(4), spaces.Box(0, 1e4, (2,))
+
+    def __init__(self, number, length=7):
+        self.number, self.steps, self.length = number, 0, length
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([self.number, self.steps], np.float32), {}
+
+    def step(self, action):
+        reward = 1000.0 * self.number + 10 * self.steps + action
+        self.steps += 1
+        cut = self.steps % self.length == 0
+        return np.array([self.number, self.steps], np.float32), reward, False, cut, {}
+
+
+class Half(DummyVecEnv):
+    """Forces an action now and then, and notes who is called when."""
+
+    def __init__(self, numbers, calls, forced):
+        super().__init__([lambda number=number: Count(number) for number in numbers])
+        self.first, self.calls, self.forced, self.waiting = numbers[0], calls, forced, False
+        self.count = 0
+
+    @property
+    def forced_actions(self):
+        every = self.count + np.arange(self.num_envs)
+        return np.where(every % 3 == 0, 2, -1) if self.forced else np.full(self.num_envs, -1)
+
+    def step_async(self, actions):
+        assert not self.waiting
+        self.waiting = True
+        self.calls.append((self.first, "async"))
+        forced = self.forced_actions
+        super().step_async(np.where(forced >= 0, forced, actions))
+
+    def step_wait(self):
+        assert self.waiting
+        self.waiting = False
+        self.count += 1
+        self.calls.append((self.first, "wait"))
+        return super().step_wait()
+
+
+class Pair(DummyVecEnv):
+    """Two halves of which only one may be asked at a time."""
+
+    def __init__(self, sizes=(2, 2), forced=False):
+        super().__init__([lambda number=number: Count(number) for number in range(sum(sizes))])
+        self.calls = []
+        first = Half(list(range(sizes[0])), self.calls, forced)
+        self.halves = (first, Half(list(range(sizes[0], sum(sizes))), self.calls, forced))
+
+    def reset(self):
+        return np.concatenate([half.reset() for half in self.halves])
+
+    @property
+    def forced_actions(self):
+        return np.concatenate([half.forced_actions for half in self.halves])
+
+    def step_async(self, actions):
+        for half, part in zip(
+            self.halves, np.split(actions, [self.halves[0].num_envs]), strict=True
+        ):
+            half.step_async(part)
+
+    def step_wait(self):
+        one, other = (half.step_wait() for half in self.halves)
+        return *(np.concatenate(x) for x in list(zip(one, other, strict=True))[:3]), one[3] + other[
+            3
+        ]
