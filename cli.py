@@ -278,6 +278,7 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
+        ".*You have specified a mini-batch size",
         ".*is not in the possible render_modes",
         ".*The render mode is None",
     ):

@@ -188,26 +188,27 @@ def load_state(model: PPO, state: dict[str, Any]) -> None:
     _set_random_state(state["random"], model.device)
 
 
-def _normalizer_state(model: PPO) -> dict[str, Tensor]:
+def _moments(model: PPO) -> dict[str, RunningMeanStd]:
+    """The running moments that observations and rewards are scaled by, if they are."""
     normalizer = model.get_vec_normalize_env()
     if normalizer is None:
         return {}
-    means = {"obs": normalizer.obs_rms, "ret": normalizer.ret_rms}
+    seen = normalizer.obs_rms
+    named = seen if isinstance(seen, dict) else {"": seen}
+    return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
+
+
+def _normalizer_state(model: PPO) -> dict[str, dict[str, Tensor]]:
     return {
-        f"{name}.{part}": torch.as_tensor(getattr(mean, part), dtype=torch.float64)
-        for name, mean in means.items()
-        for part in ("mean", "var", "count")
+        name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
+        for name, moments in _moments(model).items()
     }
 
 
-def _load_normalizer_state(model: PPO, state: dict[str, Tensor]) -> None:
-    normalizer = model.get_vec_normalize_env()
-    if normalizer is None:
-        return
-    for name, value in state.items():
-        which, part = name.split(".")
-        mean: RunningMeanStd = getattr(normalizer, f"{which}_rms")
-        setattr(mean, part, value.item() if part == "count" else value.numpy().copy())
+def _load_normalizer_state(model: PPO, state: dict[str, dict[str, Tensor]]) -> None:
+    for name, moments in _moments(model).items():
+        for part, value in state[name].items():
+            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class NativeAtariVecEnv(VecEnv):
     whatever it is told is known beforehand, and so is what it did play:
 
     - ``forced_actions``: for the next step, -1 where the learner is free;
-    - ``actions_played``: in the step before. Transitions must be labelled by these.
+    - ``actions_played``: in the step before. Transitions must be labelled by these, as HeadPPO
+      does; the PPO of Stable-Baselines3 knows nothing of it.
 
     ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
     and the length in frames. Unlike with the wrappers, the frames stacked across a lost life
