@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import PICTURE, SMALL, Guess, Pair, learn
+from cases_sb3 import PICTURE, SMALL, Count, Guess, Pair, learn
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
 from catnat.sb3 import DeviceRolloutBuffer, HeadPPO
 
@@ -120,6 +120,14 @@ def test_forced_actions_teach_values_only():
     free = (~buffer.forced).flatten().nonzero().flatten()
     model._loss(free)[0].backward()
     assert model.policy.action_net.weight.grad.any()
+
+
+def test_nothing_is_forced_in_the_next_environment():
+    model = learn(env=Pair(forced=True), rollouts=1)
+    assert model.rollout_buffer.forced.any()
+    model.set_env(DummyVecEnv([lambda number=number: Count(number) for number in range(4)]))
+    model.learn(64)
+    assert not model.rollout_buffer.forced.any()
 
 
 def test_episodes_that_are_cut_off_go_on_in_value():

@@ -55,7 +55,8 @@ class HeadPPO(PPO):
     ``halves`` plays with one half while the policy looks at the other, see :class:`Collector`.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
-    the update, with policy and optimizer put back to where they were before it.
+    the update, with policy and optimizer put back to where they were before it. An action that
+    was played and has become impossible is none of these: in the KL divergence it counts 1000.
 
     Args:
         args: as for ``stable_baselines3.PPO``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy"
