@@ -50,6 +50,7 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
 Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
 groups can be left out. To list them: --help model, data, trainer or fisher.
 Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
+PPO has other options: --model ppo --help
 """
 
 

@@ -176,14 +176,14 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
     path = find_checkpoint(home, wanted) if wanted else None
     checkpoint = load_checkpoint(path) if path is not None else {}
-    # A run that goes on does not begin with the games it began with.
-    env = environments.make(environments.num_envs, seed + checkpoint.get("global_step", 0))
+    env = environments.make(environments.num_envs, seed)
     model = make_model(algorithm, training, env, seed)
     same = {name: value for name, value in asdict(environments).items() if name in MUST_AGREE}
     same |= {"head": algorithm.head, "head_options": algorithm.head_options}
     if path is not None:
         compare(path, checkpoint, same, model.policy)
         load_state(model, checkpoint)
+        env.seed(seed + model.num_timesteps)  # not the games that the run began with
     folder = open_run(home, path, saved if command == "fit" else None)
     eval_env = environments.make(min(training.eval_games, 16), seed)
     hparams = asdict(algorithm) | asdict(environments) | {"seed": seed}

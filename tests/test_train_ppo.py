@@ -29,10 +29,12 @@ import gymnasium, numpy as np
 class Clock(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, 1, (16,))
     action_space = gymnasium.spaces.Discrete(3)
+    seeds = []
     def _show(self):
         return np.eye(16, dtype=np.float32)[self.t % 16]
     def reset(self, *, seed=None, options=None):
         self.t = 0
+        self.seeds += [] if seed is None else [seed]
         return self._show(), {}
     def step(self, action):
         self.t += 1
@@ -253,7 +255,11 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(clock, capfd, interrup
     assert line.startswith("stopped by SIGTERM after step 128; go on with: python train.py ")
     assert last()["global_step"] == 128
     again = line.split("python train.py ")[1].split()
+    seeds = sys.modules["clock_env"].Clock.seeds
+    assert seeds[:4] == [0, 1, 2, 3]
+    seeds.clear()
     assert train.main(again) == 0
+    assert seeds[:4] == [128, 129, 130, 131]  # no game twice, where seeds matter
     assert run(*clock, "--default_root_dir=whole") == 0
     assert not Path("runs/ppo/natural/version_1").exists()
     assert same_run(last(), last("whole/ppo/natural/version_0"))
