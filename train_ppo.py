@@ -15,6 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from jsonargparse import ArgumentParser, Namespace
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -76,7 +77,7 @@ def main(names: Names, options: list[str]) -> int:
     with cli.usage_errors():
         run = compose(names.command, parser, config)
     game = f"{names.command} ppo with {names.head} on {config.data.env}"
-    print(f"{game}: {run.folder}{note}", flush=True)
+    print(f"{game}: {run.folder}{note if names.command == 'fit' else ''}", flush=True)
     try:
         return train(run) if names.command == "fit" else test(run)
     except Stopped as stop:
@@ -208,11 +209,7 @@ def make_model(algorithm: Algorithm, training: Training, env: VecEnv, seed: int)
     rate: Any = algorithm.learning_rate
     if algorithm.anneal_lr:
         rate = cleanrl_schedule(algorithm.learning_rate, training.steps, batch)
-    policy: Any = HeadActorCriticPolicy
-    if isinstance(env.observation_space, gymnasium.spaces.Dict):
-        policy = HeadMultiInputActorCriticPolicy
-    elif is_image_space(env.observation_space):
-        policy = HeadActorCriticCnnPolicy
+    policy = policy_for(env.observation_space)
     small = training.device == "auto" and policy is HeadActorCriticPolicy
     return HeadPPO(
         policy,
@@ -233,6 +230,17 @@ def make_model(algorithm: Algorithm, training: Training, env: VecEnv, seed: int)
         device="cpu" if small else training.device,  # small networks are faster there
         seed=seed,
     )
+
+
+def policy_for(space: gymnasium.Space[Any]) -> Any:
+    """The policy that can look at such observations."""
+    if isinstance(space, spaces.Dict):
+        return HeadMultiInputActorCriticPolicy
+    if is_image_space(space):
+        return HeadActorCriticCnnPolicy
+    if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return HeadActorCriticPolicy
+    raise ValueError(f"no policy takes observations of {space}")
 
 
 def share_moments(model: HeadPPO, env: VecEnv) -> None:
@@ -258,7 +266,7 @@ def train(run: Run) -> int:
         callback.save()
         print(f"train.py: {error}; saved: {callback.last}", file=sys.stderr)
         return 1
-    metrics = play(run) | {"train/return": recent_return(model)} | run.fisher.latest
+    metrics = play(run) | recent_return(model) | run.fisher.latest
     record(run, metrics)
     if run.training.gif:
         film(run, output.writer)

@@ -139,12 +139,12 @@ class PPORun(BaseCallback):
             self.save("best")
             self.save()  # it knows of the best one
         if self.show and self._bar is None:
-            trained = {"train/return": recent_return(self.model)}
-            print(progress_line(step, self._rate(step), metrics | trained), flush=True)
+            shown = metrics | recent_return(self.model)
+            print(progress_line(step, self._rate(step), shown), flush=True)
 
     def _title(self, step: int) -> str:
-        rate, score = self._rate(step), recent_return(self.model)
-        return f"step {step:,} of {self.model._total_timesteps:,}  {rate:.3g}/s  return {score:.4g}"
+        said = f"step {step:,} of {self.model._total_timesteps:,}  {self._rate(step):.3g}/s"
+        return said + "".join(f"  return {x:.4g}" for x in recent_return(self.model).values())
 
     def _rate(self, step: int) -> float:
         return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
@@ -154,10 +154,10 @@ def _due(step: int, done: int, every: int) -> bool:
     return every > 0 and step // every > done // every
 
 
-def recent_return(model: PPO) -> float:
-    """Mean return of the last 100 finished games of training; NaN before the first."""
-    games = model.ep_info_buffer or ()
-    return float(np.mean([game["r"] for game in games])) if games else float("nan")
+def recent_return(model: PPO) -> Metrics:
+    """``train/return``, the mean of the last 100 finished games; nothing before the first."""
+    games = model.ep_info_buffer
+    return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}
 
 
 # -- the state of a run, as tensors and plain values ----------------------------------------------

@@ -87,6 +87,7 @@ WRONG = {
     "--env CartPole-v7": "did you mean CartPole-v1?",
     "--env LunarLander-v3": "Box2D",
     "--env Pendulum-v1": "Discrete",
+    "--env Blackjack-v1": "no policy takes observations of Tuple",
     "--backend envpool": "not one of native, sb3",
     "--num_envs 0": "num_envs must be at least 1",
     "--num_env 4": "did you mean --num_envs?",
