@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt
 
 _WIDTH = 100  # of help pages
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
@@ -48,6 +50,7 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
 Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
 groups can be left out. To list them: --help model, data, trainer or fisher.
 Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
+PPO has other options: --model ppo --help
 """
 
 
@@ -144,6 +147,25 @@ def hint(value: str, choices: Collection[str]) -> str:
 
 
 # -- options, once the parser is there -----------------------------------------------------------
+
+
+def base_parser(model: str, save_every: int) -> ArgumentParser:
+    """A parser with the options that all models have."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ckpt_path", type=str | None, default=None)
+    parser.add_argument("--save_every", type=PositiveInt, default=save_every)
+    parser.add_argument("--import", type=list[str], default=[])
+    parser.add_argument("--model.name", type=str, default=model)
+    return parser
+
+
+def how_to_go_on(folder: Path, path: str) -> str:
+    """The command line that continues a run."""
+    return shlex.join(
+        ["python", "train.py", "--config", f"{folder}/config.yaml", "--ckpt_path", path]
+    )
 
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
@@ -258,5 +280,8 @@ def silence() -> None:
         ".*exists and is not empty",
         ".*LeafSpec",
         ".*all_gather is deprecated",
+        ".*You have specified a mini-batch size",
+        ".*is not in the possible render_modes",
+        ".*The render mode is None",
     ):
         warnings.filterwarnings("ignore", message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 import sys
 from argparse import Namespace as Names
 from dataclasses import dataclass, field
@@ -39,13 +38,20 @@ MODELS = {
 }
 
 
+NAMES = (*MODELS, "ppo")  # Lightning does not train PPO: see train_ppo.py
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns 0, 1 (could not finish), 2 (wrong usage) or 128 + signal."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or argv[0] in ("-h", "--help"):
             return show_help(argv[1:])
-        names, options = cli.read_names(argv, MODELS)
+        names, options = cli.read_names(argv, NAMES)
+        if names.model == "ppo":
+            import train_ppo
+
+            return train_ppo.main(names, options)
         return show_help(options, names.model) if names.help else train(names, options)
     except UsageError as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -65,7 +71,7 @@ def show_help(topics: list[str], model: str = "vae") -> int:
         print(cli.group_help(build_parser(model), topics[0]))
         return 0
     recipe = MODELS[model]
-    print(cli.help_page(MODELS, f"{recipe.steps:,}", f"{recipe.steps_on_cpu:,}"), end="")
+    print(cli.help_page(NAMES, f"{recipe.steps:,}", f"{recipe.steps_on_cpu:,}"), end="")
     return 0
 
 
@@ -93,9 +99,8 @@ def train(names: Names, options: list[str]) -> int:
         with cli.usage_errors(("lightning.", "datamodules.")):
             metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
     except Stopped as stop:
-        again = shlex.join(["--config", f"{run.folder}/config.yaml", "--ckpt_path", stop.path])
         if run.trainer.is_global_zero:
-            print(f"{stop}; go on with: python train.py {again}")
+            print(f"{stop}; go on with: {cli.how_to_go_on(run.folder, stop.path)}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
         report(run.trainer, metrics, run.folder)
@@ -127,20 +132,12 @@ class Run:
 
 def build_parser(name: str) -> ArgumentParser:
     """All options of a model, its data, the monitor and the Trainer, with their types."""
-    from jsonargparse import ArgumentParser
-    from jsonargparse.typing import PositiveInt
     from lightning.pytorch import Trainer
 
     from callbacks import FisherMonitor
 
     recipe = MODELS[name]
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None)
-    parser.add_argument("--config", action="config")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ckpt_path", type=str | None, default=None)
-    parser.add_argument("--save_every", type=PositiveInt, default=500)
-    parser.add_argument("--import", type=list[str], default=[])
-    parser.add_argument("--model.name", type=str, default=name)
+    parser = cli.base_parser(name, save_every=500)
     parser.add_class_arguments(load(recipe.model), "model", fail_untyped=False)
     parser.add_class_arguments(load(recipe.data), "data", fail_untyped=False)
     parser.add_class_arguments(FisherMonitor, "fisher")

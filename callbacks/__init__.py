@@ -11,13 +11,15 @@ from .checkpoints import (
     LastCheckpoint,
     Stopped,
     check_same,
+    compare,
     find_checkpoint,
+    load_checkpoint,
     open_run,
 )
 from .figures import VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
-from .report import report
+from .report import report, show_metrics
 from .standard import standard_options
 
 if TYPE_CHECKING:
@@ -32,9 +34,12 @@ __all__ = [
     "Stopped",
     "VAEFigures",
     "check_same",
+    "compare",
     "find_checkpoint",
+    "load_checkpoint",
     "open_run",
     "report",
+    "show_metrics",
     "standard_options",
 ]
 

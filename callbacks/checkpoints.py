@@ -27,6 +27,31 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
         self.signum, self.step, self.path = signum, step, path
 
 
+class StopSignals:
+    """Remembers that SIGINT or SIGTERM asked to stop; a second SIGINT does not wait."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._handlers: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Begin, in the main thread: that is Python's rule for signals."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
+
+    def give_back(self) -> None:
+        """Restore what was done about signals before."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+
+    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames; reads tensors and plain values, never code.
 
@@ -63,12 +88,11 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Read a checkpoint; a ``ValueError`` of one line says what is wrong with it."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
+    content = io.BytesIO(Path(path).read_bytes())  # so that an OSError is the disk's
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except OSError:
-        raise
+            checkpoint = torch.load(content, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"checkpoint {path} is refused: it holds more than tensors and plain values"
@@ -98,8 +122,7 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
-        self._signum = 0
-        self._handlers: dict[int, Any] = {}
+        self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All ranks write, or rather let rank 0 write, to one place."""
@@ -108,12 +131,12 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is something to save."""
         self._saved_step = trainer.global_step
-        self._listen()
+        self._signals.listen()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test can take minutes; nothing is lost when it stops."""
         if trainer.world_size == 1:
-            self._listen()
+            self._signals.listen()
 
     def on_train_batch_end(
         self,
@@ -130,7 +153,7 @@ class LastCheckpoint(Checkpoint):
         if stop or due or (step == trainer.max_steps != self._saved_step):
             self._save(trainer)
         if stop:
-            raise Stopped(self._signum or signal.SIGTERM, step, self.path)
+            raise Stopped(self._signals.signum or signal.SIGTERM, step, self.path)
 
     def on_test_batch_end(
         self,
@@ -142,8 +165,8 @@ class LastCheckpoint(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """Stop if a signal came."""
-        if self._signum:
-            raise Stopped(self._signum, trainer.global_step, self.path)
+        if self._signals.signum:
+            raise Stopped(self._signals.signum, trainer.global_step, self.path)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training may end for other reasons than the number of steps."""
@@ -152,31 +175,19 @@ class LastCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers = {}
-
-    def _listen(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # Python's rule for signals
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
+        self._signals.give_back()
 
     def _save(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
         trainer.save_checkpoint(self.path)
 
-    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._signum = signum
-
     def _must_stop(self, trainer: Trainer, batch_idx: int) -> bool:
         """Whether a signal came on any rank; ranks agree every ten steps, as asking costs time."""
         if trainer.world_size == 1:
-            return bool(self._signum)
+            return bool(self._signals.signum)
         if batch_idx % 10:
             return False
-        return trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False)
+        return trainer.strategy.reduce_boolean_decision(bool(self._signals.signum), all=False)
 
 
 def find_checkpoint(home: Path, wanted: str) -> Path:
@@ -195,12 +206,19 @@ def check_same(path: Path, model: LightningModule) -> None:
 
     Heads can have equal shapes: without this, the wrong one would load without complaint.
     """
-    checkpoint = load_checkpoint(path)
-    made, here = checkpoint.get("hyper_parameters", {}), dict(model.hparams)
-    for name in ("head", "head_options", "num_latents", "num_categories"):
-        if made.get(name) != here.get(name):
+    names = ("head", "head_options", "num_latents", "num_categories")
+    compare(path, load_checkpoint(path), {name: model.hparams.get(name) for name in names}, model)
+
+
+def compare(
+    path: Path, checkpoint: dict[str, Any], here: dict[str, Any], model: torch.nn.Module
+) -> None:
+    """Raise a ``ValueError`` of one line if a checkpoint has other hyperparameters or shapes."""
+    made = checkpoint.get("hyper_parameters", {})
+    for name, value in here.items():
+        if made.get(name) != value:
             raise ValueError(
-                f"checkpoint {path} has {name} {made.get(name)}, the command line {here.get(name)}"
+                f"checkpoint {path} has {name} {made.get(name)}, the command line {value}"
             )
     shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
     if shapes != {name: value.shape for name, value in model.state_dict().items()}:

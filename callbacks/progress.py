@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -38,5 +40,10 @@ class ProgressLines(Callback):
             return
         rate = (trainer.global_step - self._first) / max(time.monotonic() - self._began, 1e-9)
         metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-        shown = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
-        print(f"step {trainer.global_step}  {rate:.3g} steps/s  {shown}", flush=True)
+        print(progress_line(trainer.global_step, rate, metrics), flush=True)
+
+
+def progress_line(step: int, rate: float, metrics: Mapping[str, Any]) -> str:
+    """Step, steps per second and metrics in one line."""
+    shown = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
+    return f"step {step}  {rate:.3g} steps/s  {shown}"

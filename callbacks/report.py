@@ -15,11 +15,21 @@ _MANY = 0.5  # share of saturated scores worth a sentence
 
 
 def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
-    """Print the test metrics and where to look further; fill TensorBoard's hparams tab.
+    """Print the test metrics and where to look further; fill TensorBoard's hparams tab."""
+    show_metrics(metrics, folder, trainer.default_root_dir)
+    _fill_hparams_tab(trainer, metrics)
 
-    The metrics also go to ``metrics.json`` in the run's folder.
+
+def show_metrics(metrics: dict[str, float], folder: Path, root: str | Path) -> None:
+    """Print the metrics of a run, and where to look further; ``metrics.json`` gets them, too.
+
+    Args:
+        metrics: by name.
+        folder: of the run.
+        root: where all runs are.
     """
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    if folder.is_dir():  # a checkpoint that is tested may lie anywhere
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     table = Table(show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
@@ -28,9 +38,7 @@ def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
     for sentence in warnings_of(metrics):
         console.print(sentence, highlight=False)
     console.print(f"run: {folder}", highlight=False)
-    root = trainer.default_root_dir
     console.print(f"compare runs: tensorboard --logdir {root}", highlight=False)
-    _fill_hparams_tab(trainer, metrics)
 
 
 def warnings_of(metrics: dict[str, float]) -> list[str]:
@@ -41,7 +49,7 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
             "The run COLLAPSED: its latents carry no information (KL near 0). "
             "Try a smaller learning rate or another seed."
         )
-    if (share := metrics.get("test/saturated", 0)) > _MANY:
+    if (share := metrics.get("test/saturated", metrics.get("fim/saturated", 0))) > _MANY:
         sentences.append(
             f"{share:.0%} of the scores are SATURATED: they lie where the head is flat and get no "
             "gradient (usual for sparsemax, a sign of trouble for natural)."

@@ -1,5 +1,21 @@
-"""Data for the experiments, as Lightning data modules."""
+"""Data for the experiments: Lightning data modules, and environments.
+
+The environments' packages are imported when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from .mnist import MNISTDataModule
 
-__all__ = ["MNISTDataModule"]
+if TYPE_CHECKING:
+    from .atari import make_atari_vec_env
+
+__all__ = ["MNISTDataModule", "make_atari_vec_env"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "make_atari_vec_env":
+        from .atari import make_atari_vec_env
+
+        return make_atari_vec_env
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,238 @@
+"""A run of PPO beside the learning itself: evaluation, checkpoints, signals, progress."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from torch import Tensor
+
+from .checkpoints import AtomicCheckpointIO, Stopped, StopSignals
+from .progress import progress_line
+
+Metrics = dict[str, float]
+
+
+class PPORun(BaseCallback):
+    """Evaluates, saves and stops between two rollouts, when nothing is under way.
+
+    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from. On
+    SIGINT or SIGTERM it is written, and :class:`Stopped` raised; a second SIGINT does not wait.
+
+    Args:
+        folder: of the checkpoints.
+        hyper_parameters: what a checkpoint must agree with to be continued.
+        evaluate: gives metrics, "return" among them; called with a function that it should call
+            now and then, and that raises when it is time to stop.
+        save_every: environment steps between checkpoints.
+        eval_every: environment steps between evaluations; 0 for none.
+        show: show progress: a bar on a terminal, elsewhere a line at each evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hyper_parameters: dict[str, Any],
+        evaluate: Callable[[Callable[[], None]], Metrics],
+        save_every: int,
+        eval_every: int,
+        show: bool = True,
+    ) -> None:
+        super().__init__()
+        self.folder, self.hyper_parameters = folder, hyper_parameters
+        self.save_every, self.eval_every, self.show = save_every, eval_every, show
+        self.best = -float("inf")
+        self.signals = StopSignals()
+        self.model: PPO
+        self._evaluate = evaluate
+        self._bar: Progress | None = None
+        self._saved = self._evaluated = self._first = 0
+        self._began = 0.0
+
+    @property
+    def last(self) -> str:
+        """Where to continue from."""
+        return str(self.folder / "last.ckpt")
+
+    def stop_if_asked(self) -> None:
+        """Raise if a signal came; to be called where the last checkpoint is up to date."""
+        if self.signals.signum:
+            raise Stopped(self.signals.signum, self.model.num_timesteps, self.last)
+
+    def save(self, name: str = "last") -> None:
+        """Write a checkpoint."""
+        content = state_of(self.model) | {
+            "hyper_parameters": self.hyper_parameters,
+            "best": self.best,
+        }
+        AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
+
+    def _on_training_start(self) -> None:
+        self._saved = self._evaluated = self._first = self.model.num_timesteps
+        self._began = time.monotonic()
+        self.signals.listen()
+        if self.show and sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns)
+            self._bar.add_task("", total=self.model._total_timesteps)
+            self._bar.start()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        step = self.model.num_timesteps
+        if step == self._first:
+            return
+        evaluation = _due(step, self._evaluated, self.eval_every)
+        if self.signals.signum or evaluation or _due(step, self._saved, self.save_every):
+            self._saved = step
+            self.save()
+        self.stop_if_asked()
+        if evaluation:
+            self._evaluated = step
+            self._look(step)
+        self._move_bar(step)
+
+    def _on_training_end(self) -> None:
+        self._move_bar(self.model.num_timesteps)
+        self._stop_bar()
+        if self.model.num_timesteps > self._saved:
+            self.save()
+
+    def close(self) -> None:
+        """Give signals and terminal back."""
+        self.signals.give_back()
+        self._stop_bar()
+
+    def _move_bar(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=self._title(step))
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _look(self, step: int) -> None:
+        """Evaluate, keep what is best, tell."""
+        metrics = {
+            f"eval/{name}": value for name, value in self._evaluate(self.stop_if_asked).items()
+        }
+        for name, value in metrics.items():
+            self.logger.record(name, value)
+        self.logger.dump(step)
+        if metrics["eval/return"] > self.best:
+            self.best = metrics["eval/return"]
+            self.save("best")
+            self.save()  # it knows of the best one
+        if self.show and self._bar is None:
+            shown = metrics | recent_return(self.model)
+            print(progress_line(step, self._rate(step), shown), flush=True)
+
+    def _title(self, step: int) -> str:
+        said = f"step {step:,} of {self.model._total_timesteps:,}  {self._rate(step):.3g}/s"
+        return said + "".join(f"  return {x:.4g}" for x in recent_return(self.model).values())
+
+    def _rate(self, step: int) -> float:
+        return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
+
+
+def _due(step: int, done: int, every: int) -> bool:
+    return every > 0 and step // every > done // every
+
+
+def recent_return(model: PPO) -> Metrics:
+    """``train/return``, the mean of the last 100 finished games; nothing before the first."""
+    games = model.ep_info_buffer
+    return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}
+
+
+# -- the state of a run, as tensors and plain values ----------------------------------------------
+
+
+def state_of(model: PPO) -> dict[str, Any]:
+    """Everything a run continues from, but the environments: they begin new episodes."""
+    parameters = model.get_parameters()
+    return {
+        "state_dict": parameters["policy"],
+        "optimizer": parameters["policy.optimizer"],
+        "global_step": model.num_timesteps,
+        "updates": model._n_updates,
+        "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
+        "normalizer": _normalizer_state(model),
+        "random": _random_state(model.device),
+    }
+
+
+def load_state(model: PPO, state: dict[str, Any]) -> None:
+    """Continue from there."""
+    model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
+    model.num_timesteps = state["global_step"]
+    model._n_updates = state["updates"]
+    model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
+    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
+    _load_normalizer_state(model, state["normalizer"])
+    _set_random_state(state["random"], model.device)
+
+
+def _moments(model: PPO) -> dict[str, RunningMeanStd]:
+    """The running moments that observations and rewards are scaled by, if they are."""
+    normalizer = model.get_vec_normalize_env()
+    if normalizer is None:
+        return {}
+    seen = normalizer.obs_rms
+    named = seen if isinstance(seen, dict) else {"": seen}
+    return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
+
+
+def _normalizer_state(model: PPO) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
+        for name, moments in _moments(model).items()
+    }
+
+
+def _load_normalizer_state(model: PPO, state: dict[str, dict[str, Tensor]]) -> None:
+    for name, moments in _moments(model).items():
+        for part, value in state[name].items():
+            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
+
+
+@contextmanager
+def forked_random_state(device: torch.device, seed: int) -> Iterator[None]:
+    """Whatever is drawn in here comes from a seed, and nobody notices afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])

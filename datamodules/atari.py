@@ -1,0 +1,124 @@
+"""Atari games as vector environments, with the preprocessing that PPO's results are known for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Literal, get_args
+
+from ale_py import ALEInterface, LoggerMode, roms
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
+
+from .atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
+
+Backend = Literal["native", "sb3"]
+_FOR_TWO = {"combat", "joust", "maze_craze", "warlords"}  # these cannot be played alone
+
+
+def make_atari_vec_env(
+    game: str,
+    num_envs: int,
+    backend: Backend = "native",
+    seed: int = 0,
+    life_loss: bool = True,
+    clip_rewards: bool = True,
+    noop_max: int = 30,
+    max_frames: int = 108_000,
+    num_threads: int = 0,
+) -> VecEnv:
+    """Several games of Atari: gray frames of 84 x 84, every fourth, four stacked.
+
+    Actions are never sticky, whatever the name of the game says. Both backends end the learner's
+    episode at a lost life while the game goes on, clip rewards to their sign, and tell the score
+    in ``info["episode"]`` when a game is over.
+
+    Args:
+        game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
+        num_envs: how many games.
+        backend: "native", ale_py's C++ threads, see :class:`NativeAtariVecEnv`; its observations
+            are (4, 84, 84), and with an even number of games its attribute ``halves`` has two
+            environments that can be stepped separately. Or "sb3", the wrappers of
+            Stable-Baselines3 in one Python process, (84, 84, 4).
+        seed: of the first game; the others count on from it.
+        life_loss: a lost life ends an episode.
+        clip_rewards: learn from the sign of rewards.
+        noop_max: most no-ops at a reset.
+        max_frames: a game is cut off after that many.
+        num_threads: of the native backend; 0 for as many as there are cores or games.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    rom = rom_of(game)
+    if backend == "sb3":
+        return _make_wrapped(rom, num_envs, seed, life_loss, clip_rewards, noop_max, max_frames)
+    count = 1 if num_envs % 2 else 2
+    parts = [
+        NativeAtariVecEnv(
+            rom,
+            num_envs // count,
+            seed=seed + k * (num_envs // count),
+            life_loss=life_loss,
+            clip_rewards=clip_rewards,
+            noop_max=noop_max,
+            max_frames=max_frames,
+            num_threads=num_threads,
+        )
+        for k in range(count)
+    ]
+    return parts[0] if count == 1 else PairedAtariVecEnv(*parts)
+
+
+def _make_wrapped(
+    rom: str,
+    num_envs: int,
+    seed: int,
+    life_loss: bool,
+    clip_rewards: bool,
+    noop_max: int,
+    max_frames: int,
+) -> VecEnv:
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greetings
+    # What BreakoutNoFrameskip-v4 is, for all games: the old names exist for some of them only.
+    raw = {
+        "frameskip": 1,
+        "repeat_action_probability": 0.0,
+        "max_num_frames_per_episode": max_frames,
+    }
+    wrapping = {
+        "frame_skip": FRAME_SKIP,
+        "noop_max": noop_max,
+        "terminal_on_life_loss": life_loss,
+        "clip_reward": clip_rewards,
+    }
+    env = make_atari_env(
+        f"ALE/{game_name(rom)}-v5", num_envs, seed, env_kwargs=raw, wrapper_kwargs=wrapping
+    )
+    return VecFrameStack(env, 4)
+
+
+def game_names() -> list[str]:
+    """All games, as Gymnasium spells them."""
+    return [game_name(rom) for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO]
+
+
+def game_name(rom: str) -> str:
+    """Gymnasium's name of a game: "ms_pacman" becomes "MsPacman"."""
+    return rom.title().replace("_", "")
+
+
+def rom_of(game: str) -> str:
+    """ale_py's name of a game: "MsPacman", "ALE/MsPacman-v5" and the like become "ms_pacman"."""
+    bare = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d)?$", "", game)
+    known = {_plain(rom): rom for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO}
+    if _plain(bare) in known:
+        return known[_plain(bare)]
+    near = difflib.get_close_matches(_plain(bare), list(known), 1)
+    close = f"; did you mean {game_name(known[near[0]])}?" if near else ""
+    raise ValueError(f"{game!r} is not one of the {len(known)} Atari games{close}")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()

@@ -1,0 +1,281 @@
+"""ale_py's C++ vector environment behind Stable-Baselines3's ``VecEnv`` interface."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
+
+FRAME_SKIP = 4
+Actions = NDArray[np.int64]
+
+
+class NativeAtariVecEnv(VecEnv):
+    """Several games of Atari, played by C++ threads.
+
+    Frames are those of the usual wrappers: gray, 84 x 84, the pixelwise maximum of the last two
+    of four skipped frames, four of them stacked; no sticky actions; up to 30 no-ops at a reset.
+
+    A lost life ends an episode for the learner and for nobody else: the game goes on, and the
+    next action is FIRE where the game knows it, as Breakout waits for it. What a step will play
+    whatever it is told is known beforehand, and so is what it did play:
+
+    - ``forced_actions``: for the next step, -1 where the learner is free;
+    - ``actions_played``: in the step before. Transitions must be labelled by these, as HeadPPO
+      does; the PPO of Stable-Baselines3 knows nothing of it.
+
+    ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
+    and the length in frames. Unlike with the wrappers, the frames stacked across a lost life
+    belong to both lives.
+
+    Args:
+        rom: the game, as ale_py spells it: "ms_pacman".
+        num_envs: how many games.
+        seed: of the first game; the others count on from it.
+        life_loss: a lost life ends an episode.
+        clip_rewards: learn from the sign of rewards.
+        noop_max: most no-ops at a reset.
+        max_frames: a game is cut off after that many.
+        num_threads: 0 for as many as there are cores or games.
+
+    Shapes:
+        observations (n, 4, 84, 84) uint8, a fresh array at each step.
+    """
+
+    halves = None  # one such environment is not divided further
+
+    def __init__(
+        self,
+        rom: str,
+        num_envs: int,
+        *,
+        seed: int = 0,
+        life_loss: bool = True,
+        clip_rewards: bool = True,
+        noop_max: int = 30,
+        max_frames: int = 108_000,
+        num_threads: int = 0,
+    ) -> None:
+        self._engine = AtariVectorEnv(
+            rom,
+            num_envs,
+            num_threads=num_threads,
+            max_num_frames_per_episode=max_frames,
+            noop_max=noop_max,
+            frameskip=FRAME_SKIP,
+            repeat_action_probability=0.0,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            episodic_life=False,  # it would reset the whole game at a lost life
+            reward_clipping=False,  # here instead, so that the score is known
+            use_fire_reset=True,
+        )
+        self.render_mode: str | None = None
+        space = self._engine.single_observation_space
+        super().__init__(num_envs, space, self._engine.single_action_space)
+        meanings = list(self._engine.ale.get_action_set())
+        self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
+        self._life_loss, self._clip_rewards = life_loss, clip_rewards
+        self._pending = False
+        self._began = time.time()
+        self.lives = np.zeros(num_envs, np.int32)
+        self.forced_actions: Actions = np.full(num_envs, -1)
+        self.actions_played: Actions = np.full(num_envs, -1)
+        self._scores = np.zeros(num_envs)
+        self._frames = np.zeros(num_envs, np.int64)
+        self.seed(seed)
+
+    def reset(self) -> NDArray[np.uint8]:
+        """Begin new games."""
+        if self._pending:
+            self._engine.recv()
+            self._pending = False
+        unseeded = None in self._seeds
+        observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
+        self._reset_seeds()
+        self._scores[:] = 0
+        self.lives, self._frames = info["lives"], info["episode_frame_number"]
+        self.forced_actions = np.full(self.num_envs, -1)
+        frames: NDArray[np.uint8] = observations
+        return frames
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Let the threads begin a step; this does not wait for them."""
+        forced = self.forced_actions
+        self.actions_played = np.where(forced >= 0, forced, actions)
+        self._engine.send(self.actions_played)
+        self._pending = True
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Wait for the step. Finished games have begun anew."""
+        observations, rewards, terminated, truncated, info = self._engine.recv()
+        self._pending = False
+        self._scores += rewards
+        over = terminated | truncated
+        lives = info["lives"]
+        # A game can be at 0 lives some steps before it is over (Qbert): that is no lost life.
+        lost = (lives < self.lives) & (lives > 0) & ~over
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for i in np.flatnonzero(over):
+            infos[i] = {
+                "terminal_observation": info["final_obs"][i],
+                "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
+                "episode": self._summary(i),
+            }
+        dones = over
+        if self._life_loss:
+            dones = over | lost
+            for i in np.flatnonzero(lost):
+                infos[i] = {"terminal_observation": observations[i], "TimeLimit.truncated": False}
+        self.lives, self._frames = lives, info["episode_frame_number"]
+        self.forced_actions = np.where(lost, self._fire, -1)
+        learned = np.sign(rewards) if self._clip_rewards else rewards
+        return observations, learned.astype(np.float32), dones, infos
+
+    def _summary(self, i: np.intp) -> dict[str, float]:
+        """What Monitor says of a finished game; a game that ended amid a step is rounded up."""
+        score, self._scores[i] = float(self._scores[i]), 0
+        seconds = round(time.time() - self._began, 6)
+        return {"r": score, "l": int(self._frames[i]) + FRAME_SKIP, "t": seconds}
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pending:
+            self._engine.recv()
+            self._pending = False
+        self._engine.__dict__.pop("ale", None)
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """An attribute for each game; arrays with one entry per game are taken apart."""
+        value = getattr(self, attr_name)
+        apart = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
+        return [value[i] if apart else value for i in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute that all games share."""
+        if len(list(self._get_indices(indices))) != self.num_envs:
+            raise ValueError(f"{attr_name} can be set for all native games together only")
+        setattr(self, attr_name, value)
+
+    def env_method(
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: VecEnvIndices = None,
+        **method_kwargs: Any,
+    ) -> list[Any]:
+        """Games in C++ have no methods of their own."""
+        raise AttributeError(f"native Atari games have no method {method_name!r}")
+
+    def env_is_wrapped(
+        self,
+        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
+        indices: VecEnvIndices = None,
+    ) -> list[bool]:
+        """As good as wrapped in Monitor: so evaluation counts games, not lives."""
+        return [wrapper_class is Monitor for _ in self._get_indices(indices)]
+
+
+class PairedAtariVecEnv(VecEnv):
+    """Two vector environments as one; ``halves`` can also be stepped separately.
+
+    While a network looks at the observations of one half, the other half plays.
+
+    Args:
+        first: one half.
+        second: as many of the same games.
+    """
+
+    def __init__(self, first: NativeAtariVecEnv, second: NativeAtariVecEnv) -> None:
+        self.halves = (first, second)
+        self.render_mode = first.render_mode
+        num_envs = first.num_envs + second.num_envs
+        super().__init__(num_envs, first.observation_space, first.action_space)
+
+    @property
+    def forced_actions(self) -> Actions:
+        """What the next step will play whatever it is told; -1 where it is free."""
+        return np.concatenate([half.forced_actions for half in self.halves])
+
+    @property
+    def actions_played(self) -> Actions:
+        """What the step before did play."""
+        return np.concatenate([half.actions_played for half in self.halves])
+
+    def reset(self) -> Any:
+        """Begin new games."""
+        return np.concatenate([half.reset() for half in self.halves])
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Let both begin a step."""
+        for half, part in zip(self.halves, np.split(actions, 2), strict=True):
+            half.step_async(part)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Wait for both."""
+        (obs, rewards, dones, infos), (obs2, rewards2, dones2, infos2) = (
+            half.step_wait() for half in self.halves
+        )
+        join: Callable[..., Any] = np.concatenate
+        return join([obs, obs2]), join([rewards, rewards2]), join([dones, dones2]), infos + infos2
+
+    def close(self) -> None:
+        """Close both."""
+        for half in self.halves:
+            half.close()
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Seed all games, counting on from the first one."""
+        first, second = self.halves
+        seeds = first.seed(seed)
+        more = second.seed(None if seeds[0] is None else seeds[0] + first.num_envs)
+        return [*seeds, *more]
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """An attribute for each environment."""
+        values = [value for half in self.halves for value in half.get_attr(attr_name)]
+        return [values[i] for i in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute of each environment."""
+        for half, part in self._parts(indices):
+            half.set_attr(attr_name, value, part)
+
+    def env_method(
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: VecEnvIndices = None,
+        **method_kwargs: Any,
+    ) -> list[Any]:
+        """Call a method of each environment."""
+        results: list[Any] = []
+        for half, part in self._parts(indices):
+            results += half.env_method(method_name, *method_args, indices=part, **method_kwargs)
+        return results
+
+    def env_is_wrapped(
+        self,
+        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
+        indices: VecEnvIndices = None,
+    ) -> list[bool]:
+        """Whether each environment is."""
+        wrapped = [each for half in self.halves for each in half.env_is_wrapped(wrapper_class)]
+        return [wrapped[i] for i in self._get_indices(indices)]
+
+    def _parts(self, indices: VecEnvIndices) -> list[tuple[NativeAtariVecEnv, list[int]]]:
+        """The halves and, for each, those of its environments that are meant."""
+        wanted: Iterable[int] = list(self._get_indices(indices))
+        first, second = self.halves
+        n = first.num_envs
+        parts = [(first, [i for i in wanted if i < n]), (second, [i - n for i in wanted if i >= n])]
+        return [(half, part) for half, part in parts if part]

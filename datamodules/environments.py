@@ -1,0 +1,131 @@
+"""Environments by name: Atari games, and everything else that Gymnasium knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Discrete
+from numpy.typing import NDArray
+from PIL import Image
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecEnv
+
+from .atari import Backend, game_names, make_atari_vec_env, rom_of
+
+
+class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
+    """More actions than an environment has: action a plays a mod n.
+
+    Args:
+        env: with n discrete actions.
+        num_actions: how many it shall seem to have.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], num_actions: int) -> None:
+        super().__init__(env)
+        space = env.action_space
+        if not isinstance(space, Discrete):
+            raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
+        if num_actions < space.n:
+            raise ValueError(f"num_actions must be at least {space.n}, got {num_actions}")
+        self._n = space.n
+        self.action_space = Discrete(num_actions)
+
+    def action(self, action: np.int64) -> np.int64:
+        """The action of the environment."""
+        return np.int64(action % self._n)
+
+
+def is_atari(name: str) -> bool:
+    """Whether a name is that of an Atari game; raises ValueError if it is that of nothing."""
+    if name in gymnasium.registry:  # first: Blackjack-v1 is not the Atari game of that name
+        return str(gymnasium.registry[name].entry_point).startswith("ale_py.")
+    try:
+        rom_of(name)
+    except ValueError:
+        if ":" in name:  # module:name, of a package that registers its environments
+            return False
+        known = [*game_names(), *(each for each in gymnasium.registry if "ALE/" not in each)]
+        near = difflib.get_close_matches(name, known, 1)
+        close = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"{name!r} is neither an Atari game nor registered with Gymnasium{close}"
+        ) from None
+    return True
+
+
+def make_env(
+    name: str,
+    num_envs: int,
+    backend: Backend = "native",
+    seed: int = 0,
+    num_actions: int | None = None,
+) -> VecEnv:
+    """Several environments of a name.
+
+    Args:
+        name: an Atari game in any spelling, or a Gymnasium id such as "CartPole-v1".
+        num_envs: how many.
+        backend: of Atari games, see :func:`make_atari_vec_env`.
+        seed: of the first environment; the others count on from it.
+        num_actions: if given, actions are taken modulo the environment's own number of them.
+    """
+    if is_atari(name):
+        if num_actions is not None:
+            raise ValueError(f"num_actions is for environments other than Atari games, not {name}")
+        return make_atari_vec_env(name, num_envs, backend, seed)
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    try:
+        if num_actions is None:
+            return make_vec_env(name, num_envs, seed)
+        modulo = partial(ModuloActions, num_actions=num_actions)
+        return make_vec_env(name, num_envs, seed, wrapper_class=modulo)
+    except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
+        raise ValueError(f"{name}: {error}") from error
+
+
+class Player(Protocol):
+    """What plays: models and policies of Stable-Baselines3 do."""
+
+    def predict(self, observation: Any, *, deterministic: bool = ...) -> tuple[Any, Any]:
+        """Actions for observations."""
+
+
+def frames_of_a_game(
+    player: Player, env: VecEnv, deterministic: bool, most: int = 2000
+) -> Iterator[NDArray[np.uint8]]:
+    """Pictures (H, W, 3) of one game, up to so many steps of it.
+
+    Args:
+        player: chooses the actions.
+        env: one environment that can be rendered.
+        deterministic: play the likeliest actions.
+        most: steps.
+    """
+    observations = env.reset()
+    for _ in range(most):
+        (frame,) = env.get_images()
+        if frame is not None:
+            yield frame
+        actions, _ = player.predict(observations, deterministic=deterministic)
+        observations, _, _, infos = env.step(actions)
+        if "episode" in infos[0]:  # a lost life is no end
+            return
+
+
+def write_gif(frames: Iterator[NDArray[np.uint8]], path: Path, milliseconds: int = 40) -> bool:
+    """Write an animation; False if there was nothing to write."""
+    images = [
+        Image.fromarray(frame).convert("P", palette=Image.Palette.ADAPTIVE) for frame in frames
+    ]
+    if not images:
+        return False
+    images[0].save(path, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+    return True
