@@ -21,7 +21,8 @@ A file has these keys:
                          many trials; so many of the best go on to all seeds
         fixed            instead of searching: option: value, or option: {head: value}
     metrics      key of metrics.json: {label, better, digits, paper}, where paper is the key in
-                 the paper's row ("" for the row itself), or "<key> - optimal" for a difference
+                 the paper's row ("" for the row itself), or "<key> - optimal" for a difference;
+                 without better it is only shown
     curves       tags of the event files worth keeping
     paper        {table: key of paper.json, keys: {option: name, or {name, values}}}
     differences  sentences: how this is not what the paper did
@@ -113,17 +114,18 @@ class Experiment:
         self, cell: Options, settings: Options, seed: int, name: str = "", **options: Any
     ) -> Run:
         """The run of a cell with these settings; options win over the table's."""
-        folder = self.folder / "-".join([*self._parts(cell, settings, name), f"seed{seed}"])
+        seeded = {"seed": seed} if self.model else {}
+        folder = self.folder / "-".join(self._parts(cell, settings | seeded, name))
         places = [str(part) for part in (self.model, cell.get("head")) if part]
-        every = self.options | cell | settings | options | {"seed": seed}
+        every = self.options | cell | settings | options | seeded
         return Run(
             cell, settings, seed, folder, folder.joinpath(*places), self._command(every, folder)
         )
 
     def _parts(self, cell: Options, settings: Options, name: str) -> Iterator[str]:
-        named = cell | ({} if name.startswith("trial") else settings)
-        for option, value in named.items():
-            if option != "head":
+        told = name.startswith("trial")  # its name says what the settings are
+        for option, value in (cell | settings).items():
+            if option != "head" and not (told and option in settings and option != "seed"):
                 yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
         if name:
             yield name

@@ -57,12 +57,12 @@ class Cluster:
         if ray.is_initialized():
             return
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        here = {} if self.address else {"num_cpus": self.jobs or None, "include_dashboard": False}
+        here: dict[str, Any] = {} if self.address else {"num_cpus": self.jobs or None}
         ray.init(
             address=self.address,
             runtime_env={"env_vars": {"PYTHONPATH": path}},
             log_to_driver=False,
-            logging_level="warning",
+            logging_level=logging.ERROR,
             **here,
         )
 

@@ -43,11 +43,11 @@ def stages(experiment: Experiment) -> Iterator[Stage]:
     if searched(experiment) and "space" in search:
         found = [trials(experiment, cell) for cell in cells]
         missing = [max(0, int(search["trials"]) - len(each)) for each in found]
-        yield Stage("search by TPE", sum(found, []), missing)
+        yield Stage("search by TPE", [run for each in found for run in each], missing)
     elif searched(experiment):
-        yield Stage("coarse search", sum((coarse(experiment, cell) for cell in cells), []))
-        yield Stage("refined search", sum((refined(experiment, cell) for cell in cells), []))
-    yield Stage("seeds", sum((final(experiment, cell) for cell in cells), []))
+        yield Stage("coarse search", [r for cell in cells for r in coarse(experiment, cell)])
+        yield Stage("refined search", [r for cell in cells for r in refined(experiment, cell)])
+    yield Stage("seeds", [run for cell in cells for run in final(experiment, cell)])
 
 
 def open_stage(experiment: Experiment) -> Stage | None:

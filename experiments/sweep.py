@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = plan.names() if args.tables == ["all"] else args.tables
     try:
         tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]
-        return 1 if any([sweep(table, args, argv) for table in tables]) else 0
+        return min(1, sum(sweep(table, args, argv) for table in tables))
     except ValueError as error:
         parser.error(str(error))
     except BrokenPipeError:  # print into head
