@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -39,6 +40,9 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "pdf.fonttype": 42,  # text stays text
 }
+ROOT_NORM = FuncNorm(
+    (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x**2), vmin=-1, vmax=1
+)
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
 

@@ -95,7 +95,11 @@ def landscapes(args: argparse.Namespace) -> list[Path]:
 
 
 def fisher(args: argparse.Namespace) -> list[Path]:
-    """Fisher matrices of all heads at one and the same distribution, scaled to a maximum of 1."""
+    """Fisher matrices of all heads at one and the same distribution, scaled to a maximum of 1.
+
+    Colours go with the square root, or small entries, which are most of softmax's, could not be
+    seen.
+    """
     K = args.num_categories
     probs = torch.softmax(torch.randn(K, dtype=torch.float64), 0)
     names = head_names()
@@ -105,13 +109,16 @@ def fisher(args: argparse.Namespace) -> list[Path]:
         matrix = head.fisher(head.inverse(probs))
         mass = float(off_diagonal_mass(matrix, norm="fro"))
         shown = (matrix / matrix.abs().max()).numpy()
-        picture = axes.imshow(shown, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+        picture = axes.imshow(shown, cmap="RdBu_r", norm=drawing.ROOT_NORM)
         axes.set_title(f"{name}\noff-diagonal mass {mass:.2f}")
         axes.set(xticks=[], yticks=[])
         axes.grid(False)
         for spine in axes.spines.values():
             spine.set_visible(True)
-    bar = figure.colorbar(picture, ax=panels, shrink=0.8, pad=0.015)
+    ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
+    bar = figure.colorbar(picture, ax=panels, shrink=0.8, pad=0.015, ticks=ticks)
+    bar.ax.minorticks_off()
+    bar.ax.yaxis.set_major_formatter("{x:g}")
     bar.set_label("share of the largest entry")
     figure.suptitle(f"Fisher matrices in the scores, at one distribution of {K} categories")
     return drawing.save(figure, args.out, "fisher")
@@ -149,7 +156,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
     found = [(row, runs.version(row.runs[0])) for row in group if row.finished]
     if not found:
         raise ValueError(f"no run of {experiment.name} with {title} is finished")
-    figure, panels = drawing.panels(len(found), 2.6, 2.4)
+    figure, panels = drawing.panels(len(found), 2.6, 1.95)
     for axes, (row, folder) in zip(panels, found, strict=True):
         assert folder is not None
         model, data = load_run(folder)
@@ -163,6 +170,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
         axes.set_yticks([size / 2, 1.5 * size, 5 * size], ["input", "rec.", "prior"])
         axes.tick_params(length=0)
         axes.set(xticks=[], title=row.cell["head"])
+        axes.spines[:].set_visible(False)
         axes.grid(False)
     for axes in panels[1:]:
         axes.set_yticklabels([])

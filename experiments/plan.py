@@ -10,7 +10,7 @@ A file has these keys:
     grid         option: values. Every combination is a cell of the table. Options that go together
                  share a key: "num_latents num_categories: [[10, 8], [20, 16]]"
     names        option: short name, for folders and columns
-    seeds        one run each, with the settings selected for the cell
+    seeds        one run each, with the settings selected for the cell; [null] for what has none
     search       how these settings are selected; null if there are none
         metric, better   what of metrics.json to select by, "lower" or "higher"; no test metric
         seed             of the runs of the search
@@ -55,7 +55,7 @@ class Run:
     Attributes:
         cell: the values of the grid.
         settings: what was searched for, such as the learning rate.
-        seed: of weights and noise.
+        seed: of weights and noise, if there are any.
         folder: the run's --default_root_dir.
         home: where its version_<k> will lie.
         command: the words, without --ckpt_path.
@@ -63,7 +63,7 @@ class Run:
 
     cell: Options
     settings: Options
-    seed: int
+    seed: int | None
     folder: Path
     home: Path
     command: tuple[str, ...]
@@ -71,8 +71,7 @@ class Run:
     @property
     def name(self) -> str:
         """What one calls it in a line of text."""
-        head = self.cell.get("head")
-        return f"{self.folder.name} {head}" if head else self.folder.name
+        return " ".join([self.folder.name, *self.home.relative_to(self.folder).parts[1:]])
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Experiment:
     scale: str
     title: str
     grid: dict[str, list[Any]]
-    seeds: list[int]
+    seeds: list[int | None]
     model: str = ""
     program: str = ""
     options: Options = field(default_factory=dict)
@@ -111,12 +110,12 @@ class Experiment:
         return self.names.get(option, option)
 
     def run(
-        self, cell: Options, settings: Options, seed: int, name: str = "", **options: Any
+        self, cell: Options, settings: Options, seed: int | None, name: str = "", **options: Any
     ) -> Run:
         """The run of a cell with these settings; options win over the table's."""
-        seeded = {"seed": seed} if self.model else {}
+        seeded = {} if seed is None else {"seed": seed}
         folder = self.folder / "-".join(self._parts(cell, settings | seeded, name))
-        places = [str(part) for part in (self.model, cell.get("head")) if part]
+        places = [self.model, str(cell["head"])] if self.model else []
         every = self.options | cell | settings | options | seeded
         return Run(
             cell, settings, seed, folder, folder.joinpath(*places), self._command(every, folder)
@@ -125,7 +124,9 @@ class Experiment:
     def _parts(self, cell: Options, settings: Options, name: str) -> Iterator[str]:
         told = name.startswith("trial")  # its name says what the settings are
         for option, value in (cell | settings).items():
-            if option != "head" and not (told and option in settings and option != "seed"):
+            if option == "head" and self.model:  # train.py makes a folder of it
+                continue
+            if not (told and option in settings and option != "seed"):
                 yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
         if name:
             yield name

@@ -57,20 +57,20 @@ class Cluster:
         if ray.is_initialized():
             return
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        here: dict[str, Any] = {} if self.address else {"num_cpus": self.jobs or None}
+        here: dict[str, Any] = {"num_cpus": self.jobs or None, "include_dashboard": False}
         ray.init(
             address=self.address,
             runtime_env={"env_vars": {"PYTHONPATH": path}},
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **here,
+            **({} if self.address else here),
         )
 
     def tune(self, trainable: Any, folder: Any, name: str, progress: Any, **options: Any) -> None:
         """Run Tune until every sample has ended."""
         resources = {"cpu": 1, "gpu": self.gpus_per_run}
         config = tune.TuneConfig(
-            max_concurrent_trials=self.jobs or None, reuse_actors=False, **options.pop("config")
+            max_concurrent_trials=self.jobs or None, reuse_actors=True, **options.pop("config")
         )
         tune.Tuner(
             tune.with_resources(trainable, resources),

@@ -76,7 +76,7 @@ def facts(experiment: Experiment, found: list[Row], args: argparse.Namespace) ->
     made = [run for row in found for run in row.runs]
     finished = [run for run in made if runs.metrics(run) is not None]
     planned = sum(row.planned for row in found)
-    seeds = ", ".join(map(str, experiment.seeds))
+    seeds = ", ".join(str(seed) for seed in experiment.seeds if seed is not None) or "none"
     lines = [
         f"Scale: `{experiment.scale}` of `experiments/{experiment.name}.yaml`; "
         f"{_steps(experiment, finished)}; seeds {seeds}.",
