@@ -24,6 +24,7 @@ COLOURS = {  # told apart by everybody, and in gray
     "sigmoid": "#009E73",
     "natural": "#D55E00",
 }
+_DASHES = {"natural": (0, (4, 2))}  # where it coincides with sigmoid both are seen
 _OTHERS = ("#CC79A7", "#56B4E9", "#000000", "#999999")
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -85,7 +86,8 @@ def draw_band(axes: Axes, curves: list[Curve], colour: str, label: str) -> None:
     grid = np.linspace(first, last, 200)
     values = np.stack([np.interp(grid, steps, values) for steps, values in curves])
     mean = values.mean(0)
-    axes.plot(grid, mean, color=colour, linewidth=1.4, label=label)
+    style = _DASHES.get(label, "-")
+    axes.plot(grid, mean, color=colour, linewidth=1.4, linestyle=style, label=label)
     if len(curves) > 1:
         spread = values.std(0, ddof=1)
         axes.fill_between(grid, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
