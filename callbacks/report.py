@@ -15,7 +15,7 @@ _MANY = 0.5  # share of saturated scores worth a sentence
 
 
 def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
-    """Print the metrics and where to look further; fill TensorBoard's hparams tab.
+    """Print the test metrics and where to look further; fill TensorBoard's hparams tab.
 
     The metrics also go to ``metrics.json`` in the run's folder.
     """
@@ -30,8 +30,7 @@ def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
     console.print(f"run: {folder}", highlight=False)
     root = trainer.default_root_dir
     console.print(f"compare runs: tensorboard --logdir {root}", highlight=False)
-    # At step 0, where what was logged during training already has a value.
-    _fill_hparams_tab(trainer, {k: v for k, v in metrics.items() if k.startswith("test/")})
+    _fill_hparams_tab(trainer, metrics)
 
 
 def warnings_of(metrics: dict[str, float]) -> list[str]:
@@ -51,6 +50,8 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
 
 
 def _fill_hparams_tab(trainer: Trainer, metrics: dict[str, float]) -> None:
+    # They go to step 0, where what was logged during training has another value already.
+    metrics = {name: value for name, value in metrics.items() if name.startswith("test/")}
     hparams: dict[str, Any] = {}
     for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         hparams |= dict(getattr(part, "hparams", {}))
