@@ -112,8 +112,8 @@ def _steps(experiment: Experiment, finished: list[plan.Run]) -> str:
     """The steps the runs really had."""
     found = set()
     for run in finished:
-        config = runs.config(run)
-        found.add(config.get("trainer", {}).get("max_steps") or config.get("total_steps"))
+        trainer = runs.config(run).get("trainer", {})
+        found.add(trainer.get("max_steps") or trainer.get("total_steps"))
     listed = sorted(steps for steps in found if steps)
     if not listed:
         planned = experiment.options.get("max_steps") or experiment.options.get("total_steps")
