@@ -114,22 +114,19 @@ class Experiment:
     ) -> Run:
         """The run of a cell with these settings; options win over the table's."""
         seeded = {} if seed is None else {"seed": seed}
-        folder = self.folder / "-".join(self._parts(cell, settings | seeded, name))
+        named = cell if name.startswith("trial") else cell | settings  # such a name says them
+        parts = [*self._parts(named), name, *self._parts(seeded)]
+        folder = self.folder / "-".join(filter(None, parts))
         places = [self.model, str(cell["head"])] if self.model else []
         every = self.options | cell | settings | options | seeded
         return Run(
             cell, settings, seed, folder, folder.joinpath(*places), self._command(every, folder)
         )
 
-    def _parts(self, cell: Options, settings: Options, name: str) -> Iterator[str]:
-        told = name.startswith("trial")  # its name says what the settings are
-        for option, value in (cell | settings).items():
-            if option == "head" and self.model:  # train.py makes a folder of it
-                continue
-            if not (told and option in settings and option != "seed"):
+    def _parts(self, options: Options) -> Iterator[str]:
+        for option, value in options.items():
+            if option != "head" or not self.model:  # train.py makes a folder of the head
                 yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
-        if name:
-            yield name
 
     def _command(self, options: Options, folder: Path) -> tuple[str, ...]:
         script, *words = (self.program or "train.py").split()

@@ -54,6 +54,7 @@ class Cluster:
     def start(self) -> None:
         """Connect, or start."""
         logging.getLogger("ray.tune").setLevel(logging.ERROR)  # misses files we do not need
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         if ray.is_initialized():
             return
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -114,7 +114,7 @@ def sweep(table: Experiment, args: argparse.Namespace, argv: list[str]) -> int:
 
 def run_stage(table: Experiment, stage: Stage, args: argparse.Namespace) -> None:
     """Run what is left of a stage."""
-    shown = [*((table.search or {}).get("metric", ""),), *table.metrics][:3]
+    shown = list(dict.fromkeys([(table.search or {}).get("metric", ""), *table.metrics]))[:3]
     progress = Progress(len(stage.pending) + sum(stage.trials), args.jobs, shown)
     if args.engine == "local" and any(stage.trials):
         raise ValueError(f"{table.name} searches by TPE, trial after trial: use --engine ray")
