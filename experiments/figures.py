@@ -196,7 +196,7 @@ def theta(args: argparse.Namespace) -> list[Path]:
             x = true + shift.uniform(-0.02, 0.02, true.shape)
             colour = drawing.colour(head, heads)
             axes.scatter(x, found, s=5, color=colour, alpha=0.45, linewidths=0)
-        axes.plot([0, 1], [0, 1], color="black", linewidth=0.7, zorder=0)
+        axes.plot([0, 1], [0, 1], color="black", linewidth=0.7, zorder=1.5)
         axes.set(title=head, aspect="equal", xlim=(-0.06, 1.02), ylim=(-0.04, 1.04))
     figure.supxlabel("true probability of an edge (points shifted a little)", fontsize=9)
     figure.supylabel("probability found", fontsize=9)
