@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -19,6 +20,16 @@ from experiments.plan import ROOT, Run
 
 Outcome = Literal["finished", "failed", "interrupted"]
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_SET_SIGNAL_OF_PARENTS_DEATH = 1
+
+
+def _stop_with_parent() -> None:
+    """In a command about to begin: be told to save and stop, should the sweep be killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
 
 
 class Children:
@@ -43,6 +54,7 @@ class Children:
                 env=environment | {"PYTHONPATH": path},
                 cwd=ROOT,
                 pass_fds=[lock],  # held until the command itself is gone, whatever happens to us
+                preexec_fn=_stop_with_parent,
             )
             self._processes.add(process)
         status = process.wait()

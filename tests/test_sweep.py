@@ -1,5 +1,6 @@
 """Sweeps: every run once, whatever happens in between, on this machine and on Ray."""
 
+import fcntl
 import json
 import os
 import shlex
@@ -18,10 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Stands in for train.py, in a tenth of a second: a checkpoint, perhaps a wait, then the numbers.
 PROGRAM = """\
-import json, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+if "busy" in options:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 home = Path(options["default_root_dir"])
 with (home / "calls.txt").open("a") as file:
     file.write(options.get("ckpt_path", "new") + "\\n")
@@ -119,7 +122,7 @@ def test_sigterm_stops_the_runs_too(table, tmp_path):
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for_and_not_doubled(table, tmp_path):
-    path = table(grid={"x": [3.0]})
+    path = table(grid={"x": [3.0]}, options={"gate": str(tmp_path / "gate"), "busy": 1})
     process = start(path, "--engine", "local")
     wait_for(lambda: "x3-seed1" in calls(tmp_path), process)
     process.kill()  # the sweep alone
@@ -130,6 +133,19 @@ def test_a_run_that_outlives_its_sweep_is_waited_for_and_not_doubled(table, tmp_
     (tmp_path / "gate").touch()
     assert again.wait(60) == 0
     assert calls(tmp_path) == {"x3-seed1": ["new"]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells them")
+def test_runs_stop_when_their_sweep_is_killed(table, tmp_path):
+    path = table(grid={"x": [3.0]})
+    process = start(path, "--engine", "local")
+    wait_for(lambda: "x3-seed1" in calls(tmp_path), process)
+    process.kill()
+    process.wait()
+    lock = (tmp_path / "runs/tiny/smoke/x3-seed1/.lock").open()
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the run holds it as long as it lives
+    lock.close()
+    assert not list((tmp_path / "runs").rglob("metrics.json"))
 
 
 def test_a_failing_run_is_tried_again_then_given_up(table, tmp_path, capsys):
