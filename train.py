@@ -108,9 +108,19 @@ def train(names: Names, options: list[str]) -> int:
 
 
 def fit_and_test(run: Run) -> dict[str, float]:
-    """Train, then test what was learned last."""
+    """Train, then test what was learned last; with the last validation's metrics, to select by."""
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-    return test(run, None)
+    validated = validation_metrics(run.trainer)
+    if not validated and run.trainer.limit_val_batches:  # resumed after its last step
+        run.trainer.validate(run.model, datamodule=run.data, verbose=False)
+        validated = validation_metrics(run.trainer)
+    return validated | test(run, None)
+
+
+def validation_metrics(trainer: Trainer) -> dict[str, float]:
+    """What the Trainer remembers of its last validation."""
+    metrics = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in metrics if name.startswith("val/")}
 
 
 def test(run: Run, ckpt_path: Path | None) -> dict[str, float]:

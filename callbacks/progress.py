@@ -36,7 +36,8 @@ class ProgressLines(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the line."""
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not training or not trainer.is_global_zero:
             return
         rate = (trainer.global_step - self._first) / max(time.monotonic() - self._began, 1e-9)
         metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}

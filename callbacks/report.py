@@ -58,6 +58,8 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
 
 
 def _fill_hparams_tab(trainer: Trainer, metrics: dict[str, float]) -> None:
+    # They go to step 0, where what was logged during training has another value already.
+    metrics = {name: value for name, value in metrics.items() if name.startswith("test/")}
     hparams: dict[str, Any] = {}
     for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         hparams |= dict(getattr(part, "hparams", {}))

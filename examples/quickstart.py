@@ -26,6 +26,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from catnat import CategoricalHead, head_names, make_head
@@ -138,7 +139,7 @@ def draw_landscape(axes: Axes, name: str, fit: Fit) -> None:
     axes.set_ylabel("$s_2$" if two else r"$(2 s_3 - s_1 - s_2)\,/\,\sqrt{6}$", labelpad=1)
 
 
-def draw_figure(fits: dict[str, Fit], learning_rate: float, out: Path) -> None:
+def draw_figure(fits: dict[str, Fit], learning_rate: float) -> Figure:
     """One panel for each head, all on the same colour scale."""
     columns = min(4, len(fits))
     rows = math.ceil(len(fits) / columns)
@@ -159,7 +160,7 @@ def draw_figure(fits: dict[str, Fit], learning_rate: float, out: Path) -> None:
     bar.ax.minorticks_off()
     bar.ax.yaxis.set_major_formatter("{x:.1f}")
     figure.suptitle(f"Gradient descent to a uniform target, learning rate {learning_rate:g}")
-    figure.savefig(out, dpi=200)
+    return figure
 
 
 class Parser(argparse.ArgumentParser):
@@ -212,7 +213,7 @@ def main() -> None:
     }
     print_table(fits, args.learning_rate, args.steps)
     try:
-        draw_figure(fits, args.learning_rate, args.out)
+        draw_figure(fits, args.learning_rate).savefig(args.out, dpi=200)
     except OSError as problem:
         parser.error(f"cannot write {args.out}: {problem.strerror}")
     print("\nThe order depends on the learning rate: compare --learning-rate 1 and 5.")

@@ -1,0 +1,200 @@
+"""Model-steps per second of the VAE sweep: k processes side by side on one device.
+
+Each process is a run of the VAE table as ``train.py`` composes it. All warm up; then the steps
+of all of them within the same seconds are counted. With CUDA also under MPS, where there is one:
+then the processes share the device at the same time instead of by turns. The last column is what
+one such device needs for the whole table at the paper's protocol, from the YAML, without the
+seconds that each run takes to start, to validate and to test.
+
+    python benchmarks/bench_sweep.py --processes 1 4 8 16 --root DATA
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
+
+from experiments import plan, stages
+
+FOREVER = 10**8
+MPS = "nvidia-cuda-mps-control"
+
+
+def table_steps() -> tuple[int, int]:
+    """Runs and optimizer steps of the VAE table at the paper's protocol."""
+    table = plan.load("vae_adam", "paper")
+    cells, search = len(table.cells()), table.search or {}
+    refined = [factor for factor in search["factors"] if factor != 1]  # 1 is the coarse rate
+    runs = cells * (len(search["coarse"]) + len(refined) + len(table.seeds))
+    return runs, runs * int(table.options["max_steps"])
+
+
+def command(number: int, args: argparse.Namespace, folder: Path) -> list[str]:
+    """The options of the n-th process: all heads in turn, at the size asked for."""
+    only = {"num_latents": [str(args.size[0])], "num_categories": [str(args.size[1])]}
+    table = plan.load("vae_adam", "paper", folder, only=only)
+    cells = table.cells()
+    run = stages.coarse(table, cells[number % len(cells)])[1]
+    more = [f"--data.root={args.root}", f"--max_steps={FOREVER}", f"--save_every={FOREVER}"]
+    never = [f"--val_check_interval={FOREVER}", "--num_sanity_val_steps=0"]
+    place = [f"--default_root_dir={folder / str(number)}", f"--seed={number}"]
+    return [*run.command[2:], *more, *never, *place]
+
+
+def work(options: list[str], folder: Path, warm_up: int) -> None:
+    """Train until told to stop; write when which step was reached."""
+    from lightning.pytorch import Callback, Trainer
+
+    import cli
+    import train
+
+    class Pace(Callback):
+        """Remembers times and steps."""
+
+        def __init__(self) -> None:
+            self.points: list[tuple[float, int]] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            self.points.append((time.time(), trainer.global_step))
+            if trainer.global_step >= warm_up and len(self.points) % 10 == 0:
+                ready.touch()
+                trainer.should_stop = stop.exists()
+
+    ready, stop = folder / f"ready{os.getpid()}", folder / "stop"
+    cli.silence()
+    names, rest = cli.read_names(options, train.MODELS)
+    parser = train.build_parser(names.model)
+    config = cli.parse(parser, [*rest, f"--model.name={names.model}", f"--model.head={names.head}"])
+    train.fill_in(config, train.MODELS[names.model])
+    run = train.compose("fit", parser, config)
+    pace = Pace()
+    run.trainer.callbacks.append(pace)  # type: ignore[attr-defined]
+    run.trainer.fit(run.model, datamodule=run.data)
+    (folder / f"points{os.getpid()}.json").write_text(json.dumps(pace.points))
+
+
+def rate(number: int, args: argparse.Namespace, environment: dict[str, str]) -> float:
+    """Model-steps per second of so many processes together."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        base = [sys.executable, __file__, "--work", place, "--warm_up", str(args.warm_up), "--"]
+        processes = [
+            subprocess.Popen(
+                [*base, *command(i, args, folder)],
+                env={"OMP_NUM_THREADS": "1"} | os.environ | environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if not args.verbose else None,
+            )
+            for i in range(number)
+        ]
+        try:
+            while len(list(folder.glob("ready*"))) < number:
+                if any(process.poll() is not None for process in processes):
+                    raise SystemExit("a process ended before its time; see --verbose")
+                time.sleep(0.2)
+            began = time.time()
+            time.sleep(args.seconds)
+            ended = time.time()
+            (folder / "stop").touch()
+            for process in processes:
+                process.wait(120)
+        finally:
+            for process in processes:
+                process.kill()
+        found = [json.loads(path.read_text()) for path in folder.glob("points*.json")]
+    assert len(found) == number
+    return sum(_step_at(ended, each) - _step_at(began, each) for each in found) / (ended - began)
+
+
+def _step_at(moment: float, points: list[list[float]]) -> float:
+    """The step a process had reached, in between by interpolation."""
+    import numpy as np
+
+    times, steps = zip(*points, strict=True)
+    return float(np.interp(moment, times, steps))
+
+
+@contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """A server for the processes that get this environment."""
+    with tempfile.TemporaryDirectory(prefix="mps") as place:
+        here = {
+            "CUDA_MPS_PIPE_DIRECTORY": f"{place}/pipe",
+            "CUDA_MPS_LOG_DIRECTORY": f"{place}/log",
+        }
+        for folder in here.values():
+            Path(folder).mkdir()
+        environment = os.environ | here
+        subprocess.run([MPS, "-d"], env=environment, check=True)
+        try:
+            yield here
+        finally:
+            subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
+
+
+def main() -> None:
+    """Print the table, and write it as CSV where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 4, 8, 16])
+    parser.add_argument("--root", default="data", help="folder of the MNIST files")
+    parser.add_argument("--size", nargs=2, type=int, default=[20, 32], metavar=("N", "K"))
+    parser.add_argument("--seconds", type=float, default=15.0, help="to count (default 15)")
+    parser.add_argument("--warm_up", type=int, default=500, help="steps before (default 500)")
+    parser.add_argument("--no_mps", action="store_true")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show what the processes complain of"
+    )
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:split])
+    if args.work:
+        work(sys.argv[split + 1 :], args.work, args.warm_up)
+        return
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    modes = ["by turns"]
+    if torch.cuda.is_available() and shutil.which(MPS) and not args.no_mps:
+        modes.append("MPS")
+    elif torch.cuda.is_available():
+        print(f"no {MPS} here: without MPS alone")
+    runs, steps = table_steps()
+    print(f"DiscreteVAE, N = {args.size[0]}, K = {args.size[1]}, batch 100, {device}")
+    print(f"the table at the paper's protocol: {runs:,} runs, {steps:,} steps")
+    print(f"{'sharing':10}{'processes':>10}{'model-steps/s':>15}{'ms per step':>13}{'hours':>8}")
+    lines = []
+    for mode in modes:
+        for number in args.processes:
+            if mode == "MPS":
+                with mps() as environment:
+                    speed = rate(number, args, environment)
+            else:
+                speed = rate(number, args, {})
+            hours = steps / speed / 3600
+            print(f"{mode:10}{number:10}{speed:15,.0f}{1e3 / speed:13.3f}{hours:8.1f}", flush=True)
+            values = (device, mode, number, round(speed, 1), round(hours, 2))
+            names = ("device", "sharing", "processes", "model_steps_per_second", "hours")
+            lines.append(dict(zip(names, values, strict=True)))
+            if args.csv:  # as it comes: time on a device may end
+                with args.csv.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, fieldnames=names)
+                    writer.writeheader()
+                    writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()

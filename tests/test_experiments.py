@@ -1,0 +1,350 @@
+"""The tables of the paper: every file fits the real options, and runs become the right table."""
+
+import csv
+import json
+import math
+
+import pytest
+import yaml
+
+import train
+from experiments import plan, runs, stages, tables
+from experiments.plan import HERE
+from experiments.summary import compared, paper_entry, rows, welch
+
+EVERY = [(name, scale) for name in plan.names() for scale in plan.SCALES]
+
+
+def finish(run, **numbers):
+    folder = run.home / "version_0"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(
+        json.dumps({k.replace("_", "/", 1): v for k, v in numbers.items()})
+    )
+
+
+def some_runs(experiment):
+    """A run of each head, with settings from wherever they come."""
+    search = experiment.search or {}
+    for cell in {cell.get("head"): cell for cell in experiment.cells()}.values():
+        if "space" in search:
+            space = {name: limits["low"] for name, limits in search["space"].items()}
+            yield stages.trial_run(experiment, cell, space)
+        if search.get("coarse"):
+            yield stages.coarse(experiment, cell)[0]
+        if not stages.searched(experiment):
+            yield from stages.final(experiment, cell)[:1]
+
+
+# -- the files -----------------------------------------------------------------------------------
+
+
+def test_there_is_a_file_for_every_table_and_figure():
+    wanted = {"gsl", "gsl_local", "vae_adam", "vae_sgd", "mlp_vae", "ppo_breakout", "ppo_seaquest"}
+    assert set(plan.names()) == wanted | {"figure_landscapes"}
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_train_takes_every_option(name, scale, capsys):
+    experiment = plan.load(name, scale)
+    if experiment.program:
+        pytest.skip("not a matter of train.py")
+    if experiment.model not in getattr(train, "NAMES", train.MODELS):
+        pytest.skip(f"no model {experiment.model} here")
+    for run in some_runs(experiment):
+        status = train.main([*run.command[2:], "--print_config"])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        assert str(run.folder) in out
+
+
+@pytest.mark.parametrize("scale", plan.SCALES)
+def test_figures_take_every_option(scale):
+    from experiments.figures import build_parser
+
+    for run in some_runs(plan.load("figure_landscapes", scale)):
+        assert build_parser().parse_args(run.command[2:]).default_root_dir == run.folder
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_every_cell_of_the_paper_is_found(name, scale):
+    experiment = plan.load(name, scale)
+    for metric, described in experiment.metrics.items():
+        if "paper" in described:
+            for cell in experiment.cells():
+                assert math.isfinite(paper_entry(experiment, cell, metric)["mean"]), (metric, cell)
+
+
+def test_the_paper_scale_has_all_the_cells_of_the_paper():
+    paper = json.loads((HERE / "paper.json").read_text())
+    for name in plan.names():
+        experiment = plan.load(name, "paper")
+        if experiment.paper and not name.startswith("ppo"):
+            theirs = [row for row in paper[experiment.paper["table"]] if row["head"] != "optimal"]
+            assert len(experiment.cells()) == len(theirs)
+
+
+def test_all_folders_and_selection_metrics_are_sound():
+    for name, scale in EVERY:
+        experiment = plan.load(name, scale)
+        found = [run for stage in stages.stages(experiment) for run in stage.runs]
+        assert len({(run.home, run.seed) for run in found}) == len(found)
+        if stages.searched(experiment):
+            assert not experiment.search["metric"].startswith("test/")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"search": {"metric": "test/nll"}}, "no test metric"),
+        ({"seeds": [0, 1]}, "seed 0"),
+        ({"colour": "red"}, "colour"),
+        ({"model": None}, "neither a model nor a program"),
+    ],
+)
+def test_a_wrong_file_gets_one_line(tmp_path, change, said):
+    content = yaml.safe_load((HERE / "vae_adam.yaml").read_text())
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(plan.merged(content, change)))
+    with pytest.raises(ValueError, match=said):
+        plan.load(str(path), "paper")
+
+
+def test_layers_of_a_file(tmp_path):
+    below = {"a": 1, "b": {"x": 1, "y": [1, 2]}, "c": {"z": 1}}
+    assert plan.merged(below, {"b": {"y": [3]}, "c": None}) == {"a": 1, "b": {"x": 1, "y": [3]}}
+    assert below["b"]["y"] == [1, 2]
+    sgd, adam = plan.load("vae_sgd", "small"), plan.load("vae_adam", "small")
+    assert sgd.options["optimizer"] == "sgd"
+    assert sgd.cells() == adam.cells()
+    assert len(plan.load("vae_adam", "small").differences) == 3  # two of the file, one of the scale
+
+
+def test_only_keeps_part_of_the_grid():
+    only = {"head": ["natural"], "num_latents": ["10", "20"]}
+    cells = plan.load("vae_adam", "paper", only=only).cells()
+    assert {cell["num_latents"] for cell in cells} == {10, 20}
+    assert len(cells) == 6 * 2
+    with pytest.raises(ValueError, match="no cell"):
+        plan.load("vae_adam", "paper", only={"head": ["soft"]})
+
+
+# -- stages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "best", "refined"),
+    [
+        ("vae_adam", 0.01, {0.0045, 0.0056, 0.0069, 0.0085, 0.013, 0.016, 0.02}),
+        ("mlp_vae", 0.0002, {0.00012, 0.00015, 0.00018, 0.00022, 0.00027, 0.00033, 0.0004}),
+        ("gsl", 0.05, {0.025, 0.03, 0.0375, 0.045, 0.055, 0.0675, 0.0825}),
+        ("gsl", 0.02, {0.012, 0.015, 0.018, 0.022, 0.027, 0.033, 0.04}),
+    ],
+)
+def test_rates_are_refined_around_the_best_as_in_the_paper(tmp_path, name, best, refined):
+    experiment = plan.load(name, "paper", tmp_path)
+    cell = experiment.cells()[0]
+    first = stages.coarse(experiment, cell)
+    for run in first[:-1]:
+        finish(run, val_loss=abs(math.log(run.settings["learning_rate"] / best)), test_nll=1)
+    assert stages.refined(experiment, cell) == []  # one is missing
+    finish(first[-1], val_loss=9)
+    made = {run.settings["learning_rate"] for run in stages.refined(experiment, cell)}
+    assert made >= refined
+    assert not made & {
+        run.settings["learning_rate"] for run in first if run.settings["learning_rate"] == best
+    }
+
+
+def test_selection_is_by_validation_over_both_stages(tmp_path):
+    experiment = plan.load("vae_adam", "smoke", tmp_path, only={"head": ["natural"]})
+    (cell,) = experiment.cells()
+    low, high = stages.coarse(experiment, cell)
+    finish(low, val_loss=5.0, test_nll=0.0)  # the best on the test set, which must not count
+    finish(high, val_loss=2.0, test_nll=9.0)
+    (refined,) = stages.refined(experiment, cell)
+    assert refined.settings == {"learning_rate": 0.005}
+    assert stages.selected(experiment, cell) == []  # not yet known
+    finish(refined, val_loss=1.0, test_nll=9.0)
+    assert stages.selected(experiment, cell) == [{"learning_rate": 0.005}]
+    assert [run.seed for run in stages.final(experiment, cell)] == [1, 2]
+
+
+def test_runs_that_failed_or_diverged_are_not_selected(tmp_path):
+    experiment = plan.load("vae_adam", "smoke", tmp_path, only={"head": ["natural"]})
+    (cell,) = experiment.cells()
+    low, high = stages.coarse(experiment, cell)
+    finish(low, val_loss=math.nan)
+    high.home.mkdir(parents=True)
+    runs.record_failure(high, 2, "out of memory")
+    assert runs.done(high) and runs.failure(high) == "out of memory"
+    assert stages.refined(experiment, cell) == []
+    assert [stage.runs for stage in stages.stages(experiment)][1:] == [[], []]
+    assert stages.open_stage(experiment) is None  # nothing left that could be done
+
+
+def test_half_a_metrics_file_is_no_finished_run(tmp_path):
+    run = stages.final(
+        plan.load("mlp_vae", "smoke", tmp_path),
+        {"head": "natural", "num_latents": 10, "num_categories": 8},
+    )[0]
+    finish(run, val_loss=1)
+    assert runs.done(run)
+    (run.home / "version_0" / "metrics.json").write_text('{"val/loss": 1')
+    assert not runs.done(run)
+
+
+def test_tpe_selects_the_top_configurations(tmp_path):
+    experiment = plan.load("ppo_breakout", "smoke", tmp_path)
+    cell, other = experiment.cells()
+    search = stages.open_stage(experiment)
+    assert (search.runs, search.trials) == ([], [2, 2])
+    returns = {1: 3.0, 2: 7.0}
+    for epochs, value in returns.items():
+        run = stages.open_trial(experiment, cell, {"update_epochs": epochs, "num_envs": 2})
+        finish(run, **{"train_return": value})
+    assert stages.open_stage(experiment).trials == [0, 2]
+    assert stages.selected(experiment, cell) == [{"update_epochs": 2, "num_envs": 2}]
+    assert stages.selected(experiment, other) == []
+    (final,) = stages.final(experiment, cell)
+    assert "--update_epochs=2" in final.command and "--seed=1" in final.command
+    assert final.folder.name.split("-seed")[0] == run.folder.name.split("-seed")[0]
+
+
+# -- statistics ----------------------------------------------------------------------------------
+
+
+def test_welch_by_hand():
+    a, b = [1.0, 2.0, 3.0, 4.0], [3.0, 5.0, 7.0]
+    from scipy.stats import t
+
+    va, vb = 5 / 3 / 4, 4 / 3
+    freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 2)
+    expected = 2 * t.sf(abs(2.5 - 5) / math.sqrt(va + vb), freedom)
+    assert welch(a, b) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [([1.0, 1.0], [1.0, 1.0], 1.0), ([1.0, 1.0], [2.0, 2.0], 0.0), ([1.0], [1.0, 2.0], None)],
+)
+def test_welch_where_it_has_nothing_to_go_by(a, b, expected):
+    assert welch(a, b) == expected
+
+
+def test_bold_is_the_best_and_what_cannot_be_told_from_it():
+    close, best, far, missing = [1.0, 1.2, 1.1], [1.0, 1.1, 1.05], [5.0, 5.1, 5.2], []
+    assert [bold for _, bold in compared([close, best, far, missing], "lower")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [bold for _, bold in compared([close, best, far, missing], "higher")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert [bold for _, bold in compared([[1.0], [2.0]], "lower")] == [True, False]
+    assert [bold for _, bold in compared([[1.0], [1.0]], "lower")] == [True, True]
+    assert [bold for _, bold in compared([close, best], None)] == [False, False]
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gsl(tmp_path):
+    """Five seeds of two heads at one theta: one dead, one failed, everything else missing."""
+    experiment = plan.load("gsl_local", "small", tmp_path / "runs")
+    cells = [cell for cell in experiment.cells() if cell["theta"] == 0.75]
+    for cell in cells:
+        for run in stages.final(experiment, cell):
+            if cell["head"] == "natural":
+                dead = 2.0 if run.seed == 3 else 0.0
+                finish(
+                    run,
+                    **{
+                        "test_theta_mae": 0.002 + run.seed * 1e-4,
+                        "test_dead_edges": dead,
+                        "test_energy_score_2x": 10.7,
+                        "test_gap_2x": 0.01,
+                    },
+                )
+            if cell["head"] == "softmax" and run.seed < 5:
+                finish(run, **{"test_theta_mae": 0.009 + run.seed * 1e-4, "test_dead_edges": 0.0})
+            if cell["head"] == "softmax" and run.seed == 5:
+                run.home.mkdir(parents=True)
+                runs.record_failure(run, 2, "boom")
+    return tmp_path
+
+
+def test_a_table_says_everything(gsl):
+    folder = gsl
+    out = folder / "out"
+    arguments = ["--runs", str(folder / "runs"), "--out", str(out)]
+    assert tables.main(["gsl_local", *arguments]) == 0
+    with (out / "gsl_local.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    mae = {
+        line["head"]: line
+        for line in lines
+        if line["metric"] == "test/theta_mae" and line["theta"] == "0.75"
+    }
+    assert float(mae["natural"]["mean"]) == pytest.approx(0.0023)
+    assert float(mae["natural"]["std"]) == pytest.approx(math.sqrt(2.5) * 1e-4)
+    assert float(mae["natural"]["difference"]) == pytest.approx(0.0023 - 0.0043)
+    assert (mae["natural"]["n"], mae["natural"]["bold"]) == ("5", "True")
+    assert (mae["softmax"]["n"], mae["softmax"]["bold"]) == ("4", "False")
+    assert (mae["sigmoid"]["n"], mae["sigmoid"]["mean"]) == ("0", "")
+    gap = next(
+        line
+        for line in lines
+        if line["metric"] == "test/gap_2x" and line["theta"] == "0.75" and line["head"] == "natural"
+    )
+    assert float(gap["paper_mean"]) == pytest.approx(10.674 - 10.672)
+
+    text = (out / "gsl_local.md").read_text()
+    row = {
+        line.split("|")[2].strip(): line for line in text.splitlines() if line.startswith("| 0.75 ")
+    }
+    assert "**0.0023 ± 0.0002** (0.0043, -0.0020)" in row["natural"]
+    assert "1 with dead edges" in row["natural"] and "| 0.05 | 5 |" in row["natural"]
+    assert "1 failed" in row["softmax"] and "4 of 5" in row["softmax"]
+    assert "— (0.0119)" in row["sigmoid"] and "0 of 5" in row["sigmoid"]
+    assert (
+        "`small`" in text
+        and "Not the paper's estimator" in text
+        and "9 of 100 runs finished, 1 failed" in text
+    )
+    columns = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(columns) == 1
+
+    latex = (out / "gsl_local.tex").read_text()
+    assert r"$\mathbf{0.0023 \pm 0.0002}$ {\scriptsize $(0.0043, -0.0020)$}" in latex
+    body = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    assert len({line.count(" & ") for line in body}) == 1 and len(body) == 21
+    with (out / "gsl_local_runs.csv").open() as file:
+        states = [line["status"] for line in csv.DictReader(file)]
+    assert [states.count(each) for each in ("finished", "failed", "missing")] == [9, 1, 90]
+
+
+def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
+    experiment = plan.load("vae_adam", "smoke", tmp_path, only={"head": ["softmax"]})
+    (cell,) = experiment.cells()
+    for loss, run in enumerate(reversed(stages.coarse(experiment, cell))):
+        finish(run, val_loss=loss)
+    for run in stages.refined(experiment, cell):
+        finish(run, val_loss=5)
+    for run in stages.final(experiment, cell):
+        finish(run, test_nll=200.0, test_collapsed=run.seed - 1)
+    (row,) = rows(experiment)
+    assert row.notes == ["1 collapsed", "lr at the edge of the search"]
+
+
+def test_no_runs_no_table(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tables.main(["gsl", "--runs", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "no runs of gsl" in capsys.readouterr().err
