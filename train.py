@@ -27,6 +27,7 @@ class Recipe:
     steps: int = 60_000
     steps_on_cpu: int = 2_000
     defaults: dict[str, Any] = field(default_factory=dict)
+    links: tuple[tuple[str, str, str | None], ...] = ()  # from, to, a function between them
 
 
 MODELS = {
@@ -35,6 +36,17 @@ MODELS = {
         "lit_modules.MLPDiscreteVAE",
         "datamodules.MNISTDataModule",
         defaults={"data.variant": "stochastic", "data.batch_size": 128},
+    ),
+    "gsl": Recipe(
+        "lit_modules.GraphStructureLearner",
+        "datamodules.CommunityGraphDataModule",
+        steps=5_000,
+        steps_on_cpu=5_000,
+        links=(
+            ("data.communities", "model.num_nodes", "datamodules.community_graph.num_nodes"),
+            ("data.in_features", "model.in_features", None),
+            ("data.out_features", "model.out_features", None),
+        ),
     ),
 }
 
@@ -145,6 +157,8 @@ def build_parser(name: str) -> ArgumentParser:
     parser.add_class_arguments(load(recipe.data), "data", fail_untyped=False)
     parser.add_class_arguments(FisherMonitor, "fisher")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
+    for source, target, function in recipe.links:
+        parser.link_arguments(source, target, compute_fn=load(function) if function else None)
     parser.set_defaults(recipe.defaults)
     parser.set_defaults({"trainer.devices": 1, "trainer.default_root_dir": "runs"})
     parser.set_defaults({"trainer.enable_model_summary": False})
@@ -161,7 +175,7 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
-        if on_cpu:
+        if trainer.max_steps < recipe.steps:
             note = (
                 f", {recipe.steps_on_cpu} steps on this CPU; the recipe: --max_steps {recipe.steps}"
             )

@@ -1,5 +1,6 @@
 """Data for the experiments, as Lightning data modules."""
 
+from .community_graph import CommunityGraphDataModule
 from .mnist import MNISTDataModule
 
-__all__ = ["MNISTDataModule"]
+__all__ = ["CommunityGraphDataModule", "MNISTDataModule"]
