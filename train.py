@@ -77,7 +77,7 @@ def show_help(topics: list[str], model: str = "vae") -> int:
         print(cli.group_help(build_parser(model), topics[0]))
         return 0
     recipe = MODELS[model]
-    print(cli.help_page(MODELS, f"{recipe.steps:,}", f"{recipe.steps_on_cpu:,}"), end="")
+    print(cli.help_page(MODELS, recipe.steps, recipe.steps_on_cpu), end="")
     return 0
 
 
@@ -102,7 +102,7 @@ def train(names: Names, options: list[str]) -> int:
     if run.trainer.is_global_zero:
         print(f"{names.command} {names.model} with {names.head}: {run.folder}{note}", flush=True)
     try:
-        with cli.usage_errors(("lightning.", "datamodules.")):
+        with cli.usage_errors(("lightning.", "datamodules.", "lit_modules.")):
             metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
     except Stopped as stop:
         again = shlex.join(["--config", f"{run.folder}/config.yaml", "--ckpt_path", stop.path])
@@ -214,7 +214,8 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     folder = open_run(home, ckpt_path, saved if command == "fit" else None)
     if command == "test":
         options["logger"] = options["logger"] or False  # only what was asked for is written
-    trainer = Trainer(**standard_options(options, objects.fisher, folder, config.save_every))
+    standard = (objects.model, objects.fisher, folder, config.save_every)
+    trainer = Trainer(**standard_options(options, *standard))
     return Run(objects.model, objects.data, trainer, folder, ckpt_path)
 
 

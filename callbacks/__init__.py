@@ -8,7 +8,7 @@ from .checkpoints import (
     find_checkpoint,
     open_run,
 )
-from .figures import VAEFigures
+from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
 from .report import report
@@ -17,6 +17,7 @@ from .standard import standard_options
 __all__ = [
     "AtomicCheckpointIO",
     "FisherMonitor",
+    "GraphFigures",
     "LastCheckpoint",
     "ProgressLines",
     "Stopped",

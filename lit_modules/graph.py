@@ -77,6 +77,8 @@ class GraphStructureLearner(ReplayedSteps):
             about 0.015 in energy_score_2x.
     """
 
+    theta_moves: Tensor
+
     def __init__(
         self,
         head: str = "natural",
@@ -132,7 +134,10 @@ class GraphStructureLearner(ReplayedSteps):
         self.learning_rates = (learning_rate, psi_learning_rate or learning_rate)
         self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
-        self._rates: tuple[float, float] | None = None  # set last
+        # On the device, because a captured step reads it there; a function of the step, so not
+        # part of a checkpoint.
+        self.register_buffer("theta_moves", torch.ones(()), persistent=False)
+        self._settings: tuple[float, bool] | None = None  # of the step before
         self._num_steps = 0.0
         self._prediction, self._edges = prediction_metrics(), edge_metrics()
 
@@ -185,7 +190,10 @@ class GraphStructureLearner(ReplayedSteps):
 
     def step_loss(self, batch: Any) -> Tensor:
         """The loss of a step, as device work alone: no waiting for the host, no logging."""
-        return self.loss(batch, self(batch))
+        fixed = self.scores(batch).detach()
+        # Plus exactly zero, whose gradient is zero too while psi is trained alone.
+        scores = fixed + self.theta_moves * (self.scores(batch) - fixed)
+        return self.loss(batch, self.head(scores))
 
     def why_not_replayed(self) -> str | None:
         """A predictor that lists the edges waits for the device."""
@@ -207,24 +215,18 @@ class GraphStructureLearner(ReplayedSteps):
     def on_train_start(self) -> None:
         """Find out how long the run is."""
         super().on_train_start()
-        self._num_steps, self._rates = self.num_steps(), None
+        self._num_steps, self._settings = self.num_steps(), None
         if self.lr_schedule == "linear" and self._num_steps == float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
 
     def prepare_step(self, step: int) -> None:
-        """Set the learning rates of a step."""
-        rates = self.learning_rates_at(step)
-        if rates != self._rates:
-            self._rates = rates
-            self.set_learning_rates(*rates)
-
-    def learning_rates_at(self, step: int) -> tuple[float, float]:
-        """Of the scores and of psi."""
-        scores, psi = self.learning_rates
-        if self.lr_schedule == "linear":
-            left = max(0.0, 1 - step / self._num_steps)
-            scores, psi = scores * left, psi * left
-        return (0.0 if step < self.psi_warmup_steps else scores, psi)
+        """Set what depends on the step: the learning rates, and whether θ moves."""
+        left = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
+        settings = (max(left, 0.0), step >= self.psi_warmup_steps)
+        if settings != self._settings:
+            self._settings = settings
+            self.set_learning_rates(*(rate * settings[0] for rate in self.learning_rates))
+            self.theta_moves.fill_(settings[1])
 
     # -- evaluation ------------------------------------------------------------------------
 
