@@ -16,6 +16,7 @@ from catnat import HeadProbe
 
 _BLUE = (0.2, 0.3, 0.6)
 
+
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
     """Give an image (H, W) or (H, W, 3) in [0, 1] to every logger that takes images."""
     pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().numpy()

@@ -1,10 +1,10 @@
-"""Random graphs, and gradients of the energy score of what is predicted with them.
+r"""Random graphs, and gradients of the energy score of what is predicted with them.
 
 A graph is a matrix A of 0 and 1, A_ji = 1 for an edge from node j to node i, each entry drawn on
 its own with probability θ_ji. M graphs are drawn and used for all of a batch; A_m gives the
 outputs f_m, and the loss is the mean over the batch of
 
-.. math:: \\frac1M \\sum_m |f_m - y| - \\frac1{2M(M-1)} \\sum_{m \\neq n} |f_m - f_n|.
+.. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     others = (error.sum() - error) / (M - 1)
     pairs = (total - 2 * own) / ((M - 1) * (M - 2))
     weight = (error - others - own / (M - 1) + pairs) / M
-    return torch.tensordot(weight, graphs - graphs[0], 1)
+    direction: Tensor = torch.tensordot(weight, graphs - graphs[0], 1)
+    return direction
 
 
 @torch.no_grad()

@@ -107,9 +107,7 @@ class MNISTDataModule(InMemoryDataModule):
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
         """A loader of the images of one part."""
-        return ImageLoader(
-            self._images[part].to(device), self.batch_size, self.variant, **options
-        )
+        return ImageLoader(self._images[part].to(device), self.batch_size, self.variant, **options)
 
     def _files(self) -> tuple[Path, Path] | None:
         train, test = find_idx(self.root, _TRAIN), find_idx(self.root, _TEST)

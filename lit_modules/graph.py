@@ -169,9 +169,7 @@ class GraphStructureLearner(ReplayedSteps):
             surrogate = (direction * (q.logits[..., 1] - q.logits[..., 0])).sum()
         else:
             messages: Tensor = self.predictor.messages(x)  # type: ignore[operator]
-            direction = local_expectation_direction(
-                messages, outputs, y, graphs, self.flip_samples
-            )
+            direction = local_expectation_direction(messages, outputs, y, graphs, self.flip_samples)
             surrogate = (direction * theta).sum()
         return score + (surrogate - surrogate.detach())  # plus exactly zero
 
@@ -206,11 +204,12 @@ class GraphStructureLearner(ReplayedSteps):
         """Adam, with one learning rate for the scores and one for the predictor."""
         psi = list(self.predictor.parameters())
         others = [p for p in self.parameters() if not any(p is each for each in psi)]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": params, "lr": rate}
             for params, rate in zip((others, psi), self.learning_rates, strict=True)
         ]
-        return torch.optim.Adam(groups, **self.optimizer_options("adam"))
+        options: dict[str, Any] = self.optimizer_options("adam")
+        return torch.optim.Adam(groups, **options)
 
     def on_train_start(self) -> None:
         """Find out how long the run is."""
