@@ -147,12 +147,16 @@ class PointMSE(_MeanOverRows):
         return (samples.mean(0) - target).square().mean(1)
 
 
-def prediction_metrics() -> MetricCollection:
-    """energy_score, pp_mae and pp_mse, updated with samples (M, B, *) and a target (B, *)."""
+def prediction_metrics(**kwargs: Any) -> MetricCollection:
+    """energy_score, pp_mae and pp_mse, updated with samples (M, B, *) and a target (B, *).
+
+    Args:
+        kwargs: passed to every ``torchmetrics.Metric``.
+    """
     metrics: dict[str, Metric | MetricCollection] = {
-        "energy_score": EnergyScore(),
-        "pp_mae": PointMAE(),
-        "pp_mse": PointMSE(),
+        "energy_score": EnergyScore(**kwargs),
+        "pp_mae": PointMAE(**kwargs),
+        "pp_mse": PointMSE(**kwargs),
     }
     return MetricCollection(metrics, compute_groups=False)
 

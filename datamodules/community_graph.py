@@ -184,7 +184,7 @@ def _score(
     model: GCN, theta: Tensor, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> dict[str, float]:
     """Metrics of a model that knows the truth, over several passes."""
-    metrics = prediction_metrics()
+    metrics = prediction_metrics(sync_on_compute=False)  # one rank does this, the others wait
     for _ in range(_PASSES):
         for one, other in zip(x.split(_SHARED_BY), y.split(_SHARED_BY), strict=True):
             graphs = sample_graphs(theta, _NUM_SAMPLES, generator)

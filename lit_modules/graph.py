@@ -137,7 +137,8 @@ class GraphStructureLearner(ReplayedSteps):
         # On the device, because a captured step reads it there; a function of the step, so not
         # part of a checkpoint.
         self.register_buffer("theta_moves", torch.ones(()), persistent=False)
-        self._settings: tuple[float, bool] | None = None  # of the step before
+        self._moves = True  # the same where reading it waits for nothing
+        self._left: float | None = None  # share of the learning rates, in the step before
         self._num_steps = 0.0
         self._prediction, self._edges = prediction_metrics(), edge_metrics()
 
@@ -214,18 +215,20 @@ class GraphStructureLearner(ReplayedSteps):
     def on_train_start(self) -> None:
         """Find out how long the run is."""
         super().on_train_start()
-        self._num_steps, self._settings = self.num_steps(), None
+        self._num_steps, self._left = self.num_steps(), None
         if self.lr_schedule == "linear" and self._num_steps == float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
 
     def prepare_step(self, step: int) -> None:
         """Set what depends on the step: the learning rates, and whether θ moves."""
         left = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
-        settings = (max(left, 0.0), step >= self.psi_warmup_steps)
-        if settings != self._settings:
-            self._settings = settings
-            self.set_learning_rates(*(rate * settings[0] for rate in self.learning_rates))
-            self.theta_moves.fill_(settings[1])
+        if left != self._left:
+            self._left = left
+            self.set_learning_rates(*(rate * max(left, 0.0) for rate in self.learning_rates))
+        moves = step >= self.psi_warmup_steps
+        if moves != self._moves:
+            self._moves = moves
+            self.theta_moves.fill_(moves)
 
     # -- evaluation ------------------------------------------------------------------------
 
