@@ -36,9 +36,11 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
 
   --model MODEL        {models}
   --head HEAD          {heads}
-  --num_latents N --num_categories K
-  --variant V          of the data: gray, binary or stochastic
-  --max_steps N        {steps} if there is an accelerator, else {few}
+  --num_latents N --num_categories K   of vae and mlp-vae
+  --variant V          of their data: gray, binary or stochastic
+  --theta P            of gsl's data: probability of each true edge
+  --estimator E        of gsl: score_function or local_expectation
+  --max_steps N        {steps}
   --seed N             of weights and noise
   --devices N --strategy ddp ...   any flag of Lightning's Trainer
   --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
@@ -171,16 +173,24 @@ def how_to_go_on(folder: Path, path: str) -> str:
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     """Parse options whose group may be left out."""
     try:
-        return parser.parse_args(list(_full_names(argv, _option_names(parser))))
+        return parser.parse_args(list(_full_names(argv, _option_names(parser), _links(parser))))
     except argparse.ArgumentError as error:
         raise UsageError(_plain(str(error), parser)) from error
 
 
 def _option_names(parser: ArgumentParser) -> list[str]:
-    return [a.dest for a in parser._actions if a.option_strings and a.dest not in SHORT]
+    options = [a for a in parser._actions if "".join(a.option_strings).startswith("-")]
+    return [a.dest for a in options if a.dest not in SHORT]
 
 
-def _full_names(argv: list[str], known: list[str]) -> Iterator[str]:
+def _links(parser: ArgumentParser) -> dict[str, str]:
+    """Options that follow from others: jsonargparse has them as 'f(data.x) --> model.y'."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    found = (re.fullmatch(r"(?:\w+\()?([\w.]+)\)? --> ([\w.]+)", name) for name in names)
+    return {each[2]: each[1] for each in found if each}
+
+
+def _full_names(argv: list[str], known: list[str], links: dict[str, str]) -> Iterator[str]:
     """--max_steps and --max-steps become --trainer.max_steps; an unknown option raises."""
     for arg in argv:
         if not arg.startswith("--"):
@@ -189,6 +199,10 @@ def _full_names(argv: list[str], known: list[str]) -> Iterator[str]:
         typed, equals, value = arg[2:].partition("=")
         name = typed.rstrip("+").replace("-", "_")
         candidates = [name, *(f"{group}.{name}" for group in SHORT)]
+        if followed := next((links[each] for each in candidates if each in links), None):
+            if followed.split(".")[-1] != name.split(".")[-1]:
+                raise UsageError(f"--{typed} follows from --{followed}: set that")
+            candidates = [followed]
         full = next((each for each in candidates if _is_known(each, known)), None)
         if full is None:
             full_names = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
@@ -245,10 +259,13 @@ def group_help(parser: ArgumentParser, group: str) -> str:
     return "\n".join(lines)
 
 
-def help_page(models: Collection[str], steps: str, few: str) -> str:
+def help_page(models: Collection[str], steps: int, steps_on_cpu: int) -> str:
     """The page that fits a screen."""
     heads = ", ".join(dict.fromkeys(builtin_heads().values()))
-    return HELP.format(models=", ".join(models), heads=heads, steps=steps, few=few)
+    said = f"{steps:,}"
+    if steps_on_cpu != steps:
+        said += f" if there is an accelerator, else {steps_on_cpu:,}"
+    return HELP.format(models=", ".join(models), heads=heads, steps=said)
 
 
 # -- what users see of Lightning -----------------------------------------------------------------
@@ -283,5 +300,6 @@ def silence() -> None:
         ".*You have specified a mini-batch size",
         ".*is not in the possible render_modes",
         ".*The render mode is None",
+        ".*torch.jit.script. is deprecated",  # in torch-geometric
     ):
         warnings.filterwarnings("ignore", message)

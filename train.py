@@ -26,6 +26,7 @@ class Recipe:
     steps: int = 60_000
     steps_on_cpu: int = 2_000
     defaults: dict[str, Any] = field(default_factory=dict)
+    links: tuple[tuple[str, str, str | None], ...] = ()  # from, to, a function between them
 
 
 MODELS = {
@@ -34,6 +35,17 @@ MODELS = {
         "lit_modules.MLPDiscreteVAE",
         "datamodules.MNISTDataModule",
         defaults={"data.variant": "stochastic", "data.batch_size": 128},
+    ),
+    "gsl": Recipe(
+        "lit_modules.GraphStructureLearner",
+        "datamodules.CommunityGraphDataModule",
+        steps=5_000,
+        steps_on_cpu=5_000,
+        links=(
+            ("data.communities", "model.num_nodes", "datamodules.community_graph.num_nodes"),
+            ("data.in_features", "model.in_features", None),
+            ("data.out_features", "model.out_features", None),
+        ),
     ),
 }
 
@@ -71,7 +83,7 @@ def show_help(topics: list[str], model: str = "vae") -> int:
         print(cli.group_help(build_parser(model), topics[0]))
         return 0
     recipe = MODELS[model]
-    print(cli.help_page(NAMES, f"{recipe.steps:,}", f"{recipe.steps_on_cpu:,}"), end="")
+    print(cli.help_page(NAMES, recipe.steps, recipe.steps_on_cpu), end="")
     return 0
 
 
@@ -96,7 +108,7 @@ def train(names: Names, options: list[str]) -> int:
     if run.trainer.is_global_zero:
         print(f"{names.command} {names.model} with {names.head}: {run.folder}{note}", flush=True)
     try:
-        with cli.usage_errors(("lightning.", "datamodules.")):
+        with cli.usage_errors(("lightning.", "datamodules.", "lit_modules.")):
             metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
     except Stopped as stop:
         if run.trainer.is_global_zero:
@@ -152,6 +164,8 @@ def build_parser(name: str) -> ArgumentParser:
     parser.add_class_arguments(load(recipe.data), "data", fail_untyped=False)
     parser.add_class_arguments(FisherMonitor, "fisher")
     parser.add_class_arguments(Trainer, "trainer", fail_untyped=False, instantiate=False)
+    for source, target, function in recipe.links:
+        parser.link_arguments(source, target, compute_fn=load(function) if function else None)
     parser.set_defaults(recipe.defaults)
     parser.set_defaults({"trainer.devices": 1, "trainer.default_root_dir": "runs"})
     parser.set_defaults({"trainer.enable_model_summary": False})
@@ -168,7 +182,7 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
-        if on_cpu:
+        if trainer.max_steps < recipe.steps:
             note = (
                 f", {recipe.steps_on_cpu} steps on this CPU; the recipe: --max_steps {recipe.steps}"
             )
@@ -207,7 +221,8 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     folder = open_run(home, ckpt_path, saved if command == "fit" else None)
     if command == "test":
         options["logger"] = options["logger"] or False  # only what was asked for is written
-    trainer = Trainer(**standard_options(options, objects.fisher, folder, config.save_every))
+    standard = (objects.model, objects.fisher, folder, config.save_every)
+    trainer = Trainer(**standard_options(options, *standard))
     return Run(objects.model, objects.data, trainer, folder, ckpt_path)
 
 

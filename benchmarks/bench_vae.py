@@ -36,19 +36,19 @@ N, K = 20, 32
 class Clock(pl.Callback):
     """Seconds from one step to another, with the device caught up at both."""
 
-    def __init__(self, first: int) -> None:
-        self.first, self.began = first, (0, 0.0)
+    def __init__(self, first: int, timer: Callable[[], float] | None = None) -> None:
+        self.first, self.began, self.timer = first, (0, 0.0), timer or now
         self.seconds_per_step = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         """Begin to count."""
         if not self.began[0] and trainer.global_step >= self.first:
-            self.began = (trainer.global_step, now())
+            self.began = (trainer.global_step, self.timer())
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """End."""
         step, began = self.began
-        self.seconds_per_step = (now() - began) / (trainer.global_step - step)
+        self.seconds_per_step = (self.timer() - began) / (trainer.global_step - step)
 
 
 def now() -> float:

@@ -16,7 +16,7 @@ from .checkpoints import (
     load_checkpoint,
     open_run,
 )
-from .figures import VAEFigures
+from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
 from .report import report, show_metrics
@@ -29,6 +29,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "FisherMonitor",
     "FisherMonitorSB3",
+    "GraphFigures",
     "LastCheckpoint",
     "ProgressLines",
     "Stopped",

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: reconstructions, samples from the prior, use of the categories."""
+"""Pictures for TensorBoard: of VAEs what they draw and use, of graphs the edges learned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from catnat import HeadProbe
+
+_BLUE = (0.2, 0.3, 0.6)
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
@@ -129,3 +131,29 @@ class VAEFigures(Callback):
         if hasattr(model, "sample_prior"):
             samples = tile(model.sample_prior(self.num_images), self.num_images)
             add_image(trainer.loggers, "images/prior", samples, trainer.global_step)
+
+
+class GraphFigures(Callback):
+    """Probabilities of the edges at each validation, ``graph/theta``: black 0, white 1.
+
+    Learned ones on the left; on the right the true ones, where the data module has them as
+    ``edge_probs``. Rows are where an edge begins, columns where it ends. Acts on models with a
+    ``theta``, (N, N), and leaves all others alone.
+    """
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw."""
+        theta = getattr(pl_module, "theta", None)
+        if trainer.sanity_checking or not trainer.is_global_zero or theta is None:
+            return
+        pictures = [heat_map(theta, "gray", 0, 1)]
+        truth = getattr(getattr(trainer, "datamodule", None), "edge_probs", None)
+        if truth is not None:
+            gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
+            pictures += [gap, heat_map(truth, "gray", 0, 1)]
+        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), trainer.global_step)
+
+
+def figures_for(model: LightningModule) -> Callback:
+    """The pictures that suit a model."""
+    return GraphFigures() if hasattr(model, "theta") else VAEFigures()

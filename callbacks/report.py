@@ -49,7 +49,14 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
             "The run COLLAPSED: its latents carry no information (KL near 0). "
             "Try a smaller learning rate or another seed."
         )
-    if (share := metrics.get("test/saturated", metrics.get("fim/saturated", 0))) > _MANY:
+    if dead := metrics.get("test/dead_edges", 0):
+        sentences.append(
+            f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
+            "brings them back. Try --estimator local_expectation with --psi_warmup_steps 125."
+        )
+    share = metrics.get("test/saturated", metrics.get("fim/saturated", 0))
+    # Most edges of a graph are absent: there a saturated score is usually what was wanted.
+    if share > _MANY and "test/dead_edges" not in metrics:
         sentences.append(
             f"{share:.0%} of the scores are SATURATED: they lie where the head is flat and get no "
             "gradient (usual for sparsemax, a sign of trouble for natural)."

@@ -7,28 +7,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from .checkpoints import AtomicCheckpointIO, LastCheckpoint
-from .figures import VAEFigures
+from .figures import figures_for
 from .fisher import FisherMonitor
 from .progress import ProgressLines, StepBar
 
 
 def standard_options(
-    options: dict[str, Any], fisher: FisherMonitor, folder: Path, save_every: int
+    options: dict[str, Any],
+    model: LightningModule,
+    fisher: FisherMonitor,
+    folder: Path,
+    save_every: int,
 ) -> dict[str, Any]:
     """Options of a Trainer, with our logger, callbacks and checkpoints added where not refused.
 
     Args:
         options: what the user asked for.
+        model: what is trained; it decides which pictures are drawn.
         fisher: the monitor.
         folder: of the run.
         save_every: steps between checkpoints.
     """
-    callbacks: list[Callback] = [fisher, VAEFigures(), *_as_list(options["callbacks"])]
+    callbacks: list[Callback] = [fisher, figures_for(model), *_as_list(options["callbacks"])]
     bar = options["enable_progress_bar"] is not False
     if bar:
         callbacks.append(StepBar() if sys.stdout.isatty() else ProgressLines())

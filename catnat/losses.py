@@ -59,18 +59,31 @@ def energy_score(samples: Tensor, target: Tensor) -> Tensor:
         >>> energy_score(torch.tensor([[0.0], [2.0]]), torch.tensor([3.0]))
         tensor(1.)
     """
+    return energy_from_terms(*energy_terms(samples, target))
+
+
+def energy_from_terms(error: Tensor, distance: Tensor) -> Tensor:
+    r"""The energy score from what :func:`energy_terms` returns, (M, \*) and (\*, M, M) -> (\*)."""
+    M = error.shape[0]
+    return error.mean(0) - distance.sum((-2, -1)) / (2 * M * (M - 1))
+
+
+def energy_terms(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    r"""What :func:`energy_score` is made of: distances to the target and between the samples.
+
+    Shapes: ``samples`` (M, \*, D), ``target`` (\*, D), results (M, \*) and (\*, M, M).
+    """
     if samples.dim() != target.dim() + 1 or samples.shape[1:] != target.shape or not target.dim():
         raise ValueError(
             "samples must be (M, *, D) and target (*, D), "
             f"got shapes {tuple(samples.shape)} and {tuple(target.shape)}"
         )
-    M = samples.shape[0]
-    if M < 2:
-        raise ValueError(f"the energy score needs M >= 2 samples, got M = {M}")
+    if samples.shape[0] < 2:
+        raise ValueError(f"the energy score needs M >= 2 samples, got M = {samples.shape[0]}")
     samples = at_least_float32(samples)
     error: Tensor = torch.linalg.vector_norm(samples - target, dim=-1)  # (M, *)
-    distance: Tensor = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())  # (*, M, M)
-    return error.mean(0) - distance.sum((-2, -1)) / (2 * M * (M - 1))
+    distance: Tensor = _PairwiseDistance.apply(samples.movedim(0, -2).contiguous())
+    return error, distance
 
 
 def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:

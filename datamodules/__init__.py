@@ -5,12 +5,13 @@ The environments' packages are imported when they are first asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from .community_graph import CommunityGraphDataModule
 from .mnist import MNISTDataModule
 
 if TYPE_CHECKING:
     from .atari import make_atari_vec_env
 
-__all__ = ["MNISTDataModule", "make_atari_vec_env"]
+__all__ = ["CommunityGraphDataModule", "MNISTDataModule", "make_atari_vec_env"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
-"""Batches of images held in memory: no workers, no per-image Python, exactly resumable."""
+"""Batches of data held in memory: no workers, no per-item Python, exactly resumable."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 Variant = Literal["gray", "binary", "stochastic"]
 
-SPLIT, _ORDER, _BINARIZATION = 1, 2, 3  # first number of a seed: what it is for
+SPLIT, _ORDER, _BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # first number of a seed: what it is for
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -19,37 +20,39 @@ def mixed_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-class ImageLoader:
-    """Iterates over batches (B, 1, 28, 28) of float images in [0, 1], gathered by index.
+class InMemoryLoader(ABC):
+    """Iterates over batches of B items, gathered by index.
 
-    The order of epoch e is a function of (seed, e), and so is the binarization of each of its
-    batches. ``state_dict`` says how far the current epoch has come; after ``load_state_dict`` the
-    next pass goes on from there. With several ranks, a batch of ``batch_size * world_size`` images
-    is dealt out, so that together they see what one process with that batch size would see.
+    The order of epoch e is a function of (seed, e). ``state_dict`` says how far the current epoch
+    has come; after ``load_state_dict`` the next pass goes on from there. With several ranks, a
+    batch of ``batch_size * world_size`` items is dealt out, so that together they see what one
+    process with that batch size would see.
 
-    Without ``shuffle`` (evaluation) the order is that of the images, every pass is the same, and
-    the last batch may be smaller; with it, images beyond the last full batch wait for another
+    Without ``shuffle`` (evaluation) the order is that of the items, every pass is the same, and
+    the last batch may be smaller; with it, items beyond the last full batch wait for another
     epoch.
 
+    A subclass says how a batch is gathered, :meth:`gather`.
+
     Args:
-        images: (n, 28, 28) uint8, on the device where the batches are wanted.
+        items: tensors of equal length n, on the device where the batches are wanted.
         batch_size: B, of each rank.
-        variant: as in :class:`~datamodules.MNISTDataModule`.
         shuffle: a new order in every epoch.
-        seed: of order and binarization.
+        seed: of the order.
         max_batches: end every epoch after so many batches, if it has more. (Whoever iterates does
             that; the loader needs to know when it begins the next one.)
         rank: which share is ours.
         world_size: how many shares there are.
-        steps_per_batch: k; give out k batches at once, (k, B, 1, 28, 28), for models that take
+        steps_per_batch: k; give out k batches at once, see :meth:`together`, for models that take
             several steps per call. The last may be fewer.
     """
 
+    noun: ClassVar[str] = "items"  # what they are, in messages
+
     def __init__(
         self,
-        images: Tensor,
+        items: tuple[Tensor, ...],
         batch_size: int,
-        variant: Variant = "gray",
         shuffle: bool = False,
         seed: int = 0,
         max_batches: int | None = None,
@@ -59,14 +62,14 @@ class ImageLoader:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
-        if shuffle and batch_size * world_size > len(images):
+        self.size = len(items[0])
+        if shuffle and batch_size * world_size > self.size:
             raise ValueError(
                 f"a batch of {batch_size} on {world_size} device(s) is more than the "
-                f"{len(images)} training images"
+                f"{self.size} training {self.noun}"
             )
-        self.images = images
+        self.items = items
         self.batch_size = batch_size
-        self.variant = variant
         self.shuffle = shuffle
         self.seed = seed
         self.max_batches = max_batches
@@ -77,6 +80,14 @@ class ImageLoader:
         self._position = 0  # batches of this epoch already given out
         self._resumed = False
 
+    @abstractmethod
+    def gather(self, index: Tensor, epoch: int, batch: int) -> Any:
+        """The batch of the items with these numbers, (B,)."""
+
+    def together(self, batches: list[Any]) -> Any:
+        """Several batches as one thing, which gives them out again when iterated over."""
+        return batches
+
     def state_dict(self) -> dict[str, int]:
         """Where we are, the same on all ranks."""
         return {"epoch": self.epoch, "position": self._position}
@@ -86,18 +97,19 @@ class ImageLoader:
         self.epoch, self._position, self._resumed = state["epoch"], state["position"], True
 
     def __len__(self) -> int:
-        return -(-self._num_batches // (self.steps_per_batch or 1))
+        return -(-self.num_batches // (self.steps_per_batch or 1))
 
     @property
-    def _num_batches(self) -> int:
+    def num_batches(self) -> int:
+        """Batches of B in an epoch, however many of them are given out at once."""
         stride = self.batch_size * self.world_size
-        return len(self.images) // stride if self.shuffle else -(-len(self.images) // stride)
+        return self.size // stride if self.shuffle else -(-self.size // stride)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         # Lightning may make an iterator and never draw from it, or load a state in between: as
         # this is a generator, all is decided at the first draw. And the epochs are counted here,
         # because Lightning's count is one too high after resuming from the end of an epoch.
-        length = self._num_batches
+        length = self.num_batches
         if self.max_batches is not None:
             length = min(length, self.max_batches * (self.steps_per_batch or 1))
         if self._position and not (self._resumed and self._position < length):
@@ -105,25 +117,51 @@ class ImageLoader:
         self._resumed = False
         epoch = self.epoch if self.shuffle else 0
         order = self._order(epoch)
-        for batch in range(self._position, self._num_batches, self.steps_per_batch or 1):
+        for batch in range(self._position, self.num_batches, self.steps_per_batch or 1):
             if self.steps_per_batch is None:
                 self._position = batch + 1
                 yield self._batch(order, epoch, batch)
             else:
-                self._position = min(batch + self.steps_per_batch, self._num_batches)
+                self._position = min(batch + self.steps_per_batch, self.num_batches)
                 several = range(batch, self._position)
-                yield torch.stack([self._batch(order, epoch, each) for each in several])
+                yield self.together([self._batch(order, epoch, each) for each in several])
 
     def _order(self, epoch: int) -> Tensor:
-        device = self.images.device
+        device = self.items[0].device
         if not self.shuffle:
-            return torch.arange(len(self.images), device=device)
+            return torch.arange(self.size, device=device)
         generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, epoch))
-        return torch.randperm(len(self.images), generator=generator).to(device)
+        return torch.randperm(self.size, generator=generator).to(device)
 
-    def _batch(self, order: Tensor, epoch: int, batch: int) -> Tensor:
+    def _batch(self, order: Tensor, epoch: int, batch: int) -> Any:
         stride = self.batch_size * self.world_size
         index = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
+        return self.gather(index, epoch, batch)
+
+
+class ImageLoader(InMemoryLoader):
+    """Batches (B, 1, 28, 28) of float images in [0, 1].
+
+    The binarization of a batch is a function of the seed, the epoch, and its place in there.
+
+    Args:
+        images: (n, 28, 28) uint8, on the device where the batches are wanted.
+        batch_size: B, of each rank.
+        variant: as in :class:`~datamodules.MNISTDataModule`.
+        options: as in :class:`InMemoryLoader`. Several batches at once are (k, B, 1, 28, 28).
+    """
+
+    noun = "images"
+
+    def __init__(
+        self, images: Tensor, batch_size: int, variant: Variant = "gray", **options: Any
+    ) -> None:
+        super().__init__((images,), batch_size, **options)
+        self.images = images
+        self.variant = variant
+
+    def gather(self, index: Tensor, epoch: int, batch: int) -> Tensor:
+        """Images in the variant asked for."""
         images = self.images[index][:, None]  # (B, 1, 28, 28)
         if self.variant == "binary":
             return (images > 127).float()
@@ -133,3 +171,17 @@ class ImageLoader:
         seed = mixed_seed(_BINARIZATION, self.seed, epoch, batch, self.rank)
         generator = torch.Generator(self.images.device).manual_seed(seed)
         return torch.bernoulli(gray, generator=generator)
+
+    def together(self, batches: list[Tensor]) -> Tensor:
+        """Stacked."""
+        return torch.stack(batches)
+
+
+class PairLoader(InMemoryLoader):
+    """Batches (x, y) of two tensors (n, *); several at once are a list of them."""
+
+    noun = "pairs"
+
+    def gather(self, index: Tensor, epoch: int, batch: int) -> tuple[Tensor, ...]:
+        """The same rows of every tensor."""
+        return tuple(each[index] for each in self.items)

@@ -6,15 +6,15 @@ import contextlib
 import socket
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from .idx import find_idx, read_idx_images
+from .in_memory import InMemoryDataModule
 from .loader import SPLIT, ImageLoader, Variant, mixed_seed
 
 _TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
@@ -26,7 +26,7 @@ _NOTICE = (
 )
 
 
-class MNISTDataModule(LightningDataModule):
+class MNISTDataModule(InMemoryDataModule):
     """MNIST, 50,000 images to train, 10,000 to validate, 10,000 to test.
 
     A batch is one tensor (B, 1, 28, 28) in [0, 1]. The whole set stays on the training device as
@@ -54,22 +54,14 @@ class MNISTDataModule(LightningDataModule):
         seed: int = 0,
         download: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed)
         if variant not in get_args(Variant):
             choices = ", ".join(get_args(Variant))
             raise ValueError(f"unknown variant {variant!r}; choose from {choices}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
-        self.batch_size, self.seed = batch_size, seed
-        self.steps_per_batch: int | None = None  # for models that take several steps per call
         self._tried = self._downloaded = False
         self._images: dict[str, Tensor] = {}
-        self._train_loader: ImageLoader | None = None
-        self._train_state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
         """Download the files if they are wanted and not there."""
@@ -91,7 +83,7 @@ class MNISTDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the images."""
-        self._train_loader = self._train_state = None
+        super().setup(stage)
         if self._images:
             return
         generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
@@ -113,50 +105,9 @@ class MNISTDataModule(LightningDataModule):
             _say(_NOTICE.format(root=str(self.root), **sizes))
         self.save_hyperparameters({"source": self.source})
 
-    def train_dataloader(self) -> ImageLoader:
-        """Batches in a new order every epoch."""
-        if self._train_loader is None:  # else Lightning reloads it, and the epochs go on
-            overfit = getattr(self.trainer, "overfit_batches", 0)  # always the same few batches
-            loader = self._loader("train", shuffle=not overfit)
-            limit = getattr(self.trainer, "limit_train_batches", 1.0)
-            loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
-            if self._train_state is not None:
-                loader.load_state_dict(self._train_state)
-            self._train_loader = loader
-        return self._train_loader
-
-    def val_dataloader(self) -> ImageLoader:
-        """The validation images, always in the same order."""
-        return self._loader("val")
-
-    def test_dataloader(self) -> ImageLoader:
-        """The test images, always in the same order."""
-        return self._loader("test")
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the training data are; Lightning restores its loaders' states only mid-epoch."""
-        return {} if self._train_loader is None else self._train_loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
-        self._train_state = state_dict
-
-    def _loader(self, part: str, shuffle: bool = False) -> ImageLoader:
-        device, rank, world_size = torch.device("cpu"), 0, 1
-        several = self.steps_per_batch if part == "train" else None
-        if self.trainer is not None:
-            device = self.trainer.strategy.root_device
-            rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        return ImageLoader(
-            self._images[part].to(device),
-            self.batch_size,
-            self.variant,
-            shuffle=shuffle,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            steps_per_batch=several,
-        )
+    def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
+        """A loader of the images of one part."""
+        return ImageLoader(self._images[part].to(device), self.batch_size, self.variant, **options)
 
     def _files(self) -> tuple[Path, Path] | None:
         train, test = find_idx(self.root, _TRAIN), find_idx(self.root, _TEST)

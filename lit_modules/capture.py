@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 
 from catnat.capture import WARM_UP, StepGraph, aside, same_shapes, tensors_of  # noqa: F401
 from catnat.transfer import send
+
+from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 STEPS_PER_BATCH = 20  # Lightning's own work for a batch takes as long as a replayed step
 _REPLAYED: dict[str, dict[str, bool]] = {
@@ -45,6 +48,9 @@ class ReplayedSteps(LightningModule):
     asked to give out several batches at once). Elsewhere Lightning optimizes as usual; both ways
     take the same steps. A replayed step does not call the hooks of single optimizer steps.
 
+    Random states are part of a checkpoint, so that a resumed run draws what it would have drawn;
+    every rank has noise of its own.
+
     A subclass has :meth:`step_loss` and uses :meth:`optimizer_options` for its optimizer.
 
     Args:
@@ -60,6 +66,7 @@ class ReplayedSteps(LightningModule):
         self._several = False  # whether a batch of Lightning's holds several
         self._graphs: dict[tuple[Hashable, ...], StepGraph[Tensor]] = {}  # by kind of step
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
+        self._noise_to_restore: dict[str, Tensor] | None = None
 
     def step_loss(self, batch: Any) -> Tensor:
         """The loss of a step, as device work alone: no waiting for the host, no logging."""
@@ -76,11 +83,41 @@ class ReplayedSteps(LightningModule):
         """What "adam" or "sgd" need in order to be replayed: their state on the device."""
         return {} if self.automatic_optimization else _REPLAYED[name]
 
+    def why_not_replayed(self) -> str | None:
+        """Why the steps of this model cannot be replayed here; None if they can."""
+        return why_not(self)
+
+    def set_learning_rates(self, *rates: float) -> None:
+        """Set the rate of each parameter group, also within a captured step."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if self.automatic_optimization:
+                group["lr"] = rate
+            elif isinstance(group["lr"], Tensor) and group["lr"].device == self.device:
+                group["lr"].fill_(rate)
+            else:  # a captured step reads it on the device
+                group["lr"] = torch.tensor(rate, device=self.device)
+
+    def num_steps(self) -> float:
+        """Optimizer steps of the whole run; infinite if nothing but time limits it."""
+        trainer, most = self.trainer, float("inf")
+        if trainer.max_steps > 0:
+            most = trainer.max_steps
+        if trainer.max_epochs is None or trainer.max_epochs < 0:
+            return most
+        batches = float(trainer.num_training_batches)
+        if self._several:
+            data: Any = trainer.train_dataloader
+            batches = min(batches * STEPS_PER_BATCH, data.num_batches)
+        batches = -(-batches // trainer.accumulate_grad_batches)
+        return min(most, batches * trainer.max_epochs)
+
     def setup(self, stage: str) -> None:
         """Decide whether steps are replayed."""
         if stage != "fit":
             return
-        reason = "capture is False" if self.capture is False else why_not(self)
+        reason = "capture is False" if self.capture is False else self.why_not_replayed()
         if type(self).training_step is not ReplayedSteps.training_step:
             reason = f"{type(self).__name__} has a training_step of its own"
         if self.capture and reason:
@@ -99,9 +136,14 @@ class ReplayedSteps(LightningModule):
                 self.trainer.val_check_interval = max(1, every // STEPS_PER_BATCH)
 
     def on_train_start(self) -> None:
-        """Go on counting where a resumed run stopped."""
+        """Go on counting, and drawing, where a resumed run stopped."""
         if not self.automatic_optimization:
             count_steps(self.trainer, 0)
+        if self._noise_to_restore is not None:
+            set_noise_state(self._noise_to_restore, self.device, self.global_rank)
+            self._noise_to_restore = None
+        else:
+            separate_noise(self.global_rank)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare the step of this batch."""
@@ -122,8 +164,19 @@ class ReplayedSteps(LightningModule):
         """Log what is still on its way."""
         self._log_sent()
 
+    @contextmanager
+    def evaluation_noise(self, batch_idx: int) -> Iterator[None]:
+        """Noise for a batch, the same each time: evaluation does not change what is learned."""
+        with own_noise(self.device, seed=batch_idx * self.trainer.world_size + self.global_rank):
+            yield
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random states of all ranks."""
+        checkpoint["noise"] = noise_state(self.device, self.all_gather)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Optimizers name the kernels they use, which depend on the device."""
+        """Remember the random states; optimizers name kernels, which depend on the device."""
+        self._noise_to_restore = checkpoint.get("noise")
         for state in checkpoint.get("optimizer_states", ()):
             for group in state["param_groups"]:
                 name = "adam" if "betas" in group else "sgd"

@@ -11,7 +11,8 @@ from catnat import HeadCategorical
 from catnat.estimators import score_function_surrogate
 from catnat.networks import mlp_decoder, mlp_encoder
 
-from .vae import DiscreteVAE, require_positive
+from .checks import require_positive
+from .vae import DiscreteVAE
 
 _TABLE_BATCH = 128
 

@@ -18,7 +18,7 @@ from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
 
 from .capture import ReplayedSteps
-from .noise import noise_state, own_noise, separate_noise, set_noise_state
+from .checks import require_positive
 
 _COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -114,7 +114,6 @@ class DiscreteVAE(ReplayedSteps):
         self.register_buffer("temperature", torch.ones(()), persistent=False)
         self._temperature = 1.0  # the same number where reading it waits for nothing
         self._totals: dict[str, Tensor] = {}
-        self._noise_to_restore: dict[str, Tensor] | None = None
         self._prior_noise = torch.Generator().manual_seed(0)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -219,7 +218,7 @@ class DiscreteVAE(ReplayedSteps):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
-        with self._evaluation_noise(batch_idx):
+        with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss, reconstruction = (
                 self.loss(batch, q),
@@ -240,7 +239,7 @@ class DiscreteVAE(ReplayedSteps):
         """``nll_samples`` samples per image."""
         scores = self.scores(batch)
         q = self.head(scores)
-        with self._evaluation_noise(batch_idx):
+        with self.evaluation_noise(batch_idx):
             nll, reconstruction = self._likelihood(batch, q)
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
@@ -270,11 +269,6 @@ class DiscreteVAE(ReplayedSteps):
         nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
         return nll, total / self.nll_samples
 
-    @contextmanager
-    def _evaluation_noise(self, batch_idx: int) -> Iterator[None]:
-        with own_noise(self.device, seed=batch_idx * self.trainer.world_size + self.global_rank):
-            yield
-
     def _add(self, **values: Tensor) -> None:
         """Add values of images, each (B,), to the sums of this epoch."""
         values["count"] = torch.ones_like(values["kl"])
@@ -292,26 +286,6 @@ class DiscreteVAE(ReplayedSteps):
     def _log_means(self, stage: str, means: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": m.float() for name, m in means.items()}, sync_dist=True)
 
-    # -- checkpoints -----------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random states of all ranks."""
-        checkpoint["noise"] = noise_state(self.device, self.all_gather)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the random states until training goes on."""
-        super().on_load_checkpoint(checkpoint)
-        self._noise_to_restore = checkpoint.get("noise")
-
-    def on_train_start(self) -> None:
-        """Continue the random numbers of a resumed run, or begin them."""
-        super().on_train_start()
-        if self._noise_to_restore is not None:
-            set_noise_state(self._noise_to_restore, self.device, self.global_rank)
-            self._noise_to_restore = None
-        else:
-            separate_noise(self.global_rank)
-
 
 def images(batch: Any) -> Tensor:
     """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
@@ -328,10 +302,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(was_training)
-
-
-def require_positive(or_zero: bool = False, **values: float) -> None:
-    """Raise a ValueError that names the first value not > 0 (or < 0 with ``or_zero``)."""
-    for name, value in values.items():
-        if not (value > 0 or (or_zero and value == 0)) or math.isinf(value):
-            raise ValueError(f"{name} must be {'>= 0' if or_zero else 'positive'}, got {value}")

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import AtomicCheckpointIO, FisherMonitor, VAEFigures
+from callbacks import AtomicCheckpointIO, FisherMonitor, GraphFigures, VAEFigures
 from callbacks.figures import heat_map, tile
 from callbacks.observe import SCALARS, observe, sampled_mean_fisher, summarize
 from catnat import head_names, make_head
@@ -272,17 +272,50 @@ def test_tiles_and_heat_maps():
     assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
 
 
+class Recording(Memory):
+    """Keeps the pictures, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = {}
+
+    @property
+    def experiment(self):
+        return self
+
+    def add_image(self, tag, image, step, dataformats):
+        self.images[tag] = image
+
+
+def test_graph_figures_show_what_is_learned_beside_the_truth():
+    class Module(Small):
+        theta = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
+
+    class Data(L.LightningDataModule):
+        edge_probs = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+
+        def train_dataloader(self):
+            return loader()
+
+        val_dataloader = train_dataloader
+
+    logger = Recording()
+    trainer = L.Trainer(
+        max_steps=1, val_check_interval=1, limit_val_batches=1, logger=logger,
+        callbacks=[GraphFigures()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Module("softmax"), datamodule=Data())
+    picture = logger.images["graph/theta"]
+    assert picture.shape == (24, 60, 3)
+    middles = picture[6::12, 6::12, 0].tolist()  # two columns, a strip between, two columns
+    assert [row[:2] + row[3:] for row in middles] == [[0, 255, 255, 255], [128, 0, 0, 0]]
+    logger.images.clear()
+    GraphFigures().on_validation_end(trainer, Small("softmax"))
+    assert not logger.images, "a model without theta"
+
+
 def test_figures_count_the_categories():
-    class Recording(Memory):
-        images = {}
-
-        @property
-        def experiment(self):
-            return self
-
-        def add_image(self, tag, image, step, dataformats):
-            self.images[tag] = image
-
     logger = Recording()
     trainer = L.Trainer(
         max_steps=1, val_check_interval=1, limit_val_batches=2, logger=logger,

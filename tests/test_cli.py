@@ -226,7 +226,7 @@ def test_epochs_leave_steps_open(capsys):
 
 
 @pytest.mark.parametrize("head", BUILT_IN)
-@pytest.mark.parametrize("model", train.MODELS)
+@pytest.mark.parametrize("model", ["vae", "mlp-vae"])
 def test_every_model_trains_with_every_head(model, head, workspace, capfd):
     assert train.main(["--model", model, "--head", head, *workspace]) == 0
     out, err = capfd.readouterr()

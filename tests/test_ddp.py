@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules import MNISTDataModule
-from lit_modules import DiscreteVAE, MLPDiscreteVAE
+from datamodules import CommunityGraphDataModule, MNISTDataModule
+from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
 
 class Recorder:
@@ -32,6 +32,10 @@ class ConvVAE(Recorder, DiscreteVAE):
     pass
 
 
+class GraphLearner(Recorder, GraphStructureLearner):
+    pass
+
+
 class SmoothVAE(Recorder, MLPDiscreteVAE):
     """Without noise and batch norm, so that one process and two must agree."""
 
@@ -39,10 +43,10 @@ class SmoothVAE(Recorder, MLPDiscreteVAE):
         return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
 
 
-def run(model, root, folder, devices, steps=7, ckpt_path=None, save=()):
+def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=None):
     folder.mkdir(exist_ok=True)
     model.folder = folder
-    data = MNISTDataModule(str(root), batch_size=10 // devices, download=False)
+    data = data or MNISTDataModule(str(root), batch_size=10 // devices, download=False)
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
@@ -74,6 +78,19 @@ def work(folder):
     run(ConvVAE("natural"), root, folder / "straight", 2, save=[save])
     seed_everything(99, verbose=False)
     run(ConvVAE("natural"), root, folder / "resumed", 2, ckpt_path=folder / "step=3.ckpt")
+
+    for name, seed, ckpt_path in (("graph", 1, None), ("graph-resumed", 99, "graph-step=3.ckpt")):
+        seed_everything(seed, verbose=False)
+        save = ModelCheckpoint(folder, "graph-{step}", save_top_k=-1, every_n_train_steps=3)
+        model = GraphLearner(num_nodes=6, estimator="local_expectation", lr_schedule="linear")
+        data = CommunityGraphDataModule(communities=1, num_pairs=53, batch_size=5, root=str(root))
+        trainer, _ = run(
+            model, root, folder / name, 2, data=data, save=[save] if ckpt_path is None else [],
+            ckpt_path=ckpt_path and folder / ckpt_path,
+        )  # fmt: skip
+        if ckpt_path is None:
+            trainer.test(model, data, verbose=False)  # 5 pairs: shares of 3 and 2
+            torch.save(dict(trainer.callback_metrics), folder / name / "metrics.pt")
 
     for devices in (2, 1):
         seed_everything(1, verbose=False)
@@ -113,14 +130,16 @@ def assert_equal(left, right, exactly=True):
     )
 
 
-def test_ranks_agree_on_parameters_but_not_on_noise(folder):
-    zero, one = ranks(folder / "straight")
+@pytest.mark.parametrize("name", ["straight", "graph"])
+def test_ranks_agree_on_parameters_but_not_on_noise(folder, name):
+    zero, one = ranks(folder / name)
     assert_equal(zero, one)
     assert not torch.equal(zero["noise"], one["noise"])
 
 
-def test_two_processes_resume_exactly(folder):
-    pairs = zip(ranks(folder / "straight"), ranks(folder / "resumed"), strict=True)
+@pytest.mark.parametrize("names", [("straight", "resumed"), ("graph", "graph-resumed")])
+def test_two_processes_resume_exactly(folder, names):
+    pairs = zip(*(ranks(folder / name) for name in names), strict=True)
     for straight, resumed in pairs:
         assert_equal(straight, resumed)
         assert torch.equal(straight["noise"], resumed["noise"])
@@ -138,6 +157,13 @@ def test_two_processes_measure_what_one_measures(folder):
     for name in ("test/kl", "test/saturated", "test/collapsed"):
         torch.testing.assert_close(two[name], one[name])
     torch.testing.assert_close(two["test/nll"], one["test/nll"], rtol=1e-3, atol=0)
+
+
+def test_graph_metrics_cover_the_pairs_of_both(folder):
+    metrics = torch.load(folder / "graph" / "metrics.pt", weights_only=True)
+    assert all(value.isfinite() for value in metrics.values())
+    assert metrics["test/energy_score_2x"] == pytest.approx(2 * metrics["test/energy_score"].item())
+    assert metrics["test/dead_edges"] == 0 and 0 < metrics["test/theta_mae"] < 1
 
 
 if __name__ == "__main__":

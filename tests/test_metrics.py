@@ -1,4 +1,4 @@
-"""FisherOffDiagonalMass: matrices are summed before the ratio is taken, over batches and ranks."""
+"""Metrics: sums come first and ratios last, over batches and ranks; and naive code agrees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import HEADS
 
 from catnat import make_head
 from catnat.fisher import off_diagonal_mass
-from catnat.metrics import FisherOffDiagonalMass
+from catnat.metrics import FisherOffDiagonalMass, edge_metrics, prediction_metrics
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])
@@ -69,3 +69,58 @@ def test_two_processes_agree_with_one(tmp_path):
     scores = 0.4 * torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
     alone = off_diagonal_mass(make_head("sparsemax", 5).fisher(scores).mean(0)).item()
     assert values[0] == values[1] == pytest.approx(alone, abs=1e-6)
+
+
+# -- predictions and edges ------------------------------------------------------------------------
+
+
+def naive_metrics(samples, target):
+    """By the definitions, pair by pair."""
+    M, B = samples.shape[:2]
+    score = median = mean = 0.0
+    for b in range(B):
+        x, y = samples[:, b].flatten(1), target[b].flatten()
+        apart = sum((x[m] - x[n]).norm() for m in range(M) for n in range(M) if m != n)
+        score += sum((x[m] - y).norm() for m in range(M)) / M - apart / (2 * M * (M - 1))
+        middle = x.sort(0).values[(M - 1) // 2]
+        median += (middle - y).abs().mean()
+        mean += (x.mean(0) - y).square().mean()
+    return {"energy_score": score / B, "pp_mae": median / B, "pp_mse": mean / B}
+
+
+@pytest.mark.parametrize("M", [4, 5])
+def test_predictions_against_naive_code(M):
+    samples, target = torch.randn(M, 7, 3, 2), torch.randn(7, 3, 2)
+    wanted = naive_metrics(samples, target)
+    metrics = prediction_metrics()
+    for part in (slice(0, 4), slice(4, 6), slice(6, 7)):  # batches of unequal size
+        metrics.update(samples[:, part], target[part])
+    found = metrics.compute()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value.item(), rel=1e-5)
+    metrics.reset()
+    metrics.update(samples[:, :1], target[:1])
+    again = naive_metrics(samples[:, :1], target[:1])
+    assert metrics.compute()["pp_mae"] == pytest.approx(again["pp_mae"].item(), rel=1e-5)
+
+
+def test_edges_against_naive_code():
+    truth = 0.75 * (torch.rand(9, 9) < 0.3)
+    theta = torch.rand(9, 9)
+    theta[0], theta[1], theta[2, 0] = 0, 1, 0.3
+    metrics = edge_metrics()
+    metrics.update(theta, truth)
+    found = metrics.compute()
+    calibration = 0.0
+    for k in range(10):
+        inside = (theta >= k / 10) & ((theta < (k + 1) / 10) | (k == 9))
+        if inside.any():
+            difference = theta[inside].mean() - truth[inside].mean()
+            calibration += abs(difference.item()) * inside.sum().item() / 81
+    assert found["calibration"] == pytest.approx(calibration, rel=1e-4)
+    assert found["theta_mae"] == pytest.approx((theta - truth).abs().mean().item(), rel=1e-5)
+    assert found["dead_edges"] == (truth[0] > 0).sum()
+    metrics.reset()
+    metrics.update(truth, truth)
+    assert all(value == 0 for value in metrics.compute().values())

@@ -1,11 +1,22 @@
 """The networks have the shapes and sizes of the paper's codebases."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from catnat import networks
-from catnat.networks import Upsample, conv_decoder, conv_encoder, mlp_decoder, mlp_encoder
+from catnat.networks import (
+    GCN,
+    Upsample,
+    as_predictor,
+    conv_decoder,
+    conv_encoder,
+    mlp_decoder,
+    mlp_encoder,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,3 +69,73 @@ def test_upsample_is_the_transposed_convolution(monkeypatch, by_fold, padding):
     theirs = torch.autograd.grad((plain(x) * weights).sum(), [x, *plain.parameters()])
     torch.testing.assert_close(layer(x), plain(x))
     torch.testing.assert_close(ours, theirs)
+
+
+# -- graphs -------------------------------------------------------------------------------------
+
+
+def graph_inputs(M=3, B=4, N=7):
+    """x (B, N, 5) and asymmetric graphs (M, N, N), the first one empty."""
+    graphs = (torch.rand(M, N, N, dtype=torch.float64) < 0.4).double()
+    graphs[0] = 0
+    return torch.randn(B, N, 5, dtype=torch.float64), graphs
+
+
+def one_by_one(conv, x, graphs):
+    """torch-geometric, called as its documentation says, for each graph and each input."""
+    edges = [graph.nonzero().t() for graph in graphs]
+    return torch.stack([torch.stack([conv(each, e) for each in x]) for e in edges])
+
+
+@pytest.mark.parametrize("sparse_from", [1, 1000])
+def test_both_paths_of_the_gcn_are_torch_geometrics(sparse_from):
+    from torch_geometric.nn import GCNConv
+
+    x, graphs = graph_inputs()
+    ours = GCN(5, 2, sparse_from=sparse_from).double()
+    theirs = GCNConv(5, 2, normalize=False, add_self_loops=False, bias=False).double()
+    theirs.lin.weight.data = ours.weight.data.t().clone()
+    y = ours(x, graphs)
+    wanted = one_by_one(theirs, x, graphs)
+    assert y.shape == (3, 4, 7, 2)
+    assert torch.allclose(y, wanted, atol=1e-12)
+    cotangent = torch.randn_like(y)
+    (gradient,) = torch.autograd.grad((y * cotangent).sum(), ours.weight)
+    (other,) = torch.autograd.grad((wanted * cotangent).sum(), theirs.lin.weight)
+    assert torch.allclose(gradient, other.t(), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "GraphConv"])
+def test_any_convolution_of_torch_geometric(name):
+    import torch_geometric.nn
+
+    x, graphs = graph_inputs()
+    conv = getattr(torch_geometric.nn, name)(5, 2).double()
+    predictor = as_predictor(conv)
+    assert torch.allclose(predictor(x, graphs), one_by_one(conv, x, graphs), atol=1e-12)
+
+
+def test_dense_convolutions_agree_with_sparse_ones():
+    from torch_geometric.nn import DenseGraphConv, GraphConv
+
+    x, graphs = graph_inputs()
+    dense = DenseGraphConv(5, 2).double()
+    sparse = GraphConv(5, 2).double()
+    sparse.load_state_dict(dense.state_dict())
+    found = as_predictor(dense)(x, graphs)
+    assert torch.allclose(found, as_predictor(sparse)(x, graphs), atol=1e-12)
+
+
+def test_other_modules_stay_what_they_are():
+    module = GCN(3, 2)
+    assert as_predictor(module) is module
+
+
+def test_the_dense_path_does_not_import_torch_geometric():
+    code = (
+        "import sys, torch; from catnat.networks import GCN, as_predictor;"
+        "as_predictor(GCN(4, 2))(torch.zeros(1, 24, 4), torch.zeros(2, 24, 24));"
+        "print('torch_geometric' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.split() == ["False"], out.stderr

@@ -1,0 +1,115 @@
+r"""Random graphs, and gradients of the energy score of what is predicted with them.
+
+A graph is a matrix A of 0 and 1, A_ji = 1 for an edge from node j to node i, each entry drawn on
+its own with probability θ_ji. M graphs are drawn and used for all of a batch; A_m gives the
+outputs f_m, and the loss is the mean over the batch of
+
+.. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
+
+
+def sample_graphs(
+    theta: Tensor, num_samples: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """M graphs with edge probabilities θ, without gradient, (N, N) -> (M, N, N).
+
+    >>> sample_graphs(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 1)
+    tensor([[[0., 1.],
+             [1., 0.]]])
+    """
+    noise = torch.rand(
+        num_samples, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device
+    )
+    return (noise < theta.detach()).to(theta.dtype)
+
+
+def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) -> Tensor:
+    r"""Unbiased gradient of the expected energy score in the log-odds of θ, by score function.
+
+    .. math:: \sum_m c_m \nabla \log p(A_m), \quad
+        c_m = \frac1M \left[ |f_m - y| - b_m - \left( \frac{r_m}{M-1} - p_m \right) \right]
+
+    r_m is the sum of the distances |f_m - f_n| and the baselines are what the other graphs say:
+    b_m is the mean error of the others, p_m the mean distance (S - 2 r_m) / ((M-1)(M-2)) of
+    pairs without m, S being the sum of all. The c_m sum to zero, so that what counts is
+    sum_m c_m A_m; and an edge on which all graphs agree gets exactly zero, not a rounding error
+    that Adam would take for a gradient.
+
+    In θ itself this is to be used as ``(direction * (log θ - log(1 - θ))).sum()``.
+
+    Shapes: ``error`` (M, B) and ``distance`` (B, M, M) from
+    :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N).
+    """
+    M = error.shape[0]
+    if M < 3:
+        raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
+    error, distance = error.detach().mean(1), distance.detach().mean(0)  # (M,), (M, M)
+    own, total = distance.sum(1), distance.sum()
+    others = (error.sum() - error) / (M - 1)
+    pairs = (total - 2 * own) / ((M - 1) * (M - 2))
+    weight = (error - others - own / (M - 1) + pairs) / M
+    direction: Tensor = torch.tensordot(weight, graphs - graphs[0], 1)
+    return direction
+
+
+@torch.no_grad()
+def local_expectation_direction(
+    messages: Tensor, outputs: Tensor, target: Tensor, graphs: Tensor, num_flips: int
+) -> Tensor:
+    r"""Unbiased gradient of the expected energy score in θ, with every edge flipped in turn.
+
+    Where y_i = sum_j A_ji z_j with messages z, the loss with an edge j -> i present minus the
+    loss with it absent, all other edges of a sampled graph as they are, is known for all N^2
+    edges at once: a flip adds ±z_j to node i's output alone. Its mean is the gradient in θ_ji,
+    also for edges that are never sampled.
+
+    In θ itself this is to be used as ``(direction * θ).sum()``.
+
+    Shapes: ``messages`` (B, N, D), ``outputs`` (M, B, N, D), ``target`` (B, N, D), ``graphs``
+    (M, N, N), result (N, N).
+
+    Args:
+        messages: z.
+        outputs: f_m.
+        target: y.
+        graphs: A_m.
+        num_flips: how many of the M graphs are used, from 1 to M; the partner of each in the
+            term of pairs is another.
+
+    References:
+        Titsias and Lázaro-Gredilla, Local Expectation Gradients for Black Box Variational
+        Inference, 2015.
+    """
+    M, B, N, _ = outputs.shape
+    partners = outputs.roll(-(num_flips % M or 1), 0)
+    at_once = max(1, _FLIPPED_AT_ONCE // (B * N * N))
+    total = torch.zeros_like(graphs[0])
+    for first in range(0, num_flips, at_once):
+        some = slice(first, min(first + at_once, num_flips))
+        total += flip_gains(messages, outputs[some] - target, graphs[some])
+        # A half of it, twice: both graphs of a pair have that edge.
+        total -= flip_gains(messages, outputs[some] - partners[some], graphs[some])
+    return total / num_flips
+
+
+def flip_gains(messages: Tensor, residual: Tensor, graphs: Tensor) -> Tensor:
+    """|r| with an edge present minus |r| with it absent: mean over the batch, sum over graphs.
+
+    Shapes: ``messages`` (B, N, D), ``residual`` r (F, B, N, D), ``graphs`` (F, N, N), result
+    (N, N).
+    """
+    sign = 1 - 2 * graphs  # what a flip does to the edge, (F, N, N)
+    squared = residual.square().sum((-2, -1))[..., None, None]  # (F, B, 1, 1)
+    change = messages @ residual.mT.contiguous()  # z_j . r_i, (F, B, N, N)
+    change.mul_(2 * sign[:, None]).add_(messages.square().sum(-1, keepdim=True))
+    flipped = (change + squared).clamp_min_(0).sqrt_()
+    flipped.add_(squared.sqrt()).clamp_min_(torch.finfo(change.dtype).tiny)
+    # |r'| - |r| = (|r'|^2 - |r|^2) / (|r'| + |r|), which does not cancel.
+    return (sign * change.div_(flipped).mean(1)).sum(0)

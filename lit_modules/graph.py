@@ -1,0 +1,296 @@
+"""Learning the structure of a random graph from what is predicted with it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from catnat import HeadCategorical, make_head
+from catnat.graphs import local_expectation_direction, sample_graphs, score_function_direction
+from catnat.losses import energy_from_terms, energy_terms
+from catnat.metrics import edge_metrics, prediction_metrics
+from catnat.networks import GCN, as_predictor
+
+from .capture import ReplayedSteps
+from .checks import require_positive
+
+Estimator = Literal["score_function", "local_expectation"]
+Schedule = Literal["constant", "linear"]
+
+# Found by validation loss; for softmax half of sigmoid's, which is the same in θ.
+_LEARNING_RATES: dict[str, dict[str, float]] = {
+    "score_function": {"softmax": 0.0225, "sparsemax": 0.005, "sigmoid": 0.045, "natural": 0.022},
+    "local_expectation": {"softmax": 0.05, "sparsemax": 0.005, "sigmoid": 0.1, "natural": 0.05},
+}
+_OTHER_LEARNING_RATE = 0.02  # of heads defined elsewhere
+
+
+class GraphStructureLearner(ReplayedSteps):
+    r"""Learns θ_ji, the probability of an edge from node j to node i, and psi of the predictor.
+
+    Each of the N^2 possible edges is a categorical variable of K = 2 (0: absent, 1: present) with
+    scores of its own. M graphs A_m are drawn and shared by a batch of pairs (x, y), and what the
+    predictor makes of them, f_m = f(x, A_m), is held against y by the energy score,
+
+    .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
+
+    psi gets the pathwise gradient, θ that of the estimator: "score_function" with leave-one-out
+    baselines in both terms, which works with every predictor, or "local_expectation", which
+    flips each edge in turn; its variance is far lower and edges that are never sampled get a
+    gradient, too. It needs a predictor that is linear in the edges, such as the default,
+    ``catnat.networks.GCN``. Its recipe: ``lr_schedule="linear"`` and an epoch of
+    ``psi_warmup_steps`` (a wrong psi would drive all edges to zero, where saturating heads stay).
+
+    A batch is (x, y), x (B, N, in_features) and y (B, N, out_features). Subclasses override
+    :meth:`scores` or :meth:`loss`. With several ranks each draws graphs of its own: the expected
+    gradient is the same as with shared ones, and its variance lower.
+
+    Logged: train/loss; val/loss; and for val/ and test/: energy_score, energy_score_2x (the
+    paper's table has twice its formula), pp_mae (of the median of M samples), pp_mse (of their
+    mean), saturated (share of scores in a flat region of the head). Where the data module knows
+    the truth (``edge_probs``, ``optimal``): theta_mae; dead_edges, the number of true edges with
+    θ = 0; calibration, see :mod:`catnat.metrics`; and test/gap_2x, energy_score_2x minus that of
+    the true model. Evaluation draws noise of its own, the same each time.
+
+    Args:
+        head: a name from ``catnat.head_names()``.
+        num_nodes: N.
+        in_features: of a node's x.
+        out_features: of a node's y.
+        num_samples: M, graphs per batch.
+        estimator: of the gradient in θ, "score_function" or "local_expectation".
+        learning_rate: of the scores. None: what suits the head and the estimator.
+        psi_learning_rate: of the predictor. None: the same.
+        lr_schedule: "constant", or "linear", to zero at the end of the run.
+        psi_warmup_steps: steps that train psi alone, at the beginning.
+        theta_init: range of the uniform distribution from which θ is drawn at the beginning.
+        flip_samples: of the M graphs, how many are flipped edge by edge (local expectation).
+        predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
+            (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
+        head_options: options of the head, such as ``amplitude`` for natural.
+        capture: replay training steps as CUDA graphs. None: wherever that is possible, and the
+            predictor is the default one.
+        test_passes: passes over the test pairs, each with new graphs; one carries a noise of
+            about 0.015 in energy_score_2x.
+    """
+
+    theta_moves: Tensor
+
+    def __init__(
+        self,
+        head: str = "natural",
+        num_nodes: int = 24,
+        in_features: int = 4,
+        out_features: int = 2,
+        num_samples: int = 32,
+        estimator: Estimator = "score_function",
+        learning_rate: float | None = None,
+        psi_learning_rate: float | None = None,
+        lr_schedule: Schedule = "constant",
+        psi_warmup_steps: int = 0,
+        theta_init: tuple[float, float] = (0.0, 0.1),
+        flip_samples: int = 8,
+        predictor: nn.Module | None = None,
+        head_options: dict[str, float | bool] | None = None,
+        capture: bool | None = None,
+        test_passes: int = 16,
+    ) -> None:
+        super().__init__(capture)
+        self.head = make_head(head, 2, **(head_options or {}))
+        if learning_rate is None and estimator in _LEARNING_RATES:
+            rates = _LEARNING_RATES[estimator]
+            learning_rate = rates.get(self.head.name, _OTHER_LEARNING_RATE)
+        _check_choices(estimator, lr_schedule, theta_init)
+        require_positive(
+            num_nodes=num_nodes,
+            in_features=in_features,
+            out_features=out_features,
+            learning_rate=learning_rate or 0,
+            flip_samples=flip_samples,
+            test_passes=test_passes,
+        )
+        require_positive(or_zero=True, psi_warmup_steps=psi_warmup_steps)
+        if psi_learning_rate is not None:
+            require_positive(psi_learning_rate=psi_learning_rate)
+        if num_samples < 3:
+            raise ValueError(f"num_samples must be at least 3, got {num_samples}")
+        if flip_samples > num_samples:
+            raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
+        assert learning_rate is not None
+        self.save_hyperparameters(ignore=["capture", "predictor", "test_passes"])
+        self.predictor = GCN(in_features, out_features) if predictor is None else predictor
+        self.predictor = as_predictor(self.predictor)
+        if estimator == "local_expectation" and not hasattr(self.predictor, "messages"):
+            raise ValueError(
+                "estimator 'local_expectation' needs a predictor that is linear in the edges, with "
+                f"a method messages(x) like catnat.networks.GCN; {type(predictor).__name__} has "
+                "none: choose estimator 'score_function'"
+            )
+        self.num_nodes, self.num_samples, self.estimator = num_nodes, num_samples, estimator
+        self.flip_samples, self.test_passes = flip_samples, test_passes
+        self.learning_rates = (learning_rate, psi_learning_rate or learning_rate)
+        self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
+        self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
+        # On the device, because a captured step reads it there; a function of the step, so not
+        # part of a checkpoint.
+        self.register_buffer("theta_moves", torch.ones(()), persistent=False)
+        self._moves = True  # the same where reading it waits for nothing
+        self._left: float | None = None  # share of the learning rates, in the step before
+        self._num_steps = 0.0
+        self._prediction, self._edges = prediction_metrics(), edge_metrics()
+
+    def _initial_scores(self, low: float, high: float) -> Tensor:
+        """Scores (N, N, S) of θ ~ U(low, high)."""
+        theta = torch.empty(self.num_nodes, self.num_nodes).uniform_(low, high)
+        scores = self.head.inverse(torch.stack([1 - theta, theta], -1))
+        # Of the many scores with this θ that softmax and sparsemax have, the symmetric ones.
+        centred = scores - scores.mean(-1, keepdim=True)
+        same = torch.allclose(self.head.probs(centred), self.head.probs(scores), atol=1e-6)
+        return centred if same else scores
+
+    def scores(self, batch: Any) -> Tensor:
+        """Scores of the head for every edge, (N, N, S)."""
+        return self.edge_scores
+
+    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
+        """The energy score, a scalar, with gradients for θ and psi; q has batch shape (N, N)."""
+        x, y = batch
+        theta = q.probs[..., 1]
+        graphs = sample_graphs(theta, self.num_samples)
+        outputs = self.predictor(x, graphs)  # (M, B, N, out_features)
+        error, distance = energy_terms(outputs.flatten(2), y.flatten(1))
+        score = energy_from_terms(error, distance).mean()
+        if not theta.requires_grad:
+            return score
+        if self.estimator == "score_function":
+            direction = score_function_direction(error, distance, graphs)
+            surrogate = (direction * (q.logits[..., 1] - q.logits[..., 0])).sum()
+        else:
+            messages: Tensor = self.predictor.messages(x)  # type: ignore[operator]
+            direction = local_expectation_direction(messages, outputs, y, graphs, self.flip_samples)
+            surrogate = (direction * theta).sum()
+        return score + (surrogate - surrogate.detach())  # plus exactly zero
+
+    def forward(self, batch: Any) -> HeadCategorical:
+        """The distribution of the edges, of batch shape (N, N)."""
+        q: HeadCategorical = self.head(self.scores(batch))
+        return q
+
+    @property
+    def theta(self) -> Tensor:
+        """Probabilities of the edges as they are now, (N, N) without gradient."""
+        with torch.no_grad():
+            return self.head.probs(self.scores(None))[..., 1]
+
+    # -- training --------------------------------------------------------------------------
+
+    def step_loss(self, batch: Any) -> Tensor:
+        """The loss of a step, as device work alone: no waiting for the host, no logging."""
+        fixed = self.scores(batch).detach()
+        # Plus exactly zero, whose gradient is zero too while psi is trained alone.
+        scores = fixed + self.theta_moves * (self.scores(batch) - fixed)
+        return self.loss(batch, self.head(scores))
+
+    def why_not_replayed(self) -> str | None:
+        """A predictor that lists the edges waits for the device."""
+        known = isinstance(self.predictor, GCN) and self.predictor.is_dense(self.num_nodes)
+        if not known and not self.capture:
+            return "the predictor may wait for the device"
+        return super().why_not_replayed()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Adam, with one learning rate for the scores and one for the predictor."""
+        psi = list(self.predictor.parameters())
+        others = [p for p in self.parameters() if not any(p is each for each in psi)]
+        groups: list[dict[str, Any]] = [
+            {"params": params, "lr": rate}
+            for params, rate in zip((others, psi), self.learning_rates, strict=True)
+        ]
+        options: dict[str, Any] = self.optimizer_options("adam")
+        return torch.optim.Adam(groups, **options)
+
+    def on_train_start(self) -> None:
+        """Find out how long the run is."""
+        super().on_train_start()
+        self._num_steps, self._left = self.num_steps(), None
+        if self.lr_schedule == "linear" and self._num_steps == float("inf"):
+            raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
+
+    def prepare_step(self, step: int) -> None:
+        """Set what depends on the step: the learning rates, and whether θ moves."""
+        left = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
+        if left != self._left:
+            self._left = left
+            self.set_learning_rates(*(rate * max(left, 0.0) for rate in self.learning_rates))
+        moves = step >= self.psi_warmup_steps
+        if moves != self._moves:
+            self._moves = moves
+            self.theta_moves.fill_(moves)
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget earlier sums."""
+        self._prediction.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """One pass."""
+        with self.evaluation_noise(batch_idx):
+            q = self(batch)
+            loss = self.loss(batch, q)
+            self._predict(batch, q)
+        self.log("val/loss", loss, batch_size=len(batch[0]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of all pairs of all ranks."""
+        self._log_metrics("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Forget earlier sums."""
+        self._prediction.reset()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """``test_passes`` passes."""
+        q = self(batch)
+        with self.evaluation_noise(batch_idx):
+            for _ in range(self.test_passes):
+                self._predict(batch, q)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of all pairs of all ranks."""
+        self._log_metrics("test")
+
+    def _predict(self, batch: Any, q: HeadCategorical) -> None:
+        x, y = batch
+        graphs = sample_graphs(q.probs[..., 1], self.num_samples)
+        self._prediction.update(self.predictor(x, graphs), y)
+
+    def _log_metrics(self, stage: str) -> None:
+        values: dict[str, Tensor] = self._prediction.compute()
+        values["energy_score_2x"] = 2 * values["energy_score"]
+        values["saturated"] = self.head.saturated(self.scores(None)).float().mean()
+        data = getattr(self.trainer, "datamodule", None)
+        optimal = getattr(data, "optimal", None)
+        if stage == "test" and optimal is not None:
+            values["gap_2x"] = values["energy_score_2x"] - optimal["energy_score_2x"]
+        if (truth := getattr(data, "edge_probs", None)) is not None:
+            self._edges.reset()
+            self._edges.update(self.theta, truth.to(self.device))
+            values |= self._edges.compute()
+        self.log_dict({f"{stage}/{name}": each for name, each in values.items()}, sync_dist=True)
+
+
+def _check_choices(estimator: str, lr_schedule: str, theta_init: tuple[float, float]) -> None:
+    for name, value, kind in (
+        ("estimator", estimator, Estimator),
+        ("lr_schedule", lr_schedule, Schedule),
+    ):
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise ValueError(f"unknown {name} {value!r}; choose from {choices}")
+    low, high = theta_init
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")

@@ -1,0 +1,339 @@
+"""GraphStructureLearner: what it starts from, its gradients, schedules, metrics, resuming."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases import HEADS
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
+from torch import nn
+
+from callbacks import FisherMonitor, GraphFigures
+from catnat.graphs import sample_graphs
+from catnat.losses import energy_score
+from catnat.networks import GCN
+from datamodules import CommunityGraphDataModule
+from lit_modules import GraphStructureLearner
+
+ESTIMATORS = ("score_function", "local_expectation")
+BOTH = pytest.mark.parametrize("estimator", ESTIMATORS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+def make(head="natural", **options):
+    return GraphStructureLearner(head, **{"num_nodes": 6, "test_passes": 2} | options)
+
+
+def fit(model, root, steps=10, callbacks=(), ckpt_path=None, logger=False, **options):
+    data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32, root=str(root))
+    options = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0} | options
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+    return trainer, data
+
+
+def batch(n=6):
+    return torch.randn(16, n, 4), torch.randn(16, n, 2)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# -- the start -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_theta_starts_in_the_range_asked_for(head):
+    theta = make(head, num_nodes=24).theta
+    assert theta.shape == (24, 24) and not theta.requires_grad
+    assert 0 <= theta.min() < 0.01 and 0.09 < theta.max() <= 0.1 + 1e-6
+    assert theta.mean() == pytest.approx(0.05, abs=0.004)
+    narrow = make(head, num_nodes=24, theta_init=(0.5, 0.6)).theta
+    assert narrow.min() >= 0.5 - 1e-6 and narrow.max() <= 0.6 + 1e-6
+
+
+@pytest.mark.parametrize("head", ["softmax", "sparsemax"])
+def test_two_scores_start_symmetric(head):
+    scores = make(head).edge_scores
+    assert torch.allclose(scores[..., 0], -scores[..., 1])
+    assert (scores[..., 1] < 0).all(), "category 1 is the edge"
+
+
+def test_learning_rates_follow_head_and_estimator():
+    assert make("natural").learning_rates == (0.022, 0.022)
+    assert make("natural", estimator="local_expectation").learning_rates == (0.05, 0.05)
+    assert make("sigmoid", learning_rate=0.3).learning_rates == (0.3, 0.3)
+    assert make("softmax", psi_learning_rate=0.1).learning_rates == (0.0225, 0.1)
+
+
+def test_wrong_options_are_named():
+    for options, reason in (
+        ({"head": "naturl"}, "unknown head 'naturl'"),
+        ({"estimator": "reinforce"}, "choose from score_function, local_expectation"),
+        ({"lr_schedule": "cosine"}, "choose from constant, linear"),
+        ({"num_nodes": 0}, "num_nodes must be positive, got 0"),
+        ({"num_samples": 2}, "num_samples must be at least 3, got 2"),
+        ({"flip_samples": 33}, "at most num_samples, got 33"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive"),
+        ({"psi_learning_rate": 0.0}, "psi_learning_rate must be positive"),
+        ({"psi_warmup_steps": -1}, "psi_warmup_steps must be >= 0"),
+        ({"theta_init": (0.2, 0.1)}, "theta_init must be a range"),
+        ({"test_passes": 0}, "test_passes"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make(**options)
+
+
+# -- the loss ------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_value_of_the_loss_is_the_clean_score(estimator):
+    model, (x, y) = make(estimator=estimator), batch()
+    torch.manual_seed(5)
+    loss = model.step_loss((x, y))
+    torch.manual_seed(5)
+    outputs = model.predictor(x, sample_graphs(model.theta, 32))
+    wanted = energy_score(outputs.flatten(2), y.flatten(1)).mean()
+    assert torch.equal(loss, wanted)
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.any()
+
+
+@pytest.mark.parametrize("head", ["natural", "sparsemax", "sigmoid"])
+def test_edges_that_are_never_sampled(head):
+    """The score function says nothing of them; the local expectation does."""
+    for estimator in ESTIMATORS:
+        model = make(head, estimator=estimator, theta_init=(1e-7, 2e-7))
+        assert not model.head.saturated(model.edge_scores).any()
+        model.step_loss(batch()).backward()
+        gradient = model.edge_scores.grad
+        assert (gradient == 0).all() if estimator == "score_function" else (gradient != 0).all()
+
+
+def test_an_edge_that_should_be_there_is_revived(root):
+    """All θ near 0 and psi known: true edges grow and only they."""
+    _, data = fit(make(), root, steps=1)
+    model = make(
+        estimator="local_expectation", theta_init=(1e-6, 1e-6), learning_rate=0.05,
+        psi_learning_rate=1e-9,
+    )  # fmt: skip
+    model.predictor.load_state_dict({"weight": data.psi})
+    fit(model, root, steps=150)
+    true = data.edge_probs > 0
+    assert model.theta[true].min() > 0.5
+    assert model.theta[~true].max() < 0.2
+
+
+def test_beyond_the_edge_of_the_head_nothing_moves():
+    model = make(estimator="local_expectation")
+    with torch.no_grad():
+        model.edge_scores[0] = -4.0  # natural is flat below -pi
+    model.step_loss(batch()).backward()
+    assert (model.edge_scores.grad[0] == 0).all() and (model.edge_scores.grad[1:] != 0).all()
+    assert (model.theta[0] == 0).all()
+
+
+# -- predictors ----------------------------------------------------------------------------------
+
+
+def test_a_convolution_of_torch_geometric_learns():
+    from torch_geometric.nn import DenseSAGEConv, GATConv
+
+    for conv in (GATConv(4, 2), DenseSAGEConv(4, 2)):
+        model = make(predictor=conv)
+        model.step_loss(batch()).backward()
+        assert model.edge_scores.grad.any()
+        assert all(p.grad is not None for p in conv.parameters())
+        with pytest.raises(ValueError, match=f"linear in the edges.*{type(conv).__name__}"):
+            make(predictor=conv, estimator="local_expectation")
+
+
+def test_a_predictor_of_ones_own():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x, graphs):
+            return torch.einsum("mji,bjd->mbid", graphs, x[..., :2] * self.scale)
+
+    model = make(predictor=Sums())
+    model.step_loss(batch()).backward()
+    assert model.predictor.scale.grad.any() and model.edge_scores.grad.any()
+    assert model.why_not_replayed() == "the predictor may wait for the device"
+
+
+def test_subclasses_may_override_scores_and_loss(root):
+    class Symmetric(GraphStructureLearner):
+        def scores(self, batch):
+            return self.edge_scores + self.edge_scores.transpose(0, 1)
+
+        def loss(self, batch, q):
+            return super().loss(batch, q) + 0.1 * q.probs[..., 1].mean()
+
+    model = Symmetric(num_nodes=6, theta_init=(0.5, 0.6), psi_warmup_steps=2)
+    before = model.theta
+    fit(model, root, steps=2)
+    assert torch.equal(model.theta, before)
+    fit(model, root, steps=6)
+    assert torch.allclose(model.theta, model.theta.T) and not torch.equal(model.theta, before)
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+class Rates(pl.Callback):
+    """Remembers learning rates and θ before each step."""
+
+    def __init__(self):
+        self.seen, self.theta = [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.seen.append(tuple(group["lr"] for group in optimizer.param_groups))
+        self.theta.append(module.theta)
+
+
+@pytest.mark.parametrize("length", [{"steps": 10}, {"steps": -1, "max_epochs": 2}])
+def test_the_linear_schedule_ends_with_the_run(root, length):
+    rates = Rates()
+    model = make(lr_schedule="linear", learning_rate=0.1, psi_learning_rate=0.5)
+    trainer, _ = fit(model, root, callbacks=[rates], **length)
+    assert trainer.global_step == 10
+    wanted = [(0.1 * (1 - k / 10), 0.5 * (1 - k / 10)) for k in range(10)]
+    torch.testing.assert_close(torch.tensor(rates.seen), torch.tensor(wanted))
+
+
+def test_psi_can_be_trained_alone_first(root):
+    rates, model = Rates(), make(psi_warmup_steps=4)
+    psi, start = model.predictor.weight.detach().clone(), model.theta
+    fit(model, root, steps=8, callbacks=[rates])
+    assert all(torch.equal(theta, start) for theta in rates.theta[:5])
+    assert not torch.equal(rates.theta[5], start) and not torch.equal(model.predictor.weight, psi)
+
+
+def test_a_linear_schedule_needs_an_end(root):
+    with pytest.raises(ValueError, match="set max_steps"):
+        fit(make(lr_schedule="linear"), root, steps=-1, max_time="00:00:01:00")
+
+
+@BOTH
+def test_it_learns(root, estimator):
+    model = make(estimator=estimator, learning_rate=0.05)
+    trainer, data = fit(model, root, steps=1)
+    (before,) = trainer.test(model, datamodule=data, verbose=False)
+    trainer, data = fit(model, root, steps=150)
+    (after,) = trainer.test(model, datamodule=data, verbose=False)
+    assert after["test/gap_2x"] < before["test/gap_2x"] / 4
+    assert after["test/theta_mae"] < before["test/theta_mae"] / 2
+
+
+def test_what_is_logged(root):
+    model, curve = make("sparsemax"), Curve()
+    with torch.no_grad():
+        model.edge_scores[0, 0] = torch.tensor([3.0, -3.0])
+    monitor = FisherMonitor()
+    trainer, data = fit(
+        model, root, steps=2, callbacks=[monitor, GraphFigures()], logger=curve,
+        val_check_interval=2, limit_val_batches=1.0, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    assert list(curve.series("train/loss")) == [0, 1]
+    assert set(monitor.latest) >= {"fim/off_diagonal_mass", "fim/saturated"}
+    common = {"energy_score", "energy_score_2x", "pp_mae", "pp_mse", "saturated", "theta_mae",
+              "dead_edges", "calibration"}  # fmt: skip
+    logged = {name for _, row in curve.rows for name in row}
+    assert logged >= {f"val/{name}" for name in (*common, "loss")}
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    assert tested.keys() == {f"test/{name}" for name in (*common, "gap_2x")}
+    assert tested["test/energy_score_2x"] == pytest.approx(2 * tested["test/energy_score"])
+    gap = tested["test/energy_score_2x"] - data.optimal["energy_score_2x"]
+    assert tested["test/gap_2x"] == pytest.approx(gap, abs=1e-5)
+    assert tested["test/dead_edges"] == 1 and tested["test/saturated"] >= 1 / 36
+    wanted = (model.theta - data.edge_probs).abs().mean()
+    assert tested["test/theta_mae"] == pytest.approx(wanted.item(), abs=1e-6)
+
+
+def test_the_true_model_has_no_gap(root):
+    model = make("sigmoid", test_passes=40)
+    _, data = fit(model, root, steps=1)
+    model.predictor.load_state_dict({"weight": data.psi})
+    p = data.edge_probs
+    with torch.no_grad():
+        model.edge_scores.copy_(model.head.inverse(torch.stack([1 - p, p], -1)))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    assert tested["test/gap_2x"] == pytest.approx(0, abs=0.05)
+    assert tested["test/theta_mae"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 8])
+def test_a_resumed_run_ends_at_the_same_parameters(root, tmp_path, step):
+    def new(seed):
+        pl.seed_everything(seed, verbose=False)
+        return make(estimator="local_expectation", lr_schedule="linear", psi_warmup_steps=3)
+
+    save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    straight = new(1)
+    fit(straight, root, callbacks=[save], limit_val_batches=1.0)
+    resumed = new(99)
+    trainer, _ = fit(resumed, root, ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert trainer.global_step == 10 and equal(straight, resumed)
+    loaded = GraphStructureLearner.load_from_checkpoint(tmp_path / "step=10.ckpt")
+    assert loaded.hparams == straight.hparams and equal(loaded, straight)
+
+
+@pytest.mark.parametrize("length", [{"steps": 23}, {"steps": -1, "max_epochs": 5}])
+def test_replayed_steps_are_the_same_steps(without_cuda, root, length):  # noqa: F811
+    """Several steps a batch, learning rates as tensors: on the CPU, without the graphs."""
+    options = {"lr_schedule": "linear", "psi_warmup_steps": 3, "estimator": "local_expectation"}
+    models = []
+    for capture in (False, None):
+        pl.seed_everything(1, verbose=False)
+        models.append(make(capture=capture, **options))
+        fit(models[-1], root, **length)
+    one, many = models
+    assert one.automatic_optimization and not many.automatic_optimization
+    for ours, theirs in zip(one.parameters(), many.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)  # a rate as a float32 tensor rounds
+    assert isinstance(many.optimizers().param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@BOTH
+def test_a_captured_run_on_cuda_takes_the_eager_steps(root, estimator):
+    models = []
+    for capture in (False, None):
+        pl.seed_everything(1, verbose=False)
+        models.append(make(capture=capture, lr_schedule="linear", estimator=estimator))
+        data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32, root=str(root))
+        trainer = pl.Trainer(
+            accelerator="gpu", devices=1, max_steps=60, logger=False, limit_val_batches=0,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(models[-1], datamodule=data)
+        assert trainer.global_step == 60
+    eager, replayed = models
+    assert not replayed.automatic_optimization
+    for ours, theirs in zip(eager.parameters(), replayed.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+def test_large_graphs_are_not_captured():
+    assert GCN(4, 2).is_dense(24)
+    model = make(predictor=GCN(4, 2, sparse_from=6))
+    assert model.why_not_replayed() == "the predictor may wait for the device"

@@ -1,0 +1,173 @@
+"""Gradients of the energy score over random graphs, against all graphs enumerated."""
+
+import itertools
+
+import pytest
+import torch
+
+from catnat.graphs import (
+    flip_gains,
+    local_expectation_direction,
+    sample_graphs,
+    score_function_direction,
+)
+from catnat.losses import energy_terms
+from catnat.networks import GCN
+from lit_modules import GraphStructureLearner
+
+REPEATS = 1000
+
+
+def all_graphs(n):
+    cells = torch.tensor(list(itertools.product((0.0, 1.0), repeat=n * n)), dtype=torch.float64)
+    return cells.reshape(-1, n, n)
+
+
+def expected_score(theta, graphs, model, x, y):
+    """The exact expectation over two independent graphs, differentiable in θ and psi."""
+    p = torch.where(graphs == 1, theta, 1 - theta).flatten(1).prod(1)
+    outputs = model(x, graphs).flatten(2)  # (G, B, D)
+    error = (p[:, None] * (outputs - y.flatten(1)).norm(dim=-1)).sum(0)
+    apart = outputs.transpose(0, 1)[:, :, None] - outputs.transpose(0, 1)[:, None]  # (B, G, G, D)
+    distance = (apart.square().sum(-1) + 1e-300).sqrt()
+    return (error - 0.5 * (p[:, None] * p * distance).sum((1, 2))).mean()
+
+
+def problem(n, batch=2):
+    x = torch.randn(batch, n, 3, dtype=torch.float64)
+    y = torch.randn(batch, n, 2, dtype=torch.float64)
+    theta = torch.empty(n, n, dtype=torch.float64).uniform_(0.1, 0.9)
+    return x, y, theta, GCN(3, 2).double()
+
+
+# -- exact, on two nodes: every triple of the 16 graphs --------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def triples():
+    """The problem, its exact gradient in θ, and all triples of graphs with their probability."""
+    torch.manual_seed(3)
+    x, y, theta, model = problem(2)
+    graphs = all_graphs(2)
+    leaf = theta.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(expected_score(leaf, graphs, model, x, y), leaf)
+    p = torch.where(graphs == 1, theta, 1 - theta).flatten(1).prod(1)
+    index = torch.tensor(list(itertools.product(range(16), repeat=3)))
+    return x, y, theta, model, gradient, graphs[index], p[index].prod(1)
+
+
+@torch.no_grad()
+def test_score_function_is_exactly_unbiased(triples):
+    x, y, theta, model, gradient, triple, p = triples
+    found = []
+    for graphs in triple:
+        error, distance = energy_terms(model(x, graphs).flatten(2), y.flatten(1))
+        found.append(score_function_direction(error, distance, graphs))
+    mean = torch.tensordot(p, torch.stack(found), 1)
+    assert torch.allclose(mean, gradient * theta * (1 - theta), atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flips", [1, 3])
+def test_local_expectation_is_exactly_unbiased(triples, flips):
+    x, y, _, model, gradient, triple, p = triples
+    found = [
+        local_expectation_direction(model.messages(x), model(x, graphs), y, graphs, flips)
+        for graphs in triple
+    ]
+    assert torch.allclose(torch.tensordot(p, torch.stack(found), 1), gradient, atol=1e-12)
+
+
+# -- sampled, on three nodes: 2^9 graphs, through the learner's loss -------------------------------
+
+
+def gradients(model, batch, repeats):
+    """Gradients in θ's scores and in psi of so many losses, (repeats, ...)."""
+    found = [
+        torch.autograd.grad(model.step_loss(batch), [model.edge_scores, model.predictor.weight])
+        for _ in range(repeats)
+    ]
+    return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("head", ["natural", "softmax"])
+def test_the_loss_has_unbiased_gradients(head):
+    """Also prints the variances of the estimators beside each other: pytest -s."""
+    x, y, _, _ = problem(3)
+    variance = {}
+    for estimator in ("score_function", "local_expectation"):
+        torch.manual_seed(1)
+        model = GraphStructureLearner(
+            head, num_nodes=3, in_features=3, num_samples=6, flip_samples=4,
+            theta_init=(0.1, 0.9), estimator=estimator,
+        ).double()  # fmt: skip
+        score = expected_score(model((x, y)).probs[..., 1], all_graphs(3), model.predictor, x, y)
+        exact = torch.autograd.grad(score, [model.edge_scores, model.predictor.weight])
+        for wanted, found in zip(exact, gradients(model, (x, y), REPEATS), strict=True):
+            error = (found.mean(0) - wanted).abs()
+            assert (error < 4.5 * found.std(0) / REPEATS**0.5 + 1e-12).all()
+            variance.setdefault(estimator, []).append(found.var(0).sum().item())
+    variance["no baseline"] = [variance_without_baseline(model, x, y)]
+    print(head, {name: f"{values[0]:.4g}" for name, values in variance.items()})
+    assert variance["local_expectation"][0] < variance["score_function"][0] / 2
+    assert variance["score_function"][0] < variance["no baseline"][0]
+
+
+def variance_without_baseline(model, x, y, repeats=300):
+    found = []
+    for _ in range(repeats):
+        q = model((x, y))
+        graphs = sample_graphs(q.probs[..., 1], model.num_samples)
+        error, distance = energy_terms(model.predictor(x, graphs).flatten(2), y.flatten(1))
+        weight = error.mean(1) - distance.mean(0).sum(1) / (model.num_samples - 1)
+        log_prob = torch.where(graphs == 1, q.logits[..., 1], q.logits[..., 0]).sum((1, 2))
+        surrogate = (weight.detach() * log_prob).mean()
+        found.append(torch.autograd.grad(surrogate, model.edge_scores)[0])
+    return torch.stack(found).var(0).sum().item()
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def test_flip_gains_are_what_a_flip_changes():
+    x, y, theta, model = problem(3)
+    graphs = sample_graphs(theta, 4)
+    with torch.no_grad():
+        found = flip_gains(model.messages(x), model(x, graphs) - y, graphs)
+        for j, i in itertools.product(range(3), repeat=2):
+            lengths = []
+            for value in (1.0, 0.0):
+                flipped = graphs.clone()
+                flipped[:, j, i] = value
+                lengths.append((model(x, flipped) - y).flatten(2).norm(dim=-1))
+            wanted = (lengths[0] - lengths[1]).mean(1).sum()
+            assert found[j, i] == pytest.approx(wanted.item(), abs=1e-12)
+
+
+def test_a_residual_of_zero_gives_no_nan():
+    z = torch.zeros(1, 2, 2)
+    assert flip_gains(z, z[None], torch.zeros(1, 2, 2)).tolist() == [[0, 0], [0, 0]]
+
+
+def test_flips_may_be_done_in_pieces(monkeypatch):
+    x, y, theta, model = problem(3)
+    graphs = sample_graphs(theta, 5)
+    args = (model.messages(x), model(x, graphs), y, graphs, 5)
+    whole = local_expectation_direction(*args)
+    monkeypatch.setattr("catnat.graphs._FLIPPED_AT_ONCE", 40)
+    assert torch.allclose(local_expectation_direction(*args), whole, atol=1e-14)
+
+
+def test_edges_on_which_all_graphs_agree_get_exactly_zero():
+    graphs = sample_graphs(torch.full((24, 24), 0.5), 32)
+    graphs[:, 0], graphs[:, 1] = 0, 1
+    error, distance = torch.rand(32, 8), torch.rand(8, 32, 32)
+    direction = score_function_direction(error, distance, graphs)
+    assert (direction[:2] == 0).all() and (direction[2:] != 0).all()
+
+
+def test_certain_edges_are_certain():
+    theta = torch.tensor([[0.0, 1.0]]).expand(500, 2)
+    assert (sample_graphs(theta, 50) == theta).all()
+    with pytest.raises(ValueError, match="M >= 3 samples, got M = 2"):
+        score_function_direction(torch.rand(2, 1), torch.rand(1, 2, 2), torch.zeros(2, 1, 1))

@@ -1,0 +1,139 @@
+"""Graph structure learning through train.py: right and wrong command lines, runs, resumption."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from cases import HEADS
+
+import train
+from callbacks.figures import GraphFigures, VAEFigures, figures_for
+from callbacks.report import warnings_of
+from lit_modules import DiscreteVAE, GraphStructureLearner
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, data):
+    """An empty working directory, and the options of a run of a second."""
+    monkeypatch.chdir(tmp_path)
+    return [f"--root={data}", "--num_pairs=200", "--batch_size=20", "--max_steps=6",
+            "--test_passes=1", "--communities=2"]  # fmt: skip
+
+
+def run(*argv, head="natural"):
+    return train.main(["--model=gsl", f"--head={head}", *map(str, argv)])
+
+
+def last(version):
+    return torch.load(f"runs/gsl/natural/version_{version}/checkpoints/last.ckpt")["state_dict"]
+
+
+@pytest.mark.parametrize("estimator", ["score_function", "local_expectation"])
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains(head, estimator, workspace, capfd):
+    assert run(*workspace, f"--estimator={estimator}", head=head) == 0
+    out, err = capfd.readouterr()
+    assert "test/gap_2x" in out and "test/dead_edges" in out
+    assert err == ""
+
+
+def test_what_tensorboard_gets(workspace):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(*workspace, "--log_every_n_steps=1") == 0
+    tags = EventAccumulator("runs/gsl/natural/version_0").Reload().Tags()
+    assert {"train/loss", "val/loss", "val/theta_mae", "test/energy_score_2x",
+            "fim/off_diagonal_mass"} <= set(tags["scalars"])  # fmt: skip
+    assert {"graph/theta", "fim/mean"} == set(tags["images"])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("--estimator local", "score_function, local_expectation"),
+        ("--lr_schedule linar", "did you mean linear?"),
+        ("--theta 1.5", "theta must lie in (0, 1], got 1.5"),
+        ("--theta_init 0.1", "--model.theta_init"),
+        ("--theta_init [0.3,0.1]", "range within [0, 1], got 0.3, 0.1"),
+        ("--num_samples 2", "at least 3, got 2"),
+        ("--flip_samples 99", "at most num_samples, got 99"),
+        ("--psi_warmup_steps -1", "psi_warmup_steps"),
+        ("--num_nodes 5", "--num_nodes follows from --data.communities"),
+        ("--model.num_nodes=5", "--model.num_nodes follows from --data.communities"),
+        ("--num_latents 5", "unknown option --num_latents"),
+        ("--batch_size 5000", "more than the 160 training pairs"),
+        ("--num_pairs 3", "at least 10, got 3"),
+    ],
+)
+def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
+    assert run(*workspace, *line.split()) == 2
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1 and reason in err, err
+    assert not Path("runs").exists()
+
+
+def test_dimensions_of_data_and_model_are_one(workspace, capsys):
+    options = ["--in_features=3", "--model.out_features=1"]
+    assert run(*workspace, *options) == 0
+    assert last(0)["edge_scores"].shape == (12, 12, 1)
+    assert last(0)["predictor.weight"].shape == (3, 1)
+    capsys.readouterr()
+    assert run(*options, "--print_config") == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    assert config["data"]["in_features"] == 3 and config["trainer"]["max_steps"] == 5000
+    Path("c.yaml").write_text(printed)
+    assert train.main(["--config=c.yaml", "--print_config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("topic", [[], ["model"], ["data"]])
+def test_help(topic, capsys):
+    assert train.main(["--model=gsl", "--help", *topic]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    wanted = {"": "5,000", "model": "--psi_warmup_steps", "data": "--communities"}
+    assert any(wanted["".join(topic)] in line for line in lines)
+    assert not any("--num_nodes" in line for line in lines)
+
+
+def test_a_resumed_run_is_the_same_run(workspace, tmp_path):
+    """The checkpoint of half a run, made by a run that knew it would be longer."""
+    recipe = ["--estimator=local_expectation", "--psi_warmup_steps=2", "--val_check_interval=3"]
+    assert run(*workspace, *recipe) == 0
+    assert run(*workspace, *recipe, "--max_steps=3") == 0
+    path = "runs/gsl/natural/version_1/checkpoints/last.ckpt"
+    assert run(*workspace, *recipe, f"--ckpt_path={path}") == 0
+    assert all(torch.equal(last(0)[name], last(1)[name]) for name in last(0))
+    assert run(*workspace, f"--ckpt_path={path}", head="sigmoid") == 2
+
+
+def test_two_devices(workspace):
+    # In a process of its own: OpenMP, used by other tests, does not survive a fork.
+    argv = [sys.executable, str(ROOT / "train.py"), "--model=gsl", *workspace]
+    argv += ["--devices=2", "--strategy=ddp_fork"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test/gap_2x") == 1
+
+
+def test_a_report_tells_of_dead_edges():
+    (line,) = warnings_of({"test/dead_edges": 3.0, "test/saturated": 0.9})
+    assert line.startswith("3 true edge(s) DIED")
+    assert warnings_of({"test/dead_edges": 0.0, "test/saturated": 0.9}) == []
+    assert len(warnings_of({"test/saturated": 0.9})) == 1
+
+
+def test_pictures_follow_the_model():
+    assert isinstance(figures_for(GraphStructureLearner(num_nodes=3)), GraphFigures)
+    assert isinstance(figures_for(DiscreteVAE()), VAEFigures)
