@@ -68,6 +68,8 @@ class GraphStructureLearner(ReplayedSteps):
         psi_warmup_steps: steps that train psi alone, at the beginning.
         theta_init: range of the uniform distribution from which θ is drawn at the beginning.
         flip_samples: of the M graphs, how many are flipped edge by edge (local expectation).
+            All of them give the least noise, which pays where true edges are rare (θ* of 0.25
+            and less); a step then takes two to three times as long.
         predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
             (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
         head_options: options of the head, such as ``amplitude`` for natural.
