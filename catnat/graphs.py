@@ -80,36 +80,38 @@ def local_expectation_direction(
         outputs: f_m.
         target: y.
         graphs: A_m.
-        num_flips: how many of the M graphs are used, from 1 to M; the partner of each in the
-            term of pairs is another.
+        num_flips: how many of the M graphs are flipped for each pair (x, y), from 1 to M. Pairs
+            take turns, so that all graphs count; in the term of pairs the partner of each is the
+            next one.
 
     References:
         Titsias and Lázaro-Gredilla, Local Expectation Gradients for Black Box Variational
         Inference, 2015.
     """
     M, B, N, _ = outputs.shape
-    partners = outputs.roll(-(num_flips % M or 1), 0)
+    row = torch.arange(B, device=outputs.device)
+    turn = torch.arange(num_flips, device=outputs.device)[:, None]
+    chosen = (row * num_flips + turn) % M  # graphs of each pair, (F, B)
     at_once = max(1, _FLIPPED_AT_ONCE // (B * N * N))
     total = torch.zeros_like(graphs[0])
-    for first in range(0, num_flips, at_once):
-        some = slice(first, min(first + at_once, num_flips))
-        total += flip_gains(messages, outputs[some] - target, graphs[some])
+    for some in chosen.split(at_once):
+        mine, sign = outputs[some, row], 1 - 2 * graphs[some]
+        total += flip_gains(messages, mine - target, sign)
         # A half of it, twice: both graphs of a pair have that edge.
-        total -= flip_gains(messages, outputs[some] - partners[some], graphs[some])
-    return total / num_flips
+        total -= flip_gains(messages, mine - outputs[(some + 1) % M, row], sign)
+    return total / (num_flips * B)
 
 
-def flip_gains(messages: Tensor, residual: Tensor, graphs: Tensor) -> Tensor:
-    """|r| with an edge present minus |r| with it absent: mean over the batch, sum over graphs.
+def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
+    """|r| with an edge present minus |r| with it absent, summed over F graphs of B pairs each.
 
-    Shapes: ``messages`` (B, N, D), ``residual`` r (F, B, N, D), ``graphs`` (F, N, N), result
-    (N, N).
+    Shapes: ``messages`` (B, N, D), ``residual`` r (F, B, N, D), ``sign`` (F, B, N, N), which is
+    1 for edges that are absent and -1 for those that are present, result (N, N).
     """
-    sign = 1 - 2 * graphs  # what a flip does to the edge, (F, N, N)
     squared = residual.square().sum((-2, -1))[..., None, None]  # (F, B, 1, 1)
     change = messages @ residual.mT.contiguous()  # z_j . r_i, (F, B, N, N)
-    change.mul_(2 * sign[:, None]).add_(messages.square().sum(-1, keepdim=True))
+    change.mul_(sign).mul_(2).add_(messages.square().sum(-1, keepdim=True))
     flipped = (change + squared).clamp_min_(0).sqrt_()
     flipped.add_(squared.sqrt()).clamp_min_(torch.finfo(change.dtype).tiny)
     # |r'| - |r| = (|r'|^2 - |r|^2) / (|r'| + |r|), which does not cancel.
-    return (sign * change.div_(flipped).mean(1)).sum(0)
+    return change.div_(flipped).mul_(sign).sum((0, 1))

@@ -67,9 +67,9 @@ class GraphStructureLearner(ReplayedSteps):
         lr_schedule: "constant", or "linear", to zero at the end of the run.
         psi_warmup_steps: steps that train psi alone, at the beginning.
         theta_init: range of the uniform distribution from which θ is drawn at the beginning.
-        flip_samples: of the M graphs, how many are flipped edge by edge (local expectation).
-            All of them give the least noise, which pays where true edges are rare (θ* of 0.25
-            and less); a step then takes two to three times as long.
+        flip_samples: of the M graphs, how many are flipped edge by edge for each pair (local
+            expectation); pairs take turns, so that all graphs count. More give less noise, and
+            steps that take longer.
         predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
             (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
         head_options: options of the head, such as ``amplitude`` for natural.

@@ -68,7 +68,7 @@ def test_score_function_is_exactly_unbiased(triples):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("flips", [1, 3])
+@pytest.mark.parametrize("flips", [1, 2, 3])
 def test_local_expectation_is_exactly_unbiased(triples, flips):
     x, y, _, model, gradient, triple, p = triples
     found = [
@@ -133,20 +133,21 @@ def test_flip_gains_are_what_a_flip_changes():
     x, y, theta, model = problem(3)
     graphs = sample_graphs(theta, 4)
     with torch.no_grad():
-        found = flip_gains(model.messages(x), model(x, graphs) - y, graphs)
+        sign = (1 - 2 * graphs)[:, None].expand(-1, len(x), -1, -1)
+        found = flip_gains(model.messages(x), model(x, graphs) - y, sign)
         for j, i in itertools.product(range(3), repeat=2):
             lengths = []
             for value in (1.0, 0.0):
                 flipped = graphs.clone()
                 flipped[:, j, i] = value
                 lengths.append((model(x, flipped) - y).flatten(2).norm(dim=-1))
-            wanted = (lengths[0] - lengths[1]).mean(1).sum()
+            wanted = (lengths[0] - lengths[1]).sum()
             assert found[j, i] == pytest.approx(wanted.item(), abs=1e-12)
 
 
 def test_a_residual_of_zero_gives_no_nan():
     z = torch.zeros(1, 2, 2)
-    assert flip_gains(z, z[None], torch.zeros(1, 2, 2)).tolist() == [[0, 0], [0, 0]]
+    assert flip_gains(z, z[None], torch.ones(1, 1, 2, 2)).tolist() == [[0, 0], [0, 0]]
 
 
 def test_flips_may_be_done_in_pieces(monkeypatch):
@@ -156,6 +157,28 @@ def test_flips_may_be_done_in_pieces(monkeypatch):
     whole = local_expectation_direction(*args)
     monkeypatch.setattr("catnat.graphs._FLIPPED_AT_ONCE", 40)
     assert torch.allclose(local_expectation_direction(*args), whole, atol=1e-14)
+
+
+def test_all_graphs_count_though_few_are_flipped_for_each_pair():
+    """With one flip a pair and as many pairs as graphs, every graph is flipped for one of them."""
+    _, _, theta, model = problem(3)
+    graphs = sample_graphs(theta, 4)
+    x = torch.randn(4, 3, 3, dtype=graphs.dtype)
+    y = torch.randn(4, 3, model.weight.shape[1], dtype=graphs.dtype)
+    with torch.no_grad():
+        outputs, messages = model(x, graphs), model.messages(x)
+        found = local_expectation_direction(messages, outputs, y, graphs, 1)
+        wanted = torch.zeros(3, 3, dtype=graphs.dtype)
+        for b in range(4):
+            sign = (1 - 2 * graphs[b])[None, None]
+            one = (messages[b : b + 1], (outputs[b, b] - y[b])[None, None], sign)
+            other = (
+                messages[b : b + 1],
+                (outputs[b, b] - outputs[(b + 1) % 4, b])[None, None],
+                sign,
+            )
+            wanted += (flip_gains(*one) - flip_gains(*other)) / 4
+    assert torch.allclose(found, wanted, atol=1e-12)
 
 
 def test_edges_on_which_all_graphs_agree_get_exactly_zero():
