@@ -19,6 +19,7 @@ from experiments import runs
 from experiments.plan import ROOT, Run
 
 Outcome = Literal["finished", "failed", "interrupted"]
+_WRONG_USAGE = 2
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
 
 
@@ -93,7 +94,9 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
             if status == 0 and runs.metrics(run) is not None:
                 return "finished"
             print(f"attempt {attempt + 1}: {run.name}: {runs.last_line(log)}", file=sys.stderr)
-        runs.record_failure(run, retries + 1, runs.last_line(log))
+            if status == _WRONG_USAGE and not resumed:  # it will not get better
+                break
+        runs.record_failure(run, attempt + 1, runs.last_line(log))
     return "failed"
 
 

@@ -9,7 +9,8 @@
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not
 repeated, interrupted ones go on from their last checkpoint. A table has up to three stages: a
-coarse search, a refined one, then all seeds; ``print`` prints the first that is not done.
+coarse search, a refined one, then all seeds; ``print`` prints the first that is not done, to be
+run in the folder of the checkout.
 Afterwards: ``python experiments/tables.py vae_adam --scale small``.
 """
 
