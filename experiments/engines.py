@@ -103,7 +103,7 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
 def run_local(pending: list[Run], jobs: int, retries: int, progress: Progress) -> None:
     """Run commands, so many at a time; stops them and itself on SIGINT and SIGTERM."""
     children = Children()
-    with _sigterm_interrupts(), ThreadPoolExecutor(jobs) as pool:
+    with sigterm_interrupts(), ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(execute, run, retries, children): run for run in pending}
         try:
             for future in as_completed(futures):
@@ -150,7 +150,9 @@ def _claimed(run: Run) -> Iterator[int]:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

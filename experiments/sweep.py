@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
+    if args.jobs < 1 or args.retries < 0:
+        parser.error(f"--jobs {args.jobs} --retries {args.retries}: at least 1 and 0")
     wanted = plan.names() if args.tables == ["all"] else args.tables
     try:
         tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]

@@ -220,6 +220,7 @@ def test_print_says_what_comes_next(tmp_path, capsys):
         (("gsl", "--only", "head"), "expected key=value"),
         (("gsl", "--only", "hed=natural"), "choose from head, theta"),
         (("gsl", "--scale", "tiny"), "smoke"),
+        (("gsl", "--jobs", "0"), "--jobs 0"),
         (("ppo_breakout", "--scale", "smoke", "--engine", "local"), "use --engine ray"),
     ],
 )
