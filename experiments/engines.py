@@ -19,6 +19,7 @@ from experiments import runs
 from experiments.plan import ROOT, Run
 
 Outcome = Literal["finished", "failed", "interrupted"]
+_WRONG_USAGE = 2
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
 
 
@@ -93,14 +94,16 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
             if status == 0 and runs.metrics(run) is not None:
                 return "finished"
             print(f"attempt {attempt + 1}: {run.name}: {runs.last_line(log)}", file=sys.stderr)
-        runs.record_failure(run, retries + 1, runs.last_line(log))
+            if status == _WRONG_USAGE and not resumed:  # it will not get better
+                break
+        runs.record_failure(run, attempt + 1, runs.last_line(log))
     return "failed"
 
 
 def run_local(pending: list[Run], jobs: int, retries: int, progress: Progress) -> None:
     """Run commands, so many at a time; stops them and itself on SIGINT and SIGTERM."""
     children = Children()
-    with _sigterm_interrupts(), ThreadPoolExecutor(jobs) as pool:
+    with sigterm_interrupts(), ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(execute, run, retries, children): run for run in pending}
         try:
             for future in as_completed(futures):
@@ -147,7 +150,9 @@ def _claimed(run: Run) -> Iterator[int]:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -28,8 +28,9 @@ from catnat import head_names, make_head
 from catnat.fisher import off_diagonal_mass
 from examples import quickstart
 from experiments import drawing, plan, runs
+from experiments.layout import title
 from experiments.loading import load_run
-from experiments.plan import Experiment, Options
+from experiments.plan import Experiment
 from experiments.summary import Row, rows
 from experiments.sweep import Parser, load
 from experiments.tables import largest_scale
@@ -55,7 +56,7 @@ def build_parser() -> Parser:
     landscape = kinds.add_parser("landscapes", help="loss landscapes, gradient-descent paths")
     landscape.add_argument("--learning_rate", type=float, default=5.0)
     landscape.add_argument("--steps", type=int, default=200)
-    landscape.add_argument("--default_root_dir", type=Path, default=Path("results"))
+    landscape.add_argument("--default_root_dir", type=Path, default=Path("runs/landscapes"))
     landscape.set_defaults(draw=landscapes)
     matrices = kinds.add_parser("fisher", help="Fisher matrices of the heads")
     matrices.add_argument("--num_categories", type=int, default=16)
@@ -130,7 +131,7 @@ def curves(args: argparse.Namespace) -> list[Path]:
     figure, panels = drawing.panels(len(groups), sharex=True)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
     drawn = 0
-    for axes, (title, group) in zip(panels, groups.items(), strict=True):
+    for axes, (name, group) in zip(panels, groups.items(), strict=True):
         for row in group:
             found = [_curve(run, args.tag) for run in row.runs]
             known = [curve for curve in found if curve is not None]
@@ -138,7 +139,7 @@ def curves(args: argparse.Namespace) -> list[Path]:
                 head = row.cell["head"]
                 drawing.draw_band(axes, known, drawing.colour(head, heads), head)
                 drawn += 1
-        axes.set_title(title)
+        axes.set_title(name)
         drawing.thousands(axes)
     if not drawn:
         raise ValueError(f"no run of {experiment.name} has {args.tag} in its event files")
@@ -152,10 +153,10 @@ def curves(args: argparse.Namespace) -> list[Path]:
 def samples(args: argparse.Namespace) -> list[Path]:
     """Inputs, their reconstructions and draws from the prior, for each head of the first cell."""
     experiment, groups = _groups(args)
-    title, group = next(iter(groups.items()))
+    name, group = next(iter(groups.items()))
     found = [(row, runs.version(row.runs[0])) for row in group if row.finished]
     if not found:
-        raise ValueError(f"no run of {experiment.name} with {title} is finished")
+        raise ValueError(f"no run of {experiment.name} with {name} is finished")
     figure, panels = drawing.panels(len(found), 2.6, 1.95)
     for axes, (row, folder) in zip(panels, found, strict=True):
         assert folder is not None
@@ -174,7 +175,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
         axes.grid(False)
     for axes in panels[1:]:
         axes.set_yticklabels([])
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(name, fontsize=9)
     return drawing.save(figure, args.out, f"{experiment.name}_samples")
 
 
@@ -217,17 +218,12 @@ def _groups(args: argparse.Namespace) -> tuple[Experiment, dict[str, list[Row]]]
     experiment = load(args.table, args, ())
     groups: dict[str, list[Row]] = {}
     for row in rows(experiment):
-        groups.setdefault(_title(experiment, row.cell), []).append(row)
+        groups.setdefault(_common(experiment, row), []).append(row)
     return experiment, groups
 
 
-def _title(experiment: Experiment, cell: Options) -> str:
-    parts = [
-        str(value) if isinstance(value, str) else f"{experiment.short(option)} = {value}"
-        for option, value in cell.items()
-        if option != "head"
-    ]
-    return ", ".join(parts)
+def _common(experiment: Experiment, row: Row) -> str:
+    return title(experiment, row.cell, (option for option in row.cell if option != "head"))
 
 
 def _curve(run: plan.Run, tag: str) -> Any:

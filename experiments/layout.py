@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from experiments.plan import Experiment
+from experiments.plan import Experiment, Options
 from experiments.summary import Entry, Row
 
 MISSING = "—"
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
-_LATEX = {
+_ESCAPES = {
     "_": r"\_",
     "%": r"\%",
     "&": r"\&",
@@ -23,42 +25,38 @@ _LATEX = {
 }
 
 
+@dataclass(frozen=True)
+class Words:
+    """How a language writes text and numbers."""
+
+    plain: Callable[[str], str]
+    entry: Callable[[Entry, int], str]
+
+
 def markdown(experiment: Experiment, rows: list[Row], facts: list[str]) -> str:
-    """The whole file."""
-    columns = _columns(experiment)
+    """The whole file: the table as the paper has it, where that differs, and all there is."""
+    words = Words(str, _markdown_entry)
     lines = [f"# {experiment.title}", "", *(f"- {fact}" for fact in [*facts, _legend()])]
     if experiment.differences:
         lines += ["- Not as in the paper:", *(f"  - {each}" for each in experiment.differences)]
-    lines.append("")
-    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [
-            *(str(value) for value in row.cell.values()),
-            *(_entry(experiment, row, metric, _markdown_entry) for metric in experiment.metrics),
-            *_last_columns(experiment, row),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    tables = [_long(experiment, rows, words)]
+    if experiment.columns:
+        tables.insert(0, _wide(experiment, rows, words))
+    for header, *body in tables:
+        lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines += [f"| {' | '.join(cells)} |" for cells in body]
     return "\n".join(lines) + "\n"
 
 
 def latex(experiment: Experiment, rows: list[Row], facts: list[str]) -> str:
     """A table for booktabs, with the facts as comments."""
-    columns = [escaped(column) for column in _columns(experiment)]
+    draw = _wide if experiment.columns else _long
+    header, *body = draw(experiment, rows, Words(escaped, _latex_entry))
     lines = [f"% {fact}" for fact in [*facts, *experiment.differences]]
-    lines += [
-        r"\begin{tabular}{" + "l" * len(columns) + "}",
-        r"\toprule",
-        " & ".join(columns) + r" \\",
-    ]
-    for _, group in itertools.groupby(rows, key=_without_head):
-        lines.append(r"\midrule")
-        for row in group:
-            cells = [
-                *(escaped(str(value)) for value in row.cell.values()),
-                *(_entry(experiment, row, metric, _latex_entry) for metric in experiment.metrics),
-                *(escaped(text) for text in _last_columns(experiment, row)),
-            ]
-            lines.append(" & ".join(cells) + r" \\")
+    lines += [r"\begin{tabular}{" + "l" * len(header) + "}", r"\toprule", _latex_line(header)]
+    first = header.index("head") if "head" in header else 0
+    for _, group in itertools.groupby(body, key=lambda cells: cells[:first]):
+        lines += [r"\midrule", *map(_latex_line, group)]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -76,9 +74,20 @@ def settings(experiment: Experiment, row: Row) -> str:
 
 def escaped(text: str) -> str:
     """Text for LaTeX."""
-    for character, replacement in _LATEX.items():
+    for character, replacement in _ESCAPES.items():
         text = text.replace(character, replacement)
     return text
+
+
+def title(experiment: Experiment, cell: Options, options: Iterable[str]) -> str:
+    """Some values of a cell in words: "gray, N = 10"."""
+    parts = [
+        cell[option]
+        if isinstance(cell[option], str)
+        else f"{experiment.short(option)} = {cell[option]}"
+        for option in options
+    ]
+    return ", ".join(parts)
 
 
 def _legend() -> str:
@@ -87,6 +96,46 @@ def _legend() -> str:
         "of its group, and all that Welch's t-test does not tell from it (p ≥ 0.05); with a single "
         f"run there is no test. {MISSING}: no finished run."
     )
+
+
+def _long(experiment: Experiment, rows: list[Row], words: Words) -> list[list[str]]:
+    """One line for each cell, with everything; the header first."""
+    lines = [[words.plain(column) for column in _columns(experiment)]]
+    for row in rows:
+        cell = [words.plain(str(value)) for value in row.cell.values()]
+        entries = [_entry(experiment, row, metric, words) for metric in experiment.metrics]
+        last = [words.plain(text) for text in _last_columns(experiment, row)]
+        lines.append([*cell, *entries, *last])
+    return lines
+
+
+def _wide(experiment: Experiment, rows: list[Row], words: Words) -> list[list[str]]:
+    """The first metric alone, with some options across, as the paper has it; the header first."""
+    metric = next(iter(experiment.metrics))
+    down = [option for option in rows[0].cell if option not in experiment.columns]
+    by_place = {(_key(row, down), _key(row, experiment.columns)): row for row in rows}
+    lines, columns = (_in_order(keys) for keys in zip(*by_place, strict=True))
+    titles = [
+        title(experiment, dict(zip(experiment.columns, each, strict=True)), experiment.columns)
+        for each in columns
+    ]
+    table = [[words.plain(text) for text in [*map(experiment.short, down), *titles]]]
+    for line in lines:
+        found = [by_place.get((line, column)) for column in columns]
+        entries = [_entry(experiment, row, metric, words) if row else "" for row in found]
+        table.append([*(words.plain(str(value)) for value in line), *entries])
+    return table
+
+
+def _key(row: Row, options: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(row.cell[option] for option in options)
+
+
+def _in_order(keys: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Without repetitions; numbers from small to large, words as they come."""
+    known = list(dict.fromkeys(keys))
+    words = list(dict.fromkeys(value for key in known for value in key))
+    return sorted(known, key=lambda key: [words.index(v) if isinstance(v, str) else v for v in key])
 
 
 def _columns(experiment: Experiment) -> list[str]:
@@ -105,14 +154,13 @@ def _last_columns(experiment: Experiment, row: Row) -> list[str]:
     return [*chosen, count, "; ".join(row.notes)]
 
 
-def _entry(experiment: Experiment, row: Row, metric: str, write: Any) -> str:
+def _entry(experiment: Experiment, row: Row, metric: str, words: Words) -> str:
     entry = row.entries[metric]
     digits = experiment.metrics[metric].get("digits", 3)
     theirs = entry.paper.get("mean")
     if not entry.values:
-        return MISSING if theirs is None else f"{MISSING} ({theirs:.{digits}f})"
-    text: str = write(entry, digits)
-    return text
+        return words.plain(MISSING) + ("" if theirs is None else f" ({theirs:.{digits}f})")
+    return words.entry(entry, digits)
 
 
 def _markdown_entry(entry: Entry, digits: int) -> str:
@@ -139,5 +187,5 @@ def _beside(entry: Entry, digits: int) -> str:
     return f" ({entry.paper['mean']:.{digits}f}, {entry.difference:+.{digits}f})"
 
 
-def _without_head(row: Row) -> list[tuple[str, Any]]:
-    return [(option, value) for option, value in row.cell.items() if option != "head"]
+def _latex_line(cells: list[str]) -> str:
+    return " & ".join(cells) + r" \\"

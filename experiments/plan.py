@@ -23,6 +23,7 @@ A file has these keys:
     metrics      key of metrics.json: {label, better, digits, paper}, where paper is the key in
                  the paper's row ("" for the row itself), or "<key> - optimal" for a difference;
                  without better it is only shown
+    columns      options across in the paper's layout, if it has one; the others go down
     curves       tags of the event files worth keeping
     paper        {table: key of paper.json, keys: {option: name, or {name, values}}}
     differences  sentences: how this is not what the paper did
@@ -89,6 +90,7 @@ class Experiment:
     names: dict[str, str] = field(default_factory=dict)
     search: Options | None = None
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
     curves: list[str] = field(default_factory=list)
     paper: dict[str, Any] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from experiments import runs
-from experiments.engines import Progress, execute
+from experiments.engines import Progress, execute, sigterm_interrupts
 from experiments.plan import ROOT, Experiment, Options, Run
 from experiments.stages import open_trial, trial_run, trials
 
@@ -60,13 +60,16 @@ class Cluster:
             return
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         here: dict[str, Any] = {"num_cpus": self.jobs or None, "include_dashboard": False}
-        ray.init(
-            address=self.address,
-            runtime_env={"env_vars": {"PYTHONPATH": path}},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({} if self.address else here),
-        )
+        try:
+            ray.init(
+                address=self.address,
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if self.address else here),
+            )
+        except ConnectionError as error:
+            raise ValueError(f"--address {self.address}: there is no Ray cluster") from error
 
     def tune(self, trainable: Any, folder: Any, name: str, progress: Any, **options: Any) -> None:
         """Run Tune until every sample has ended."""
@@ -74,7 +77,7 @@ class Cluster:
         config = tune.TuneConfig(
             max_concurrent_trials=self.jobs or None, reuse_actors=True, **options.pop("config")
         )
-        tune.Tuner(
+        tuner = tune.Tuner(
             tune.with_resources(trainable, resources),
             tune_config=config,
             run_config=tune.RunConfig(
@@ -86,7 +89,9 @@ class Cluster:
                 failure_config=tune.FailureConfig(max_failures=self.retries),
             ),
             **options,
-        ).fit()
+        )
+        with sigterm_interrupts():
+            tuner.fit()
 
 
 def run_ray(experiment: Experiment, pending: list[Run], cluster: Cluster, told: Progress) -> None:

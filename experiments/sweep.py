@@ -9,7 +9,8 @@
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not
 repeated, interrupted ones go on from their last checkpoint. A table has up to three stages: a
-coarse search, a refined one, then all seeds; ``print`` prints the first that is not done.
+coarse search, a refined one, then all seeds; ``print`` prints the first that is not done, to be
+run in the folder of the checkout.
 Afterwards: ``python experiments/tables.py vae_adam --scale small``.
 """
 
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
+    if args.jobs < 1 or args.retries < 0:
+        parser.error(f"--jobs {args.jobs} --retries {args.retries}: at least 1 and 0")
     wanted = plan.names() if args.tables == ["all"] else args.tables
     try:
         tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import train
-from experiments import plan, runs, stages, tables
+from experiments import layout, plan, runs, stages, tables
 from experiments.plan import HERE
 from experiments.summary import compared, paper_entry, rows, welch
 
@@ -341,6 +341,21 @@ def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
         finish(run, test_nll=200.0, test_collapsed=run.seed - 1)
     (row,) = rows(experiment)
     assert row.notes == ["1 collapsed", "lr at the edge of the search"]
+
+
+def test_the_paper_s_layout_has_a_place_for_every_cell(tmp_path):
+    experiment = plan.load("vae_adam", "paper", tmp_path)
+    found = rows(experiment)
+    text = layout.markdown(experiment, found, [])
+    header, _, *body = [line.split("|")[1:-1] for line in text.split("\n\n")[2].splitlines()]
+    assert [cell.strip() for cell in header] == [
+        "N", "head", "gray, K = 8", "gray, K = 16", "gray, K = 32",
+        "binary, K = 8", "binary, K = 16", "binary, K = 32",
+    ]  # fmt: skip
+    assert [line[0].strip() for line in body] == ["10"] * 4 + ["20"] * 4 + ["30"] * 4
+    assert [cell.strip() for cell in body[-1][1:4]] == ["natural", "— (97.9)", "— (97.6)"]
+    latex = layout.latex(experiment, found, [])
+    assert latex.count(r"\midrule") == 3 and latex.count(r" \\") == 13
 
 
 def test_no_runs_no_table(tmp_path, capsys):

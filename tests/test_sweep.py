@@ -33,7 +33,7 @@ with (home / "calls.txt").open("a") as file:
 x, gate = float(options["x"]), Path(options["gate"])
 if x < 0:
     print("the number is below zero")
-    sys.exit(3)
+    sys.exit(2 if x < -5 else 3)
 while x >= 3 and not gate.exists():
     time.sleep(0.05)
 (home / "metrics.json").write_text(json.dumps({"val/loss": (x - 2) ** 2, "test/loss": x}))
@@ -161,6 +161,11 @@ def test_a_failing_run_is_tried_again_then_given_up(table, tmp_path, capsys):
     assert len(calls(tmp_path)["x-1-seed1"]) == 3
 
 
+def test_wrong_usage_is_not_tried_again(table, tmp_path):
+    assert sweep.main(arguments(table(grid={"x": [-9.0]}), "--retries", "3")) == 1
+    assert calls(tmp_path) == {"x-9-seed1": ["new"]}
+
+
 def test_stages_run_in_order(table, tmp_path):
     search = {
         "metric": "val/loss",
@@ -215,6 +220,7 @@ def test_print_says_what_comes_next(tmp_path, capsys):
         (("gsl", "--only", "head"), "expected key=value"),
         (("gsl", "--only", "hed=natural"), "choose from head, theta"),
         (("gsl", "--scale", "tiny"), "smoke"),
+        (("gsl", "--jobs", "0"), "--jobs 0"),
         (("ppo_breakout", "--scale", "smoke", "--engine", "local"), "use --engine ray"),
     ],
 )
