@@ -46,7 +46,8 @@ class ReplayedSteps(LightningModule):
     loss to update, is captured once and then launched as a whole, and several of them are taken
     per batch that Lightning hands over (data modules with an attribute ``steps_per_batch`` are
     asked to give out several batches at once). Elsewhere Lightning optimizes as usual; both ways
-    take the same steps. A replayed step does not call the hooks of single optimizer steps.
+    take the same steps. A replayed step does not call the hooks of single optimizer steps, and
+    the Trainer's ``limit_train_batches`` counts what is handed over, not steps.
 
     Random states are part of a checkpoint, so that a resumed run draws what it would have drawn;
     every rank has noise of its own.
