@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
 from catnat import CategoricalHead, head_names, make_head
@@ -111,7 +112,8 @@ def plane(num_scores: int) -> Tensor:
     if num_scores == K - 1:
         return torch.eye(K - 1, dtype=torch.float64)
     directions = torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 2.0]], dtype=torch.float64)
-    return directions / directions.norm(dim=1, keepdim=True)
+    lengths: Tensor = directions.norm(dim=1, keepdim=True)
+    return directions / lengths
 
 
 def draw_landscape(axes: Axes, name: str, fit: Fit) -> None:
@@ -148,9 +150,8 @@ def draw_figure(fits: dict[str, Fit], learning_rate: float) -> Figure:
         columns,
         figsize=(3.2 * columns + 0.6, 3.4 * rows),
         squeeze=False,
-        layout="constrained",
+        layout=ConstrainedLayoutEngine(wspace=0.09),
     )
-    figure.get_layout_engine().set(wspace=0.09)
     for axes in panels.flat[len(fits) :]:
         axes.set_visible(False)
     for axes, (name, fit) in zip(panels.flat, fits.items(), strict=False):
