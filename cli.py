@@ -296,6 +296,7 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
+        ".*dirpath has changed",
         ".*all_gather is deprecated",
         ".*You have specified a mini-batch size",
         ".*is not in the possible render_modes",

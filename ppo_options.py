@@ -125,12 +125,14 @@ class Environments:
     num_actions: int | None = None
     normalize: bool = False
 
-    def make(self, num_envs: int, seed: int, backend: Backend | None = None) -> VecEnv:
-        """So many of them."""
+    def make(
+        self, num_envs: int, seed: int, gamma: float, backend: Backend | None = None
+    ) -> VecEnv:
+        """So many of them; rewards are scaled by the spread of returns with discount gamma."""
         if self.normalize and is_atari(self.env):
             raise ValueError("normalize is not for Atari games: their pixels are scaled anyway")
         env = make_env(self.env, num_envs, backend or self.backend, seed, self.num_actions)
-        return VecNormalize(env) if self.normalize else env
+        return VecNormalize(env, gamma=gamma) if self.normalize else env
 
 
 @dataclass
@@ -177,8 +179,10 @@ def check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         choices = "auto, cpu, cuda, cuda:0 and the like"
-        raise ValueError(f"unknown device {name!r}; choose from {choices}") from None
+        raise ValueError(f"unknown device {name!r}; choose from {choices}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name!r} here")
 

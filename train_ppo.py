@@ -45,6 +45,7 @@ from catnat.sb3 import (
     cleanrl_schedule,
 )
 from cli import UsageError
+from datamodules.atari import rom_of
 from datamodules.environments import frames_of_a_game, is_atari, write_gif
 from ppo_options import (
     ELSEWHERE,
@@ -112,7 +113,7 @@ def parse(names: Names, options: list[str]) -> tuple[ArgumentParser, Namespace, 
     config["import"] = names.imports
     trainer, note = config.trainer, ""
     if trainer.total_steps is None:
-        on_cpu = trainer.device == "cpu" or not torch.accelerator.is_available()
+        on_cpu = trainer.device == "cpu" or not torch.cuda.is_available()
         trainer.total_steps = STEPS_ELSEWHERE if not atari else STEPS_ON_CPU if on_cpu else STEPS
         if trainer.total_steps == STEPS_ON_CPU:
             note = f", {STEPS_ON_CPU} steps on this CPU; the recipe: --total_steps {STEPS}"
@@ -177,16 +178,18 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
     path = find_checkpoint(home, wanted) if wanted else None
     checkpoint = load_checkpoint(path) if path is not None else {}
-    env = environments.make(environments.num_envs, seed)
+    env = environments.make(environments.num_envs, seed, algorithm.gamma)
     model = make_model(algorithm, training, env, seed)
     same = {name: value for name, value in asdict(environments).items() if name in MUST_AGREE}
     same |= {"head": algorithm.head, "head_options": algorithm.head_options}
+    if is_atari(environments.env):
+        same["env"] = rom_of(environments.env)  # a game goes by many names
     if path is not None:
         compare(path, checkpoint, same, model.policy)
         load_state(model, checkpoint)
         env.seed(seed + model.num_timesteps)  # not the games that the run began with
     folder = open_run(home, path, saved if command == "fit" else None)
-    eval_env = environments.make(min(training.eval_games, 16), seed)
+    eval_env = environments.make(min(training.eval_games, 16), seed, algorithm.gamma)
     hparams = asdict(algorithm) | asdict(environments) | {"seed": seed}
     run = Run(model, eval_env, objects.fisher, environments, training, folder, seed, hparams)
     every = (config.save_every, training.eval_every)
@@ -201,10 +204,10 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
 def make_model(algorithm: Algorithm, training: Training, env: VecEnv, seed: int) -> HeadPPO:
     """PPO with the head, and the policy that fits the observations."""
     batch = algorithm.num_steps * env.num_envs
-    if algorithm.num_minibatches > batch:
+    if batch // algorithm.num_minibatches < 2:
         raise ValueError(
-            f"num_minibatches must be at most {batch}, the steps of a rollout, "
-            f"got {algorithm.num_minibatches}"
+            f"num_minibatches {algorithm.num_minibatches} leaves less than two steps to each: a "
+            f"rollout has {batch} (num_envs times num_steps)"
         )
     rate: Any = algorithm.learning_rate
     if algorithm.anneal_lr:
@@ -300,7 +303,8 @@ def record(run: Run, metrics: dict[str, float]) -> None:
 def film(run: Run, writer: Any) -> None:
     """A GIF of one game, in the run's folder and for TensorBoard."""
     path = run.folder / "game.gif"
-    env = run.environments.make(1, run.seed, backend="sb3")  # C++ games cannot be drawn
+    gamma = run.model.gamma
+    env = run.environments.make(1, run.seed, gamma, backend="sb3")  # C++ games cannot be drawn
     share_moments(run.model, env)
     deterministic = run.training.eval_deterministic
     try:

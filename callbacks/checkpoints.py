@@ -228,11 +228,13 @@ def compare(
 def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     """The folder of the checkpoint's run, or home/version_k with the next free k.
 
-    Where a configuration is given, it is written there; otherwise nothing is.
+    Where a configuration is given, it is written there; otherwise nothing is. What goes on from
+    another checkpoint than the last is a new run: the last one of the old run stays.
     """
     runs = _runs(home)
     number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
     resumed = ckpt_path is not None and ckpt_path.parent.name == "checkpoints"
+    resumed = resumed and (config is None or ckpt_path is None or ckpt_path.name == "last.ckpt")
     folder = ckpt_path.parent.parent if ckpt_path and resumed else home / f"version_{number}"
     if (
         config is None or getattr(rank_zero_only, "rank", 0) != 0

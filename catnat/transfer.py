@@ -25,7 +25,7 @@ def send(x: Tensor) -> Callable[[], Tensor]:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(x.device))
 
     def receive() -> Tensor:
         event.synchronize()

@@ -96,9 +96,7 @@ class NativeAtariVecEnv(VecEnv):
 
     def reset(self) -> NDArray[np.uint8]:
         """Begin new games."""
-        if self._pending:
-            self._engine.recv()
-            self._pending = False
+        self._drain()
         unseeded = None in self._seeds
         observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
         self._reset_seeds()
@@ -117,8 +115,8 @@ class NativeAtariVecEnv(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         """Wait for the step. Finished games have begun anew."""
+        self._pending = False  # before: an interrupt comes after the call, when it is taken
         observations, rewards, terminated, truncated, info = self._engine.recv()
-        self._pending = False
         self._scores += rewards
         over = terminated | truncated
         lives = info["lives"]
@@ -149,10 +147,14 @@ class NativeAtariVecEnv(VecEnv):
 
     def close(self) -> None:
         """Stop the threads."""
-        if self._pending:
-            self._engine.recv()
-            self._pending = False
+        self._drain()
         self._engine.__dict__.pop("ale", None)
+
+    def _drain(self) -> None:
+        """Take a step that nobody waited for: asking twice for one would hang."""
+        if self._pending:
+            self._pending = False
+            self._engine.recv()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         """An attribute for each game; arrays with one entry per game are taken apart."""

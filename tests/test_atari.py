@@ -307,6 +307,26 @@ def test_halves_are_the_whole(make):
     assert make("Breakout", 3).halves is None
 
 
+def test_an_interrupted_step_does_not_hang_what_follows(make, monkeypatch):
+    """Python raises KeyboardInterrupt when the C++ call has returned: the step is taken then."""
+    env = make("Breakout", 2)
+    env.reset()
+    for one in env.halves:
+        receive = one._engine.recv
+
+        def interrupted(receive=receive):
+            receive()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(one._engine, "recv", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            one.step(np.zeros(1, int))
+        monkeypatch.undo()
+        assert not one._pending
+        one.reset()
+    env.close()
+
+
 def test_attributes(make):
     env = make("Breakout", 4)
     env.reset()

@@ -344,6 +344,14 @@ def test_a_checkpoint_of_something_else_is_refused(change, words, workspace, cap
     assert words in line
 
 
+def test_going_on_from_the_best_checkpoint_is_a_new_run(workspace, capfd):
+    assert run(*workspace) == 0
+    before = last()
+    assert run(*workspace, "--max_steps=6", "--ckpt_path=best") == 0
+    assert same_weights(last(), before)
+    assert last("runs/vae/natural/version_1")["global_step"] == 6
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ("touch owned",)

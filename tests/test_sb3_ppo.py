@@ -117,6 +117,18 @@ def test_the_learning_rate_falls_as_cleanrls():
     assert rates[1:] == pytest.approx(want)
 
 
+@pytest.mark.parametrize(
+    ("total", "batch"), [(2000, 256), (50_000, 256), (8_000_000, 1024), (9, 10)]
+)
+def test_the_schedule_is_cleanrls_where_the_batch_does_not_divide_the_total(total, batch):
+    rate, updates = cleanrl_schedule(1.0, total, batch), max(1, total // batch)
+    for update in {1, 2, updates // 2 + 1, updates}:
+        remaining = 1 - update * batch / total
+        assert rate(remaining) == pytest.approx(max(0.0, 1 - (update - 1) / updates))
+    assert rate(1 - (updates + 1) * batch / total) == 0  # one that CleanRL does not make
+    assert rate(1.0) == 1
+
+
 @pytest.mark.parametrize(("total", "batch"), [(0, 1), (100, 0)])
 def test_a_schedule_of_nothing_is_refused(total, batch):
     with pytest.raises(ValueError, match=r"must be at least 1, got 0"):

@@ -78,7 +78,9 @@ def cleanrl_schedule(
     """A learning rate that falls linearly to 0, update by update as in CleanRL.
 
     Stable-Baselines3 counts a rollout as progress before it learns from it; here the first update
-    still has the full rate, and the last one the smallest that is not 0.
+    still has the full rate, and the last one the smallest that is not 0. CleanRL makes
+    ``total_timesteps // batch`` updates; where Stable-Baselines3 begins one more to fill up the
+    rest, its rate is 0.
 
     Args:
         learning_rate: of the first update.
@@ -92,8 +94,10 @@ def cleanrl_schedule(
     for name, value in (("total_timesteps", total_timesteps), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    return partial(_annealed, learning_rate, batch / total_timesteps)
+    updates = max(1, total_timesteps // batch)
+    return partial(_annealed, learning_rate, total_timesteps / batch, updates)
 
 
-def _annealed(learning_rate: float, share: float, remaining: float) -> float:
-    return learning_rate * min(1.0, remaining + share)
+def _annealed(learning_rate: float, rollouts: float, updates: int, remaining: float) -> float:
+    number = round((1 - remaining) * rollouts)  # of the update, from 1
+    return learning_rate * min(1.0, max(0.0, 1 - (number - 1) / updates))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -256,6 +256,12 @@ class HeadPPO(PPO):
         super()._setup_model()
         self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
         self._captured = False
+
+    def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
+        """As in Stable-Baselines3, with the model's device as the current one."""
+        device = self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return super().learn(*args, **kwargs)
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         self._prepare()

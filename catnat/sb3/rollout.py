@@ -50,7 +50,7 @@ class Collector:
       only, not through wrappers, which might change what they see;
     - ``forced_actions``: an array (n,) of the actions that the next step will play whatever it is
       told, -1 where the policy is free. Transitions are labelled by what is played. As it was
-      not the policy's choice, they teach values, but not what to do.
+      not the policy's choice, they teach values, and no policy gradient.
 
     Args:
         policy: who acts.
