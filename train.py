@@ -115,24 +115,19 @@ def train(names: Names, options: list[str]) -> int:
             print(f"{stop}; go on with: {cli.how_to_go_on(run.folder, stop.path)}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
-        report(run.trainer, metrics, run.folder)
+        report(run.trainer, metrics, run.folder, keep=names.command == "fit")
     return 0
 
 
 def fit_and_test(run: Run) -> dict[str, float]:
-    """Train, then test what was learned last; with the last validation's metrics, to select by."""
+    """Train, then validate (to select by) and test what was learned last."""
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-    validated = validation_metrics(run.trainer)
-    if not validated and run.trainer.limit_val_batches:  # resumed after its last step
-        run.trainer.validate(run.model, datamodule=run.data, verbose=False)
-        validated = validation_metrics(run.trainer)
+    validated: dict[str, float] = {}
+    if run.trainer.limit_val_batches:  # validation within training need not end with it
+        loggers, run.trainer.loggers = run.trainer.loggers, []  # their curves are complete
+        (found,) = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
+        validated, run.trainer.loggers = dict(found), loggers
     return validated | test(run, None)
-
-
-def validation_metrics(trainer: Trainer) -> dict[str, float]:
-    """What the Trainer remembers of its last validation."""
-    metrics = trainer.callback_metrics.items()
-    return {name: float(value) for name, value in metrics if name.startswith("val/")}
 
 
 def test(run: Run, ckpt_path: Path | None) -> dict[str, float]:

@@ -280,7 +280,7 @@ def train(run: Run) -> int:
 def test(run: Run) -> int:
     """Play a checkpoint, and report."""
     run.callback.signals.listen()
-    show_metrics(play(run), run.folder, run.training.default_root_dir)
+    show_metrics(play(run), run.folder, run.training.default_root_dir, keep=False)
     return 0
 
 

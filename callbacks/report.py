@@ -14,21 +14,25 @@ from rich.table import Table
 _MANY = 0.5  # share of saturated scores worth a sentence
 
 
-def report(trainer: Trainer, metrics: dict[str, float], folder: Path) -> None:
-    """Print the test metrics and where to look further; fill TensorBoard's hparams tab."""
-    show_metrics(metrics, folder, trainer.default_root_dir)
+def report(trainer: Trainer, metrics: dict[str, float], folder: Path, keep: bool = True) -> None:
+    """Print the metrics and where to look further; fill TensorBoard's hparams tab."""
+    show_metrics(metrics, folder, trainer.default_root_dir, keep)
     _fill_hparams_tab(trainer, metrics)
 
 
-def show_metrics(metrics: dict[str, float], folder: Path, root: str | Path) -> None:
-    """Print the metrics of a run, and where to look further; ``metrics.json`` gets them, too.
+def show_metrics(
+    metrics: dict[str, float], folder: Path, root: str | Path, keep: bool = True
+) -> None:
+    """Print the metrics of a run, and where to look further.
 
     Args:
         metrics: by name.
         folder: of the run.
         root: where all runs are.
+        keep: also write them to ``metrics.json`` in the folder, which says that a run is finished
+            and what it gave; not for tests of one of its checkpoints.
     """
-    if folder.is_dir():  # a checkpoint that is tested may lie anywhere
+    if keep:
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     table = Table(show_header=False)
     for name, value in metrics.items():
@@ -52,7 +56,8 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
     if dead := metrics.get("test/dead_edges", 0):
         sentences.append(
             f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
-            "brings them back. Try --estimator local_expectation with --psi_warmup_steps 125."
+            "brings them back. Try --estimator local_expectation --lr_schedule linear "
+            "--psi_warmup_steps 125."
         )
     share = metrics.get("test/saturated", metrics.get("fim/saturated", 0))
     # Most edges of a graph are absent: there a saturated score is usually what was wanted.

@@ -226,7 +226,8 @@ class EdgeCalibrationError(Metric):
     def update(self, theta: Tensor, truth: Tensor) -> None:
         """Add edges, (*) and (*)."""
         theta, truth = theta.detach().double().flatten(), truth.double().flatten()
-        bins = (theta * self.num_bins).long().clamp_max(self.num_bins - 1)
+        # NaN goes to the first bin, whose difference it makes NaN.
+        bins = (theta * self.num_bins).nan_to_num(0.0).long().clamp_max(self.num_bins - 1)
         self.difference.index_add_(0, bins, theta - truth)
         self.count.index_add_(0, bins, torch.ones_like(theta))
 

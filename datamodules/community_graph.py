@@ -218,6 +218,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
         except OSError:
             os.unlink(file.name)
             raise
+    os.chmod(file.name, 0o644)  # others may share the folder
     os.replace(file.name, path)
 
 

@@ -23,14 +23,15 @@ _WRONG_USAGE = 2
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Looked up here: a process that was just forked must not.
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _SET_SIGNAL_OF_PARENTS_DEATH = 1
 
 
 def _stop_with_parent() -> None:
     """In a command about to begin: be told to save and stop, should the sweep be killed."""
-    if _LIBC is not None:
-        _LIBC.prctl(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
+    if _PRCTL is not None:
+        _PRCTL(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
 
 
 class Children:
@@ -80,7 +81,9 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
     children = children or Children()
     run.home.mkdir(parents=True, exist_ok=True)
     log, resumed = run.home / "log.txt", False
-    with _claimed(run) as lock:
+    with _claimed(run, children) as lock:
+        if lock is None:
+            return "interrupted"
         for attempt in range(retries + 1):
             if runs.metrics(run) is not None:
                 return "finished"
@@ -139,14 +142,24 @@ class Progress:
 
 
 @contextmanager
-def _claimed(run: Run) -> Iterator[int]:
+def _claimed(run: Run, children: Children) -> Iterator[int | None]:
     """Hold the run against others at work on the same folder; wait for them to end.
 
     The command inherits the lock: one that outlives a killed sweep is waited for, not doubled.
+    None if we are to stop before that.
     """
     with (run.home / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if children.stopping:
+                    yield None
+                    return
+                time.sleep(0.2)
+            else:
+                yield file.fileno()
+                return
 
 
 @contextmanager

@@ -150,16 +150,22 @@ def curves(args: argparse.Namespace) -> list[Path]:
     return drawing.save(figure, args.out, f"{experiment.name}_{kind}")
 
 
+def _finished(row: Row) -> Path:
+    """Folder of the first of its runs that ended well."""
+    folder = runs.version(next(run for run in row.runs if runs.metrics(run) is not None))
+    assert folder is not None
+    return folder
+
+
 def samples(args: argparse.Namespace) -> list[Path]:
     """Inputs, their reconstructions and draws from the prior, for each head of the first cell."""
     experiment, groups = _groups(args)
     name, group = next(iter(groups.items()))
-    found = [(row, runs.version(row.runs[0])) for row in group if row.finished]
+    found = [(row, _finished(row)) for row in group if row.finished]
     if not found:
         raise ValueError(f"no run of {experiment.name} with {name} is finished")
     figure, panels = drawing.panels(len(found), 2.6, 1.95)
     for axes, (row, folder) in zip(panels, found, strict=True):
-        assert folder is not None
         model, data = load_run(folder)
         inputs = next(iter(data.test_dataloader()))[:10]
         made = torch.cat([inputs, model.reconstruct(inputs), model.sample_prior(60)])

@@ -166,7 +166,12 @@ def load(name: str, scale: str, runs: Path = Path("runs"), **options: Any) -> Ex
 def _read(path: Path) -> dict[str, Any]:
     content = dict(yaml.safe_load(path.read_text()))
     base = content.pop("base", None)
-    return _laid_over(_read(path.with_name(f"{base}.yaml")), content) if base else content
+    if base is None:
+        return content
+    below = _read(path.with_name(f"{base}.yaml"))
+    scales, above = below.get("scales", {}), content.get("scales", {})
+    both = {name: _laid_over(each, above.get(name, {})) for name, each in scales.items()}
+    return _laid_over(below, content) | {"scales": both}
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def search_ray(
     search = experiment.search or {}
     metric, better = search["metric"], search["better"]
     known = [(run.settings, runs.metrics(run)) for run in trials(experiment, cell)]
-    scored = [(settings, float(found[metric])) for settings, found in known if found]
+    scored = [(settings, _value(search, found)) for settings, found in known if found]
     searcher = OptunaSearch(
         space={name: _distribution(**limits) for name, limits in search["space"].items()},
         metric=metric,
@@ -151,10 +151,15 @@ def _try_settings(config: Options, experiment: Experiment, cell: Options, retrie
     run = open_trial(experiment, cell, dict(config))
     outcome = execute(run, retries)
     search = experiment.search or {}
-    value = float((runs.metrics(run) or {}).get(search["metric"], math.nan))
-    if not math.isfinite(value):  # TPE goes by the order of values alone
-        value = -1e30 if search["better"] == "higher" else 1e30
-    tune.report({"outcome": outcome, search["metric"]: value})
+    tune.report({"outcome": outcome, search["metric"]: _value(search, runs.metrics(run) or {})})
+
+
+def _value(search: Options, found: dict[str, float]) -> float:
+    """What a trial is worth; the worst if it has no such number: TPE goes by the order alone."""
+    value = float(found.get(search["metric"], math.nan))
+    if math.isfinite(value):
+        return value
+    return -1e30 if search["better"] == "higher" else 1e30
 
 
 class _Lines(tune.Callback):

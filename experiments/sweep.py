@@ -1,16 +1,18 @@
-"""Run a table of the paper: every run is one train.py command, done once, wherever it was done.
+r"""Run a table of the paper: every run is one train.py command, done once, wherever it was done.
 
     python experiments/sweep.py vae_adam --scale small --jobs 12       # on this machine
     python experiments/sweep.py vae_adam --scale small --engine ray --gpus_per_run 0.08
     python experiments/sweep.py gsl --scale paper --engine ray --address auto      # on a cluster
-    python experiments/sweep.py gsl --engine print | xargs -P 8 -I{} sh -c '{}'    # anything else
+    python experiments/sweep.py gsl --engine print | xargs -d '\n' -P 8 -I{} sh -c '{}'
     python experiments/sweep.py all --scale smoke
     python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --data.root DATA
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not
-repeated, interrupted ones go on from their last checkpoint. A table has up to three stages: a
-coarse search, a refined one, then all seeds; ``print`` prints the first that is not done, to be
-run in the folder of the checkout.
+repeated, interrupted ones go on from their last checkpoint. Runs are known by their place in the
+table, settings and seed: other options after ``--`` call for another ``--runs`` folder.
+
+A table has up to three stages: a coarse search, a refined one, then all seeds; ``print`` prints the
+first that is not done, to be run in the folder of the checkout.
 Afterwards: ``python experiments/tables.py vae_adam --scale small``.
 """
 
@@ -30,13 +32,15 @@ from experiments.engines import Progress, run_local
 from experiments.plan import Experiment
 from experiments.stages import Stage, names, open_stage, stages
 
+JOBS = 2  # side by side on this machine, unless told otherwise
+
 
 class Parser(argparse.ArgumentParser):
     """Answers bad input with one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message alone, without the usage, and leave with status 2."""
-        self.exit(2, f"sweep.py: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
-    if args.jobs < 1 or args.retries < 0:
+    if (args.jobs is not None and args.jobs < 1) or args.retries < 0:
         parser.error(f"--jobs {args.jobs} --retries {args.retries}: at least 1 and 0")
     wanted = plan.names() if args.tables == ["all"] else args.tables
     try:
@@ -73,7 +77,11 @@ def build_parser() -> Parser:
         default="auto",
         help="auto: ray for a search by TPE, else local",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default 2)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help=f"runs side by side (default {JOBS}; with Ray all there is room for)",
+    )
     parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
     parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
     parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
@@ -102,8 +110,14 @@ def sweep(table: Experiment, args: argparse.Namespace, argv: list[str]) -> int:
     if args.engine == "print":
         return print_stage(table, open_stage(table))
     note_command(table, argv)
+    before: tuple[str, int] | None = None
     while (stage := open_stage(table)) is not None:
         todo = len(stage.pending) + sum(stage.trials)
+        if before == (stage.name, todo):
+            raise ValueError(
+                f"{table.name}: nothing has come to {table.folder}: do all machines share it?"
+            )
+        before = (stage.name, todo)
         print(f"{table.name}, {table.scale}: {stage.name}, {todo} runs to do", flush=True)
         run_stage(table, stage, args)
     every = [run for stage in stages(table) for run in stage.runs]
@@ -118,13 +132,13 @@ def sweep(table: Experiment, args: argparse.Namespace, argv: list[str]) -> int:
 def run_stage(table: Experiment, stage: Stage, args: argparse.Namespace) -> None:
     """Run what is left of a stage."""
     shown = list(dict.fromkeys([(table.search or {}).get("metric", ""), *table.metrics]))[:3]
-    progress = Progress(len(stage.pending) + sum(stage.trials), args.jobs, shown)
+    progress = Progress(len(stage.pending) + sum(stage.trials), args.jobs or JOBS, shown)
     if args.engine == "local" and any(stage.trials):
         raise ValueError(f"{table.name} searches by TPE, trial after trial: use --engine ray")
     if args.engine == "ray" or any(stage.trials):
         run_stage_on_ray(table, stage, args, progress)
     else:
-        run_local(stage.pending, args.jobs, args.retries, progress)
+        run_local(stage.pending, args.jobs or JOBS, args.retries, progress)
     if progress.counts["interrupted"]:
         raise KeyboardInterrupt
 
@@ -135,7 +149,7 @@ def run_stage_on_ray(
     """Known runs first, then those that TPE still has to draw."""
     from experiments.ray_engine import Cluster, run_ray, search_ray  # an extra
 
-    cluster = Cluster(args.address, args.jobs, args.gpus_per_run, args.retries)
+    cluster = Cluster(args.address, args.jobs or 0, args.gpus_per_run, args.retries)
     if stage.pending:
         run_ray(table, stage.pending, cluster, progress)
     for cell, number in zip(table.cells(), stage.trials, strict=False):

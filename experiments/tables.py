@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def largest_scale(name: str, folder: Path) -> str:
     """The scale of the runs there are."""
     for scale in reversed(plan.SCALES):
-        if any(plan.load(name, scale, folder).folder.glob("*")):
+        if any(plan.load(name, scale, folder).folder.glob("*/**/metrics.json")):
             return scale
     raise ValueError(f"there are no runs of {name} under {folder}")
 

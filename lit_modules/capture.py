@@ -65,6 +65,7 @@ class ReplayedSteps(LightningModule):
         self.step_observers: list[StepObserver] = []  # called within a replayed step
         self.step_generators: list[torch.Generator] = []  # where they draw from
         self._several = False  # whether a batch of Lightning's holds several
+        self._val_check_interval: int | float = 1.0  # what the user said
         self._graphs: dict[tuple[Hashable, ...], StepGraph[Tensor]] = {}  # by kind of step
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
         self._noise_to_restore: dict[str, Tensor] | None = None
@@ -127,13 +128,10 @@ class ReplayedSteps(LightningModule):
         self._graphs = {}
         data: Any = getattr(self.trainer, "datamodule", None)
         self._several = reason is None and hasattr(data, "steps_per_batch")
-        if hasattr(data, "steps_per_batch"):
-            before, data.steps_per_batch = data.steps_per_batch, None
-            if self._several:
-                data.steps_per_batch = STEPS_PER_BATCH
-            every = self.trainer.val_check_interval
-            if self._several and before is None and isinstance(every, int):
-                # Lightning counts batches, users mean steps.
+        self._val_check_interval = every = self.trainer.val_check_interval
+        if self._several:
+            data.steps_per_batch = STEPS_PER_BATCH
+            if isinstance(every, int):  # Lightning counts batches, users mean steps.
                 self.trainer.val_check_interval = max(1, every // STEPS_PER_BATCH)
 
     def on_train_start(self) -> None:
@@ -164,6 +162,13 @@ class ReplayedSteps(LightningModule):
     def on_train_end(self) -> None:
         """Log what is still on its way."""
         self._log_sent()
+
+    def teardown(self, stage: str) -> None:
+        """Give data module and Trainer back as they were."""
+        if stage == "fit" and self._several:
+            data: Any = getattr(self.trainer, "datamodule", None)
+            data.steps_per_batch = None
+            self.trainer.val_check_interval = self._val_check_interval
 
     @contextmanager
     def evaluation_noise(self, batch_idx: int) -> Iterator[None]:
@@ -218,8 +223,8 @@ class ReplayedSteps(LightningModule):
         loss.backward()
         if self.gradient_clip:
             clip_grad_norm_(self.parameters(), self.gradient_clip)
+        join()  # before the parameters change, which a head of a user's own may have, too
         optimizer.step()
-        join()
         return loss.detach()
 
     def _step_scheduler(self) -> None:

@@ -20,12 +20,13 @@ from .checks import require_positive
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
 
-# Found by validation loss; for softmax half of sigmoid's, which is the same in θ.
+# Within the paper's grids, or tried at θ* = 0.75; softmax's half of sigmoid's: the same in θ.
 _LEARNING_RATES: dict[str, dict[str, float]] = {
     "score_function": {"softmax": 0.0225, "sparsemax": 0.005, "sigmoid": 0.045, "natural": 0.022},
     "local_expectation": {"softmax": 0.05, "sparsemax": 0.005, "sigmoid": 0.1, "natural": 0.05},
 }
 _OTHER_LEARNING_RATE = 0.02  # of heads defined elsewhere
+_PSI_LEARNING_RATE = 0.05
 
 
 class GraphStructureLearner(ReplayedSteps):
@@ -63,7 +64,8 @@ class GraphStructureLearner(ReplayedSteps):
         num_samples: M, graphs per batch.
         estimator: of the gradient in θ, "score_function" or "local_expectation".
         learning_rate: of the scores. None: what suits the head and the estimator.
-        psi_learning_rate: of the predictor. None: the same.
+        psi_learning_rate: of the predictor. None: the same; 0.05 with local expectation, where it
+            must be right when the warm-up ends.
         lr_schedule: "constant", or "linear", to zero at the end of the run.
         psi_warmup_steps: steps that train psi alone, at the beginning.
         theta_init: range of the uniform distribution from which θ is drawn at the beginning.
@@ -119,7 +121,7 @@ class GraphStructureLearner(ReplayedSteps):
             require_positive(psi_learning_rate=psi_learning_rate)
         if num_samples < 3:
             raise ValueError(f"num_samples must be at least 3, got {num_samples}")
-        if flip_samples > num_samples:
+        if estimator == "local_expectation" and flip_samples > num_samples:
             raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
         assert learning_rate is not None
         self.save_hyperparameters(ignore=["capture", "predictor", "test_passes"])
@@ -133,7 +135,10 @@ class GraphStructureLearner(ReplayedSteps):
             )
         self.num_nodes, self.num_samples, self.estimator = num_nodes, num_samples, estimator
         self.flip_samples, self.test_passes = flip_samples, test_passes
-        self.learning_rates = (learning_rate, psi_learning_rate or learning_rate)
+        if psi_learning_rate is None:
+            local = estimator == "local_expectation"
+            psi_learning_rate = _PSI_LEARNING_RATE if local else learning_rate
+        self.learning_rates = (learning_rate, psi_learning_rate)
         self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
         # On the device, because a captured step reads it there; a function of the step, so not
@@ -198,8 +203,10 @@ class GraphStructureLearner(ReplayedSteps):
 
     def why_not_replayed(self) -> str | None:
         """A predictor that lists the edges waits for the device."""
-        known = isinstance(self.predictor, GCN) and self.predictor.is_dense(self.num_nodes)
-        if not known and not self.capture:
+        if isinstance(self.predictor, GCN):
+            if not self.predictor.is_dense(self.num_nodes):
+                return "the graph is sparse, and listing its edges waits for the device"
+        elif not self.capture:
             return "the predictor may wait for the device"
         return super().why_not_replayed()
 

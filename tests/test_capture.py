@@ -164,17 +164,26 @@ def test_what_can_be_captured():
     assert not capture.same_shapes(None, None)
 
 
-def test_a_data_module_is_given_back_as_it_was(without_cuda, tmp_path):
-    """Several steps a batch are for replayed runs alone, also if the data are used again."""
+def test_data_and_trainer_are_given_back_as_they_were(without_cuda, tmp_path):
+    """Several steps a batch are for replayed runs alone, also if both are used again."""
     data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
-    for replayed, batches in ((None, 20), (False, None)):
+    checked = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer, module):
+            checked.append((data.steps_per_batch, trainer.val_check_batch))
+
+    trainer = pl.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=1,
+        val_check_interval=60, check_val_every_n_epoch=None, callbacks=[Watch()],
+    )  # fmt: skip
+    for replayed in (None, None, False):
         model = DiscreteVAE(num_latents=2, num_categories=2, capture=replayed)
-        trainer = pl.Trainer(
-            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        )  # fmt: skip
         trainer.fit(model, datamodule=data)
-        assert data.steps_per_batch == batches and trainer.global_step == 3
+        trainer.fit_loop.epoch_loop.max_steps += 3
+        assert data.steps_per_batch is None and trainer.val_check_interval == 60
+    assert checked == [(20, 3), (20, 3), (None, 60)]
 
 
 def test_says_why_not(tmp_path):

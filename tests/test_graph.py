@@ -87,7 +87,10 @@ def test_wrong_options_are_named():
         ({"lr_schedule": "cosine"}, "choose from constant, linear"),
         ({"num_nodes": 0}, "num_nodes must be positive, got 0"),
         ({"num_samples": 2}, "num_samples must be at least 3, got 2"),
-        ({"flip_samples": 33}, "at most num_samples, got 33"),
+        (
+            {"flip_samples": 33, "estimator": "local_expectation"},
+            "at most num_samples, got 33",
+        ),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"psi_learning_rate": 0.0}, "psi_learning_rate must be positive"),
         ({"psi_warmup_steps": -1}, "psi_warmup_steps must be >= 0"),
@@ -335,5 +338,6 @@ def test_a_captured_run_on_cuda_takes_the_eager_steps(root, estimator):
 
 def test_large_graphs_are_not_captured():
     assert GCN(4, 2).is_dense(24)
-    model = make(predictor=GCN(4, 2, sparse_from=6))
-    assert model.why_not_replayed() == "the predictor may wait for the device"
+    for capture in (None, True):
+        model = make(predictor=GCN(4, 2, sparse_from=6), capture=capture)
+        assert "the graph is sparse" in model.why_not_replayed()

@@ -66,7 +66,7 @@ def test_what_tensorboard_gets(workspace):
         ("--theta_init 0.1", "--model.theta_init"),
         ("--theta_init [0.3,0.1]", "range within [0, 1], got 0.3, 0.1"),
         ("--num_samples 2", "at least 3, got 2"),
-        ("--flip_samples 99", "at most num_samples, got 99"),
+        ("--estimator local_expectation --flip_samples 99", "at most num_samples, got 99"),
         ("--psi_warmup_steps -1", "psi_warmup_steps"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
         ("--model.num_nodes=5", "--model.num_nodes follows from --data.communities"),
