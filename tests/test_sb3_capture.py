@@ -109,10 +109,10 @@ def test_the_learning_rate_stays_in_its_place(without_cuda):
     model = learn(learning_rate=cleanrl_schedule(0.01, 128, 64), rollouts=1)
     place = model.policy.optimizer.param_groups[0]["lr"]
     assert isinstance(place, Tensor) and place.item() == pytest.approx(0.005)
-    model._current_progress_remaining = 0.25
+    model._current_progress_remaining = 0.5
     model._update_learning_rate(model.policy.optimizer)
     assert model.policy.optimizer.param_groups[0]["lr"] is place
-    assert place.item() == pytest.approx(0.0075)
+    assert place.item() == pytest.approx(0.01)
 
 
 def test_what_is_baked_in_is_captured_anew(without_cuda):
