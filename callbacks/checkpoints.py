@@ -233,9 +233,10 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     """
     runs = _runs(home)
     number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
-    resumed = ckpt_path is not None and ckpt_path.parent.name == "checkpoints"
-    resumed = resumed and (config is None or ckpt_path is None or ckpt_path.name == "last.ckpt")
-    folder = ckpt_path.parent.parent if ckpt_path and resumed else home / f"version_{number}"
+    folder, resumed = home / f"version_{number}", False
+    if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
+        resumed = config is None or ckpt_path.name == "last.ckpt"
+        folder = ckpt_path.parent.parent if resumed else folder
     if (
         config is None or getattr(rank_zero_only, "rank", 0) != 0
     ):  # other ranks only need to know a path

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.capture import WARM_UP, StepGraph, aside, same_shapes, tensors_of  # noqa: F401
+from catnat.capture import StepGraph, aside
 from catnat.transfer import send
 
 from .noise import noise_state, own_noise, separate_noise, set_noise_state

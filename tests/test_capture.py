@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from callbacks import FisherMonitor
+from catnat import capture as graphs
 from datamodules import MNISTDataModule
 from lit_modules import DiscreteVAE, MLPDiscreteVAE, capture
 
@@ -158,10 +159,10 @@ def test_batches_with_labels_stay_whole(without_cuda):
 
 def test_what_can_be_captured():
     x, y = torch.zeros(3, 2), torch.zeros(3)
-    assert capture.tensors_of(x)[0] is x and capture.tensors_of({"x": x}) is None
-    pair = capture.tensors_of([x, y])
-    assert capture.same_shapes(pair, [x, y]) and not capture.same_shapes(pair, [x, x])
-    assert not capture.same_shapes(None, None)
+    assert graphs.tensors_of(x)[0] is x and graphs.tensors_of({"x": x}) is None
+    pair = graphs.tensors_of([x, y])
+    assert graphs.same_shapes(pair, [x, y]) and not graphs.same_shapes(pair, [x, x])
+    assert not graphs.same_shapes(None, None)
 
 
 def test_data_and_trainer_are_given_back_as_they_were(without_cuda, tmp_path):
@@ -217,21 +218,21 @@ def test_a_graph_is_captured_once_and_again_after_reset():
         calls.append(1)
         return net(x).sum()
 
-    graph = capture.StepGraph(step)
+    graph = graphs.StepGraph(step)
     x = torch.randn(5, 3, device="cuda")
     for k in range(10):
         assert torch.allclose(graph(x * k), net(x * k).sum(), rtol=1e-4, atol=1e-5)
-    assert len(calls) == capture.WARM_UP + 1
+    assert len(calls) == graphs.WARM_UP + 1
     graph.reset()
     graph(x)
-    assert len(calls) == capture.WARM_UP + 2
+    assert len(calls) == graphs.WARM_UP + 2
     graph(torch.randn(4, 3, device="cuda"))  # another shape
-    assert len(calls) == capture.WARM_UP + 3
+    assert len(calls) == graphs.WARM_UP + 3
 
 
 @cuda
 def test_a_sequence_of_tensors_is_captured_too():
-    graph = capture.StepGraph(lambda batch: (batch[0] * batch[1]).sum())
+    graph = graphs.StepGraph(lambda batch: (batch[0] * batch[1]).sum())
     for k in range(8):
         x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
         assert graph([x, y]).item() == 3 * k

@@ -50,7 +50,7 @@ class HeadPPO(PPO):
     """PPO for policies with a categorical head (and others over the same action spaces).
 
     With the default options it takes the steps that ``stable_baselines3.PPO`` takes. It is
-    faster on a GPU: the rollout stays there, pictures as bytes; what is logged is read once per
+    made for a GPU: the rollout stays there, pictures as bytes; what is logged is read once per
     update; the policy and the update are replayed as CUDA graphs; and an environment with
     ``halves`` plays with one half while the policy looks at the other, see :class:`Collector`.
 
