@@ -1,10 +1,11 @@
 """Model-steps per second of the VAE sweep: k processes side by side on one device.
 
-Each process is a run of the VAE table as ``train.py`` composes it. All warm up; then the steps
-of all of them within the same seconds are counted. With CUDA also under MPS, where there is one:
-then the processes share the device at the same time instead of by turns. The last column is what
-one such device needs for the whole table at the paper's protocol, from the YAML, without the
-seconds that each run takes to start, to validate and to test.
+Each process is a run of the VAE table as ``train.py`` composes it. All are started and warm up;
+then k of them go on while the others pause, and the steps of those k within the same seconds are
+counted. With CUDA also under MPS, where there is one: then the processes share the device at the
+same time instead of by turns. The last column is what one such device needs for the whole table at
+the paper's protocol, from the YAML, without the seconds that each run takes to start, to validate
+and to test.
 
     python benchmarks/bench_sweep.py --processes 1 4 8 16 --root DATA
 """
@@ -15,22 +16,19 @@ import argparse
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import plan, stages
+from experiments import mps, plan, stages
 
 FOREVER = 10**8
-MPS = "nvidia-cuda-mps-control"
 
 
 def table_steps() -> tuple[int, int]:
@@ -54,8 +52,8 @@ def command(number: int, args: argparse.Namespace, folder: Path) -> list[str]:
     return [*run.command[2:], *more, *never, *place]
 
 
-def work(options: list[str], folder: Path, warm_up: int) -> None:
-    """Train until told to stop; write when which step was reached."""
+def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
+    """Train until told to stop, pausing when not needed; write when which step was reached."""
     from lightning.pytorch import Callback, Trainer
 
     import cli
@@ -69,11 +67,15 @@ def work(options: list[str], folder: Path, warm_up: int) -> None:
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             self.points.append((time.time(), trainer.global_step))
-            if trainer.global_step >= warm_up and len(self.points) % 10 == 0:
-                ready.touch()
-                trainer.should_stop = stop.exists()
+            if trainer.global_step < warm_up or len(self.points) % 5:
+                return
+            ready.touch()
+            while not (wanted := needed(folder)) > number and wanted:
+                time.sleep(0.02)
+                self.points.append((time.time(), trainer.global_step))
+            trainer.should_stop = not wanted
 
-    ready, stop = folder / f"ready{os.getpid()}", folder / "stop"
+    ready = folder / f"ready{number}"
     cli.silence()
     names, rest = cli.read_names(options, train.MODELS)
     parser = train.build_parser(names.model)
@@ -83,40 +85,59 @@ def work(options: list[str], folder: Path, warm_up: int) -> None:
     pace = Pace()
     run.trainer.callbacks.append(pace)  # type: ignore[attr-defined]
     run.trainer.fit(run.model, datamodule=run.data)
-    (folder / f"points{os.getpid()}.json").write_text(json.dumps(pace.points))
+    (folder / f"points{number}.json").write_text(json.dumps(pace.points))
 
 
-def rate(number: int, args: argparse.Namespace, environment: dict[str, str]) -> float:
-    """Model-steps per second of so many processes together."""
+def needed(folder: Path) -> int:
+    """How many processes are to go on; 0 to end."""
+    return int((folder / "needed").read_text())
+
+
+def need(folder: Path, number: int) -> None:
+    """Tell all processes."""
+    (folder / ".needed").write_text(str(number))
+    (folder / ".needed").replace(folder / "needed")
+
+
+def rates(args: argparse.Namespace, environment: dict[str, str]) -> list[float]:
+    """Model-steps per second of so many processes together, for each number asked for."""
+    most = max(args.processes)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        base = [sys.executable, __file__, "--work", place, "--warm_up", str(args.warm_up), "--"]
+        need(folder, most)
+        base = [sys.executable, __file__, "--work", place, "--warm_up", str(args.warm_up)]
         processes = [
             subprocess.Popen(
-                [*base, *command(i, args, folder)],
+                [*base, "--number", str(i), "--", *command(i, args, folder)],
                 env={"OMP_NUM_THREADS": "1"} | os.environ | environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if not args.verbose else None,
             )
-            for i in range(number)
+            for i in range(most)
         ]
         try:
-            while len(list(folder.glob("ready*"))) < number:
+            while len(list(folder.glob("ready*"))) < most:
                 if any(process.poll() is not None for process in processes):
                     raise SystemExit("a process ended before its time; see --verbose")
                 time.sleep(0.2)
-            began = time.time()
-            time.sleep(args.seconds)
-            ended = time.time()
-            (folder / "stop").touch()
+            spans = []
+            for number in args.processes:
+                need(folder, number)
+                time.sleep(2)  # until the others pause
+                spans.append((number, time.time(), time.time() + args.seconds))
+                time.sleep(args.seconds)
+            need(folder, 0)
             for process in processes:
                 process.wait(120)
         finally:
             for process in processes:
                 process.kill()
-        found = [json.loads(path.read_text()) for path in folder.glob("points*.json")]
-    assert len(found) == number
-    return sum(_step_at(ended, each) - _step_at(began, each) for each in found) / (ended - began)
+        found = [json.loads((folder / f"points{i}.json").read_text()) for i in range(most)]
+    return [
+        sum(_step_at(ended, each) - _step_at(began, each) for each in found[:number])
+        / (ended - began)
+        for number, began, ended in spans
+    ]
 
 
 def _step_at(moment: float, points: list[list[float]]) -> float:
@@ -125,24 +146,6 @@ def _step_at(moment: float, points: list[list[float]]) -> float:
 
     times, steps = zip(*points, strict=True)
     return float(np.interp(moment, times, steps))
-
-
-@contextmanager
-def mps() -> Iterator[dict[str, str]]:
-    """A server for the processes that get this environment."""
-    with tempfile.TemporaryDirectory(prefix="mps") as place:
-        here = {
-            "CUDA_MPS_PIPE_DIRECTORY": f"{place}/pipe",
-            "CUDA_MPS_LOG_DIRECTORY": f"{place}/log",
-        }
-        for folder in here.values():
-            Path(folder).mkdir()
-        environment = os.environ | here
-        subprocess.run([MPS, "-d"], env=environment, check=True)
-        try:
-            yield here
-        finally:
-            subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
 
 
 def main() -> None:
@@ -159,31 +162,29 @@ def main() -> None:
         "--verbose", action="store_true", help="show what the processes complain of"
     )
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:split])
     if args.work:
-        work(sys.argv[split + 1 :], args.work, args.warm_up)
+        work(args.number, sys.argv[split + 1 :], args.work, args.warm_up)
         return
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     modes = ["by turns"]
-    if torch.cuda.is_available() and shutil.which(MPS) and not args.no_mps:
+    if torch.cuda.is_available() and mps.available() and not args.no_mps:
         modes.append("MPS")
     elif torch.cuda.is_available():
-        print(f"no {MPS} here: without MPS alone")
+        print("without MPS alone")
     runs, steps = table_steps()
     print(f"DiscreteVAE, N = {args.size[0]}, K = {args.size[1]}, batch 100, {device}")
     print(f"the table at the paper's protocol: {runs:,} runs, {steps:,} steps")
     print(f"{'sharing':10}{'processes':>10}{'model-steps/s':>15}{'ms per step':>13}{'hours':>8}")
     lines = []
     for mode in modes:
-        for number in args.processes:
-            if mode == "MPS":
-                with mps() as environment:
-                    speed = rate(number, args, environment)
-            else:
-                speed = rate(number, args, {})
+        with mps.server() if mode == "MPS" else nullcontext({}) as environment:
+            found = rates(args, environment)
+        for number, speed in zip(args.processes, found, strict=True):
             hours = steps / speed / 3600
             print(f"{mode:10}{number:10}{speed:15,.0f}{1e3 / speed:13.3f}{hours:8.1f}", flush=True)
             values = (device, mode, number, round(speed, 1), round(hours, 2))

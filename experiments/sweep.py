@@ -22,12 +22,13 @@ import argparse
 import os
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import plan, runs
+from experiments import mps, plan, runs
 from experiments.engines import Progress, run_local
 from experiments.plan import Experiment
 from experiments.stages import Stage, names, open_stage, stages
@@ -53,7 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     wanted = plan.names() if args.tables == ["all"] else args.tables
     try:
         tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]
-        return min(1, sum(sweep(table, args, argv) for table in tables))
+        local = args.engine in ("auto", "local") and (args.jobs or JOBS) > 1 and not args.no_mps
+        with mps.shared_gpu() if local else nullcontext():
+            return min(1, sum(sweep(table, args, argv) for table in tables))
     except ValueError as error:
         parser.error(str(error))
     except BrokenPipeError:  # print into head
@@ -86,6 +89,9 @@ def build_parser() -> Parser:
     parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
     parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
     parser.add_argument("--gpus_per_run", type=float, default=0.0, help="for Ray, such as 0.08")
+    parser.add_argument(
+        "--no_mps", action="store_true", help="do not start NVIDIA's MPS for runs side by side"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]")
     return parser
