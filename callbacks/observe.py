@@ -63,24 +63,30 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
     S = head.num_scores
     told = S if head.fisher_is_diagonal else S * S
     exact, sampled = observed[:, :told], observed[:, told + 1 :]
-    exact = torch.diag_embed(exact) if head.fisher_is_diagonal else exact.reshape(-1, S, S)
-    values = {
-        "off_diagonal_mass": off_diagonal_mass(exact),
-        "off_diagonal_mass_fro": off_diagonal_mass(exact, "fro"),
-        "condition_number": _condition_number(exact),
-        "saturated": observed[:, told],
-    }
+    if head.fisher_is_diagonal:
+        nothing = 0 * exact.sum(-1)  # NaN stays NaN
+        values = {
+            "off_diagonal_mass": nothing,
+            "off_diagonal_mass_fro": nothing,
+            "condition_number": _condition_number(exact),
+        }
+        exact = torch.diag_embed(exact)
+    else:
+        exact = exact.reshape(-1, S, S)
+        values = {
+            "off_diagonal_mass": off_diagonal_mass(exact),
+            "off_diagonal_mass_fro": off_diagonal_mass(exact, "fro"),
+            "condition_number": condition_number(exact),
+        }
+    values["saturated"] = observed[:, told]
     if sampled.shape[1]:
         values["off_diagonal_mass_sampled"] = off_diagonal_mass(sampled.reshape(-1, S, S))
     rows = torch.stack(list(values.values()), 1).tolist()
     return exact, [dict(zip(values, row, strict=True)) for row in rows]
 
 
-def _condition_number(matrices: Tensor) -> Tensor:
-    """Condition numbers (T, S, S) -> (T); a diagonal is its own spectrum, and sorting is cheap."""
-    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
-    if not torch.equal(matrices, torch.diag_embed(diagonal)):
-        return condition_number(matrices)
+def _condition_number(diagonal: Tensor) -> Tensor:
+    """Condition numbers of diagonal matrices, (T, S) -> (T)."""
     largest = diagonal.amax(-1)
     inside = diagonal > 1e-6 * largest[:, None]
     smallest = torch.where(inside, diagonal, torch.inf).amin(-1)

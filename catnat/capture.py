@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -70,21 +72,46 @@ class StepGraph(Generic[Output]):
         self._graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             self._graph.register_generator_state(generator)
-        with torch.cuda.graph(self._graph, stream=self._stream):
+        with (
+            _garbage_waits(),
+            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             self._output = self.step(batch)
 
 
+class Backlog:
+    """Work that the device has not done yet; keeps the host from running far ahead of it.
+
+    A host that waits here sleeps, so that many runs can share a machine. Left alone it would wait
+    too, once the queue of the driver is full, but at full load.
+
+    Args:
+        most: parts of work that may be under way.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def add(self) -> None:
+        """All work up to here is one more part; wait for the oldest if there are too many."""
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self.most:
+            self._events.popleft().synchronize()
+
+
 @contextmanager
-def aside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Run a block on another stream; yields what makes the present one wait for it."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    present = torch.cuda.current_stream(device)
-    other = torch.cuda.Stream(device)
-    other.wait_stream(present)
-    with torch.cuda.stream(other):
-        yield lambda: present.wait_stream(other)
+def _garbage_waits() -> Iterator[None]:
+    """No cyclic garbage is collected inside: freeing an old graph would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def tensors_of(batch: Any) -> list[Tensor] | None:

@@ -165,7 +165,8 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
         raise ValueError(f"unknown norm {norm!r}; choose from l1, fro")
     size = fisher.abs() if norm == "l1" else fisher.square()
     total = size.sum((-2, -1))
-    off = size.tril(-1).sum((-2, -1)) + size.triu(1).sum((-2, -1))
+    diagonal = torch.eye(size.shape[-1], dtype=torch.bool, device=size.device)
+    off = size.masked_fill(diagonal, 0).sum((-2, -1))
     share = off / torch.where(total == 0, 1.0, total)
     return share if norm == "l1" else share.sqrt()
 

@@ -43,8 +43,8 @@ class InMemoryLoader(ABC):
             that; the loader needs to know when it begins the next one.)
         rank: which share is ours.
         world_size: how many shares there are.
-        steps_per_batch: k; give out k batches at once, see :meth:`together`, for models that take
-            several steps per call. The last may be fewer.
+        steps_per_batch: k; give out k batches at once, which come out again when iterated over,
+            for models that take several steps per call. The last may be fewer.
     """
 
     noun: ClassVar[str] = "items"  # what they are, in messages
@@ -84,9 +84,9 @@ class InMemoryLoader(ABC):
     def gather(self, index: Tensor, epoch: int, batch: int) -> Any:
         """The batch of the items with these numbers, (B,)."""
 
-    def together(self, batches: list[Any]) -> Any:
-        """Several batches as one thing, which gives them out again when iterated over."""
-        return batches
+    def gather_several(self, index: Tensor, epoch: int, first: int) -> Any:
+        """The batches of the items with these numbers, (k, B), to be iterated over."""
+        return [self.gather(each, epoch, first + i) for i, each in enumerate(index)]
 
     def state_dict(self) -> dict[str, int]:
         """Where we are, the same on all ranks."""
@@ -123,8 +123,7 @@ class InMemoryLoader(ABC):
                 yield self._batch(order, epoch, batch)
             else:
                 self._position = min(batch + self.steps_per_batch, self.num_batches)
-                several = range(batch, self._position)
-                yield self.together([self._batch(order, epoch, each) for each in several])
+                yield self._batches(order, epoch, range(batch, self._position))
 
     def _order(self, epoch: int) -> Tensor:
         device = self.items[0].device
@@ -138,6 +137,13 @@ class InMemoryLoader(ABC):
         index = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
         return self.gather(index, epoch, batch)
 
+    def _batches(self, order: Tensor, epoch: int, several: range) -> Any:
+        stride = self.batch_size * self.world_size
+        if several.stop * stride > self.size:  # the last one is smaller
+            return [self._batch(order, epoch, each) for each in several]
+        index = order[several.start * stride : several.stop * stride].view(-1, stride)
+        return self.gather_several(index[:, self.rank :: self.world_size], epoch, several.start)
+
 
 class ImageLoader(InMemoryLoader):
     """Batches (B, 1, 28, 28) of float images in [0, 1].
@@ -148,7 +154,7 @@ class ImageLoader(InMemoryLoader):
         images: (n, 28, 28) uint8, on the device where the batches are wanted.
         batch_size: B, of each rank.
         variant: as in :class:`~datamodules.MNISTDataModule`.
-        options: as in :class:`InMemoryLoader`. Several batches at once are (k, B, 1, 28, 28).
+        options: as in :class:`InMemoryLoader`.
     """
 
     noun = "images"
@@ -162,26 +168,34 @@ class ImageLoader(InMemoryLoader):
 
     def gather(self, index: Tensor, epoch: int, batch: int) -> Tensor:
         """Images in the variant asked for."""
-        images = self.images[index][:, None]  # (B, 1, 28, 28)
-        if self.variant == "binary":
-            return (images > 127).float()
-        gray = images.float().div_(255)
-        if self.variant == "gray":
-            return gray
+        images = self._images(index)
+        if self.variant != "stochastic":
+            return images
         seed = mixed_seed(_BINARIZATION, self.seed, epoch, batch, self.rank)
         generator = torch.Generator(self.images.device).manual_seed(seed)
-        return torch.bernoulli(gray, generator=generator)
+        return torch.bernoulli(images, generator=generator)
 
-    def together(self, batches: list[Tensor]) -> Tensor:
-        """Stacked."""
-        return torch.stack(batches)
+    def gather_several(self, index: Tensor, epoch: int, first: int) -> Any:
+        """At once, where no batch has noise of its own."""
+        if self.variant == "stochastic":
+            return super().gather_several(index, epoch, first)
+        return self._images(index)
+
+    def _images(self, index: Tensor) -> Tensor:
+        """(*, B) -> (*, B, 1, 28, 28), before any noise."""
+        images = self.images[index].unsqueeze(-3)
+        return (images > 127).float() if self.variant == "binary" else images.float().div_(255)
 
 
 class PairLoader(InMemoryLoader):
-    """Batches (x, y) of two tensors (n, *); several at once are a list of them."""
+    """Batches (x, y) of two tensors (n, *)."""
 
     noun = "pairs"
 
     def gather(self, index: Tensor, epoch: int, batch: int) -> tuple[Tensor, ...]:
         """The same rows of every tensor."""
         return tuple(each[index] for each in self.items)
+
+    def gather_several(self, index: Tensor, epoch: int, first: int) -> list[tuple[Tensor, ...]]:
+        """At once."""
+        return list(zip(*(each[index] for each in self.items), strict=True))

@@ -28,7 +28,8 @@ A file has these keys:
     paper        {table: key of paper.json, keys: {option: name, or {name, values}}}
     differences  sentences: how this is not what the paper did
     scales       smoke, small and paper: any of the above. Mappings are merged, and everything else
-                 replaced, except for differences, which are added; a null takes away
+                 replaced, except for differences, which are added; a null takes away (first in
+                 a list of differences: those of the base)
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merged, with the differences of both."""
+    """Merged, with the differences of both, or of the upper one alone if it begins with null."""
     differences = [*below.get("differences", []), *above.get("differences", [])]
+    if None in differences:
+        differences = differences[differences.index(None) + 1 :]
     return merged(below, above) | {"differences": differences}
 
 

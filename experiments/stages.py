@@ -47,7 +47,8 @@ def stages(experiment: Experiment) -> Iterator[Stage]:
     elif searched(experiment):
         yield Stage("coarse search", [r for cell in cells for r in coarse(experiment, cell)])
         yield Stage("refined search", [r for cell in cells for r in refined(experiment, cell)])
-    yield Stage("seeds", [run for cell in cells for run in final(experiment, cell)])
+    last = [run for cell in cells for run in final(experiment, cell)]
+    yield Stage("seeds", sorted(last, key=lambda run: run.seed or 0))  # cut short, it has all cells
 
 
 def open_stage(experiment: Experiment) -> Stage | None:

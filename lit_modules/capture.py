@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.capture import StepGraph, aside
+from catnat.capture import Backlog, StepGraph
 from catnat.transfer import send
 
 from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 STEPS_PER_BATCH = 20  # Lightning's own work for a batch takes as long as a replayed step
+_STEPS_AHEAD = 2 * STEPS_PER_BATCH  # enough for the host to write logs while the device works on
 _REPLAYED: dict[str, dict[str, bool]] = {
     "adam": {"capturable": True, "fused": True},
     "sgd": {"fused": True},
@@ -67,6 +68,7 @@ class ReplayedSteps(LightningModule):
         self._several = False  # whether a batch of Lightning's holds several
         self._val_check_interval: int | float = 1.0  # what the user said
         self._graphs: dict[tuple[Hashable, ...], StepGraph[Tensor]] = {}  # by kind of step
+        self._backlog: Backlog | None = None
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
         self._noise_to_restore: dict[str, Tensor] | None = None
 
@@ -128,6 +130,9 @@ class ReplayedSteps(LightningModule):
         self._graphs = {}
         data: Any = getattr(self.trainer, "datamodule", None)
         self._several = reason is None and hasattr(data, "steps_per_batch")
+        self._backlog = None
+        if self.trainer.strategy.root_device.type == "cuda":
+            self._backlog = Backlog(_STEPS_AHEAD // (STEPS_PER_BATCH if self._several else 1))
         self._val_check_interval = every = self.trainer.val_check_interval
         if self._several:
             data.steps_per_batch = STEPS_PER_BATCH
@@ -199,6 +204,8 @@ class ReplayedSteps(LightningModule):
             step += 1
             self._step_scheduler()
         count_steps(self.trainer, step - first)
+        if self._backlog is not None:
+            self._backlog.add()
         every: int = getattr(self.trainer, "log_every_n_steps", 0)
         if every and step // every > first // every:
             self._log_sent()  # the one before: waiting for this one would idle the device
@@ -217,13 +224,12 @@ class ReplayedSteps(LightningModule):
         assert isinstance(optimizer, Optimizer)
         optimizer.zero_grad()
         loss = self.step_loss(batch)
-        with aside(self.device) as join:  # beside the backward pass, which leaves the device room
-            for observer, kind in zip(self.step_observers, kinds, strict=True):
-                observer.observe(kind)
+        # In line: a graph with branches takes the driver many times longer to launch.
+        for observer, kind in zip(self.step_observers, kinds, strict=True):
+            observer.observe(kind)
         loss.backward()
         if self.gradient_clip:
             clip_grad_norm_(self.parameters(), self.gradient_clip)
-        join()  # before the parameters change, which a head of a user's own may have, too
         optimizer.step()
         return loss.detach()
 
