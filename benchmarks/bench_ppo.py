@@ -15,6 +15,7 @@ import argparse
 import csv
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,8 @@ def ppo_rate(name: str, env: VecEnv, args: argparse.Namespace) -> float:
     return clock.rate()
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of the table."""
-    table: list[dict[str, Any]] = []
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of the table."""
     bases: dict[str, float] = {}
     jobs = [("environment alone", "sb3"), ("environment alone", "native")]
     jobs += [(name, backend) for name, (backend, *_) in ALGORITHMS.items()]
@@ -114,15 +114,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             env.close()
             base = bases.setdefault("environment" if alone else "ppo", rate)
             row = {"what": name, "backend": backend, "envs": num_envs}
-            row |= {"steps_per_second": round(rate), "ratio": round(rate / base, 2)}
-            show(row, not table)
-            table.append(row)
-    return table
+            yield row | {"steps_per_second": round(rate), "ratio": round(rate / base, 2)}
 
 
-def scores(args: argparse.Namespace) -> list[dict[str, Any]]:
+def scores(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Mean scores of a uniformly random policy on both backends, and their standard errors."""
-    table: list[dict[str, Any]] = []
     for backend in ("sb3", "native"):
         env = make_atari_vec_env(args.game, 10, backend)
         env.reset()
@@ -138,10 +134,7 @@ def scores(args: argparse.Namespace) -> list[dict[str, Any]]:
         values = np.array(found).ravel()
         error = values.std(ddof=1) / len(values) ** 0.5
         row = {"game": args.game, "backend": backend, "games": len(values)}
-        row |= {"mean": round(values.mean(), 3), "standard_error": round(error, 3)}
-        show(row, not table)
-        table.append(row)
-    return table
+        yield row | {"mean": round(values.mean(), 3), "standard_error": round(error, 3)}
 
 
 def show(row: dict[str, Any], first: bool) -> None:
@@ -165,14 +158,16 @@ def main() -> None:
         parser.error("--device cuda: this machine has no CUDA device; choose cpu")
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{args.game}, torch {torch.__version__}, {where}, {torch.get_num_threads()} threads")
-    table = scores(args) if args.returns else measure(args)
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
-        print(f"written to {args.csv}")
+    table: list[dict[str, Any]] = []
+    for row in scores(args) if args.returns else measure(args):
+        show(row, not table)
+        table.append(row)
+        if args.csv:  # as it comes: time on a device may end
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
+            with args.csv.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=list(row))
+                writer.writeheader()
+                writer.writerows(table)
 
 
 if __name__ == "__main__":

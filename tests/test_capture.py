@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -236,3 +238,36 @@ def test_a_sequence_of_tensors_is_captured_too():
     for k in range(8):
         x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
         assert graph([x, y]).item() == 3 * k
+
+
+@cuda
+def test_garbage_does_not_spoil_a_capture():
+    x = torch.ones(3, device="cuda")
+
+    def captured():
+        graph = graphs.StepGraph(lambda batch: [batch * k for k in range(50)][-1])
+        for _ in range(graphs.WARM_UP):
+            graph(x)
+        return graph
+
+    old, new = captured(), captured()
+    old(x)
+    old.itself = old  # only the collector can free it
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        del old
+        assert new(x).tolist() == [49.0] * 3
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+
+
+@cuda
+def test_a_backlog_waits_for_the_oldest():
+    backlog, x = graphs.Backlog(2), torch.ones(1000, 1000, device="cuda")
+    for _ in range(5):
+        for _ in range(20):
+            x = x @ x * 1e-3
+        backlog.add()
+    assert len(backlog._events) == 2
