@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -12,10 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Literal, TextIO
 
-from experiments import runs
+from experiments import runs, warm
 from experiments.plan import ROOT, Run
 
 Outcome = Literal["finished", "failed", "interrupted"]
@@ -23,46 +22,52 @@ _WRONG_USAGE = 2
 _STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
 
 
-# Looked up here: a process that was just forked must not.
-_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-_SET_SIGNAL_OF_PARENTS_DEATH = 1
-
-
-def _stop_with_parent() -> None:
-    """In a command about to begin: be told to save and stop, should the sweep be killed."""
-    if _PRCTL is not None:
-        _PRCTL(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
-
-
 class Children:
-    """The commands that run now, so that they can be asked to stop."""
+    """The commands that run now, so that they can be asked to stop.
 
-    def __init__(self) -> None:
-        self._processes: set[subprocess.Popen[bytes]] = set()
+    Args:
+        forked: let those of train.py share their imports, where that is possible (see warm.py).
+    """
+
+    def __init__(self, forked: bool = False) -> None:
+        self._processes: set[subprocess.Popen[bytes] | warm.Process] = set()
         self._lock = threading.Lock()
+        self._forked = forked
+        self._server: warm.Server | None = None
         self.stopping = False
 
     def call(self, command: list[str], log: TextIO, lock: int) -> int:
         """Run a command; its exit status."""
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self._lock:
             if self.stopping:
                 return 128 + signal.SIGTERM
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONPATH": path},
-                cwd=ROOT,
-                pass_fds=[lock],  # held until the command itself is gone, whatever happens to us
-                preexec_fn=_stop_with_parent,
-            )
+            process = self._start(command, log, lock)
             self._processes.add(process)
         status = process.wait()
         with self._lock:
             self._processes.discard(process)
         return status
+
+    def _start(
+        self, command: list[str], log: TextIO, lock: int
+    ) -> subprocess.Popen[bytes] | warm.Process:
+        """The lock is held until the command itself is gone, whatever happens to us."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        if self._forked and warm.can_run(command):
+            if self._server is None:
+                self._server = warm.Server(environment, warm.modules(command))
+            return self._server.start(command, log, lock)
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            pass_fds=[lock],
+            preexec_fn=warm.stop_with_parent,
+        )
 
     def stop(self) -> None:
         """Ask all to stop; they save what they have first."""
@@ -70,6 +75,11 @@ class Children:
             self.stopping = True
             for process in self._processes:
                 process.terminate()
+
+    def close(self) -> None:
+        """When all are done."""
+        if self._server is not None:
+            self._server.close()
 
 
 def execute(run: Run, retries: int = 1, children: Children | None = None) -> Outcome:
@@ -105,8 +115,11 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
 
 def run_local(pending: list[Run], jobs: int, retries: int, progress: Progress) -> None:
     """Run commands, so many at a time; stops them and itself on SIGINT and SIGTERM."""
-    children = Children()
-    with sigterm_interrupts(), ThreadPoolExecutor(jobs) as pool:
+    with (
+        sigterm_interrupts(),
+        closing(Children(forked=True)) as children,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         futures = {pool.submit(execute, run, retries, children): run for run in pending}
         try:
             for future in as_completed(futures):

@@ -1,0 +1,204 @@
+"""Runs of train.py without its imports: one process has them behind it, and forks for each run.
+
+A run is then what the command line makes of it, in all but the seconds that torch takes to import.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from experiments.plan import ROOT
+
+# What train.py imports late. Not torch_geometric: it asks for CUDA devices when it is imported.
+_LIGHTNING = ("train", "callbacks", "lit_modules", "datamodules", "torch.utils.tensorboard")
+_KERNELS = "catnat.ops.triton_sparsemax"
+_LONGEST = 1 << 17  # bytes of a command
+
+# Looked up here: a process that was just forked must not.
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_SET_SIGNAL_OF_PARENTS_DEATH = 1
+
+
+def stop_with_parent() -> None:
+    """In a process about to begin: be told to save and stop, should the parent be killed."""
+    if _PRCTL is not None:
+        _PRCTL(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
+
+
+def can_run(command: Sequence[str]) -> bool:
+    """Whether there is something to gain, and a way."""
+    return sys.platform == "linux" and Path(command[1]).name == "train.py"
+
+
+def modules(command: Sequence[str]) -> tuple[str, ...]:
+    """What a command will import."""
+    if "--model=ppo" in command:
+        return ("train_ppo", _KERNELS)
+    return (*_LIGHTNING, _KERNELS) if any(w.startswith("--model=") for w in command) else ()
+
+
+class Server:
+    """The process that forks; it ends with us.
+
+    Args:
+        environment: of the runs.
+        imported: modules to import first.
+    """
+
+    def __init__(self, environment: Mapping[str, str], imported: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "experiments.warm", str(theirs.fileno()), *imported],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Modules that ask whether there is CUDA do not initialise it then.
+                env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def start(self, command: Sequence[str], log: TextIO, lock: int) -> Process:
+        """Start a command that writes to log and holds the lock."""
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            fds = [log.fileno(), lock, theirs.fileno()]
+            socket.send_fds(self._control, [json.dumps(command).encode()], fds)
+            theirs.close()
+            return Process(mine)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._control.close()
+        self._process.wait()
+
+
+class Process:
+    """A run, with the methods of ``subprocess.Popen`` that are needed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._lines = connection.makefile()
+        pid = self._lines.readline()
+        if not pid:
+            raise RuntimeError("the process that starts the runs has died")
+        self._pid = int(pid)
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Its exit status. If the server is killed, the run is told to stop, and that is it."""
+        with self._lines:
+            return int(self._lines.readline() or -signal.SIGTERM)
+
+
+# -- in the server ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Import, fork for every command that comes, and run the command in the fork."""
+    status: list[int] = []
+    atexit.register(_leave, status)  # first, to be the last that is called
+    preload(sys.argv[2:])
+    command = serve(socket.socket(fileno=int(sys.argv[1])), cuda_has_begun())
+    sys.argv, sys.path[0] = command[1:], str(Path(command[1]).parent)
+    try:
+        runpy.run_path(command[1], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            status.append(end.code)
+        raise
+
+
+def _leave(status: list[int]) -> None:
+    """Spare a run that ends as it should the seconds in which Python takes modules apart."""
+    if status:
+        os._exit(status[0])
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import modules; what is wrong with one, a run that needs it will say."""
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
+def cuda_has_begun() -> bool:
+    """Whether CUDA is initialised here, by torch or anybody: it does not survive a fork."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
+def serve(control: socket.socket, afresh: bool) -> list[str]:
+    """Fork for every command that comes. Returns in the forks alone: the command.
+
+    Args:
+        control: where they come from, each with its log, its lock and a connection; that is told
+            the process and, in the end, its exit status.
+        afresh: start the forks as new programs, because of what imports have done here.
+    """
+    server = os.getpid()
+    running: dict[int, tuple[int, int]] = {}  # by a descriptor that is ready when it has ended
+    stops = (signal.SIGINT, signal.SIGTERM)  # to all of a group, for instance: the runs' to heed
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    while True:
+        ready, _, _ = select.select([control.fileno(), *running], [], [])
+        for ended in [fd for fd in running if fd in ready]:
+            pid, connection = running.pop(ended)
+            _tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os.close(connection)
+            os.close(ended)
+        if control.fileno() not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(control, _LONGEST, 3)
+        if not message:  # the sweep has ended; whatever still runs is told so
+            os._exit(0)
+        log, lock, connection = fds
+        pid = os.fork()
+        if pid == 0:
+            break
+        os.close(log)
+        os.close(lock)
+        _tell(connection, pid)
+        running[os.pidfd_open(pid)] = pid, connection
+    # Of all that is open here, only the lock is the run's.
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    control.close()
+    for fd in (log, connection, *running, *(each for _, each in running.values())):
+        os.close(fd)
+    stop_with_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if os.getppid() != server:  # it was too late to be told
+        os.kill(os.getpid(), signal.SIGTERM)
+    command: list[str] = json.loads(message)
+    if afresh:
+        os.execv(command[0], command)
+    return command
+
+
+def _tell(connection: int, number: int) -> None:
+    os.write(connection, b"%d\n" % number)
+
+
+if __name__ == "__main__":
+    main()
