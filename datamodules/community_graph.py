@@ -161,7 +161,8 @@ class CommunityGraphDataModule(InMemoryDataModule):
         x = torch.randn(self.num_pairs, nodes, self.in_features, generator=generator)
         graph = community_graph(self.communities)
         y = _outputs(x @ psi, graph, self.theta, generator)
-        model = GCN(self.in_features, self.out_features)
+        with torch.random.fork_rng(devices=[]):  # or the first run would draw other noise
+            model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": psi})
         test = slice(-self._sizes[2], None)
         optimal = _score(model, self.theta * graph, x[test], y[test], generator)

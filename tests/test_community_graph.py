@@ -107,6 +107,12 @@ def test_generated_once(tmp_path, monkeypatch):
     assert torch.load(first.path, weights_only=True).keys() >= {"x", "y", "psi", "optimal"}
 
 
+def test_generating_draws_nothing_from_the_noise_of_a_run(tmp_path):
+    before = torch.get_rng_state()
+    ready(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_another_configuration_is_another_file(tmp_path):
     paths = {
         CommunityGraphDataModule(root=str(tmp_path), **options).path
