@@ -104,6 +104,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     bases: dict[str, float] = {}
     jobs = [("environment alone", "sb3"), ("environment alone", "native")]
     jobs += [(name, backend) for name, (backend, *_) in ALGORITHMS.items()]
+    jobs = [job for job in jobs if not args.only or job[0] in args.only]
     for num_envs in sorted(args.envs):
         for name, backend in jobs:
             if backend == "sb3" and num_envs > min(args.envs):
@@ -152,6 +153,9 @@ def main() -> None:
     parser.add_argument("--head", default="natural")
     parser.add_argument("--seconds", type=float, default=15, help="of each measurement")
     parser.add_argument("--returns", type=int, help="compare scores over so many games instead")
+    parser.add_argument(
+        "--only", nargs="+", choices=("environment alone", *ALGORITHMS), help="of the measurements"
+    )
     parser.add_argument("--csv", type=Path, help="also write the table here")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,9 @@ def sampled_mean_fisher(
         drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
         drawn = drawn.clamp_max(head.num_categories - 1)
         (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    return gradient.t() @ gradient / gradient.shape[0]
+    # A GPU does one product of long and narrow matrices on a single core, many side by side.
+    parts = gradient.reshape(math.gcd(gradient.shape[0], 64), -1, head.num_scores)
+    return (parts.mT @ parts).sum(0) / gradient.shape[0]
 
 
 def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
