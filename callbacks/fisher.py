@@ -47,7 +47,7 @@ class FisherMonitor(Callback):
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw them: they cost as much as all the rest.
+        sampled_every_n_steps: how often to draw them: that costs many times what the rest does.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200.
         seed: of the draws.
@@ -57,7 +57,7 @@ class FisherMonitor(Callback):
         self,
         every_n_steps: int = 1,
         num_samples: int = 1,
-        sampled_every_n_steps: int = 10,
+        sampled_every_n_steps: int = 50,
         image_every_n_steps: int = 1000,
         write_every_n_steps: int = 50,
         seed: int = 0,

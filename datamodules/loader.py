@@ -130,7 +130,10 @@ class InMemoryLoader(ABC):
         if not self.shuffle:
             return torch.arange(self.size, device=device)
         generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, epoch))
-        return torch.randperm(self.size, generator=generator).to(device)
+        order = torch.randperm(self.size, generator=generator)
+        if device.type == "cuda":
+            order = order.pin_memory()  # or the copy would wait for all that the device has to do
+        return order.to(device, non_blocking=True)
 
     def _batch(self, order: Tensor, epoch: int, batch: int) -> Any:
         stride = self.batch_size * self.world_size

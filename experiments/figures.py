@@ -144,7 +144,7 @@ def curves(args: argparse.Namespace) -> list[Path]:
     if not drawn:
         raise ValueError(f"no run of {experiment.name} has {args.tag} in its event files")
     drawing.legend_above(figure, panels[0])
-    figure.supxlabel("optimizer step", fontsize=9)
+    figure.supxlabel("step", fontsize=9)  # of the optimizer, or of all environments together
     figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
     kind = args.tag.replace("/", "_")
     return drawing.save(figure, args.out, f"{experiment.name}_{kind}")
@@ -215,6 +215,7 @@ _LABELS = {
     "val/loss": "validation loss",
     "fim/off_diagonal_mass_fro": "off-diagonal Fisher mass",
     "fim/saturated": "share of saturated scores",
+    "rollout/ep_rew_mean": "return, last 100 games",
 }
 
 

