@@ -84,8 +84,12 @@ class ReplayedSteps(LightningModule):
         return {}
 
     def optimizer_options(self, name: str) -> dict[str, bool]:
-        """What "adam" or "sgd" need in order to be replayed: their state on the device."""
-        return {} if self.automatic_optimization else _REPLAYED[name]
+        """What "adam" or "sgd" need in order to be fast, or replayed: their state on the device."""
+        if not self.automatic_optimization:
+            return _REPLAYED[name]
+        if self._trainer is None or self.trainer.precision != "32-true":
+            return {}  # where gradients are scaled, the fused ones cannot clip them
+        return {"fused": True} if self.device.type in ("cpu", "cuda") else {}
 
     def why_not_replayed(self) -> str | None:
         """Why the steps of this model cannot be replayed here; None if they can."""

@@ -83,7 +83,7 @@ def train(
 def without_cuda(monkeypatch):
     monkeypatch.setattr(capture, "why_not", lambda module: None)
     monkeypatch.setattr(capture, "StepGraph", EagerGraph)
-    monkeypatch.setattr(capture, "_REPLAYED", {"adam": {}, "sgd": {}})
+    monkeypatch.setattr(capture, "_REPLAYED", {"adam": {"fused": True}, "sgd": {"fused": True}})
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

@@ -117,7 +117,7 @@ def test_training_is_zero_grad_backward_clip_step(x):
     fit(model, x, steps=5)
 
     torch.manual_seed(1)
-    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, fused=True)
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 1e-3 * 0.5 ** (step // 2)
         temperature = max(math.exp(-0.1 * (step // 2 * 2)), 0.5)
