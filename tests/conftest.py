@@ -1,5 +1,6 @@
 """Every test starts from the same seed, on one thread, with deterministic hypothesis."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -12,3 +13,21 @@ settings.load_profile("ci")
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A root folder with 72 training and 20 test images of noise, in MNIST's format."""
+    root = tmp_path_factory.mktemp("data")
+    pixels = np.random.default_rng(0).integers(0, 256, (92, 28, 28), dtype=np.uint8)
+    for name, part in (("train", pixels[:72]), ("t10k", pixels[72:])):
+        header = np.array([0x803, len(part), 28, 28], dtype=">u4").tobytes()
+        (root / f"{name}-images-idx3-ubyte").write_bytes(header + part.tobytes())
+    return root
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, data):
+    """An empty working directory, and the options of a run of a second."""
+    monkeypatch.chdir(tmp_path)
+    return [f"--data.root={data}", "--batch_size=10", "--max_steps=3", "--nll_samples=2"]
