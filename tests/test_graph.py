@@ -74,7 +74,7 @@ def test_two_scores_start_symmetric(head):
 
 
 def test_learning_rates_follow_head_and_estimator():
-    assert make("natural").learning_rates == (0.022, 0.022)
+    assert make("natural").learning_rates == (0.005, 0.005)
     assert make("natural", estimator="local_expectation").learning_rates == (0.05, 0.05)
     assert make("sigmoid", learning_rate=0.3).learning_rates == (0.3, 0.3)
     assert make("softmax", psi_learning_rate=0.1).learning_rates == (0.0225, 0.1)
