@@ -2,7 +2,8 @@
 
 Backends are the wrappers of Stable-Baselines3 and ale_py's C++ threads; algorithms are the PPO of
 Stable-Baselines3 and ours, without and with replayed CUDA graphs and overlap. Ratios are against
-the wrappers with the PPO of Stable-Baselines3, with the fewest environments asked for.
+the first of their kind: the wrappers with the PPO of Stable-Baselines3, and the fewest
+environments asked for.
 
     python benchmarks/bench_ppo.py --envs 8 16
     python benchmarks/bench_ppo.py --envs 8 16 64 128 --device cuda --csv results/ppo_speed_h200.csv

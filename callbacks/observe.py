@@ -94,4 +94,4 @@ def _condition_number(diagonal: Tensor) -> Tensor:
     largest = diagonal.amax(-1)
     inside = diagonal > 1e-6 * largest[:, None]
     smallest = torch.where(inside, diagonal, torch.inf).amin(-1)
-    return torch.where(largest > 0, largest / smallest, 1.0)
+    return torch.where(largest == 0, 1.0, largest / smallest)

@@ -175,13 +175,16 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     """Largest over smallest eigenvalue on the support of G, (*, S, S) -> (*).
 
     Eigenvalues up to ``rtol`` times the largest count as zero: softmax's G always has one, and
-    unreachable nodes and impossible categories give more. A zero matrix has condition number 1.
+    unreachable nodes and impossible categories give more. A zero matrix has condition number 1, one
+    that is not finite NaN.
     """
-    values = torch.linalg.eigvalsh(fisher)
+    finite = fisher.isfinite().all(-1).all(-1)
+    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], fisher, 0.0))
     largest = values[..., -1]
     inside = values > rtol * largest[..., None]
     smallest = torch.where(inside, values, torch.inf).amin(-1)
-    return torch.where(largest > 0, largest / smallest, 1.0)
+    number = torch.where(largest > 0, largest / smallest, 1.0)
+    return torch.where(finite, number, torch.nan)
 
 
 def natural_gradient(

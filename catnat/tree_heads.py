@@ -114,8 +114,9 @@ class CatnatHead(CategoricalHead):
         if fused is None:
             return super().diagnostics(scores)
         fused = fused.reshape(-1, self.num_categories)
-        # A third of the time that mean(0) takes on a GPU.
-        return fused.new_full((fused.shape[0],), 1 / max(1, fused.shape[0])) @ fused
+        with torch.autocast(fused.device.type, enabled=False):
+            # A third of the time that mean(0) takes on a GPU.
+            return fused.new_full((fused.shape[0],), 1 / max(1, fused.shape[0])) @ fused
 
     def _fused_fisher(self, scores: Tensor) -> Tensor | None:
         scores = self._checked(scores)

@@ -31,18 +31,21 @@ class Children:
 
     def __init__(self, forked: bool = False) -> None:
         self._processes: set[subprocess.Popen[bytes] | warm.Process] = set()
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._forked = forked
         self._server: warm.Server | None = None
         self.stopping = False
 
     def call(self, command: list[str], log: TextIO, lock: int) -> int:
         """Run a command; its exit status."""
-        with self._lock:
+        with self._starting:  # not the other lock: the first start waits for all the imports
             if self.stopping:
                 return 128 + signal.SIGTERM
             process = self._start(command, log, lock)
+        with self._lock:
             self._processes.add(process)
+            if self.stopping:
+                process.terminate()
         status = process.wait()
         with self._lock:
             self._processes.discard(process)
@@ -58,7 +61,11 @@ class Children:
         if self._forked and warm.can_run(command):
             if self._server is None:
                 self._server = warm.Server(environment, warm.modules(command))
-            return self._server.start(command, log, lock)
+            try:
+                return self._server.start(command, log, lock)
+            except warm.Gone as error:
+                print(f"no more forks ({error}): runs import torch themselves", file=sys.stderr)
+                self._forked = False
         return subprocess.Popen(
             command,
             stdout=log,
@@ -177,16 +184,17 @@ def _claimed(run: Run, children: Children) -> Iterator[int | None]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM does what Ctrl-C does."""
+    """Inside, SIGTERM does what Ctrl-C does, and so does SIGHUP."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = [(each, signal.signal(each, interrupt)) for each in (signal.SIGTERM, signal.SIGHUP)]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before:
+            signal.signal(each, handler)
 
 
 def _clock(seconds: float) -> str:

@@ -133,8 +133,7 @@ def curves(args: argparse.Namespace) -> list[Path]:
     drawn = 0
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         for row in group:
-            found = [_curve(run, args.tag) for run in row.runs]
-            known = [curve for curve in found if curve is not None]
+            known = _known(row, args.tag, False) or _known(row, args.tag, True)
             if known:
                 head = row.cell["head"]
                 drawing.draw_band(axes, known, drawing.colour(head, heads), head)
@@ -233,8 +232,14 @@ def _common(experiment: Experiment, row: Row) -> str:
     return title(experiment, row.cell, (option for option in row.cell if option != "head"))
 
 
-def _curve(run: plan.Run, tag: str) -> Any:
-    points = sorted((each["step"], each["value"]) for each in runs.curves(run, [tag]))
+def _known(row: Row, tag: str, unfinished: bool) -> list[Any]:
+    found = [_curve(run, tag, unfinished) for run in row.runs]
+    return [curve for curve in found if curve is not None]
+
+
+def _curve(run: plan.Run, tag: str, unfinished: bool) -> Any:
+    given = runs.curves(run, [tag], unfinished=unfinished)
+    points = sorted((each["step"], each["value"]) for each in given)
     if not points:
         return None
     steps, values = zip(*points, strict=True)

@@ -38,19 +38,28 @@ def server() -> Iterator[dict[str, str]]:
         try:
             yield here
         finally:
-            _control([], b"quit\n", here)
+            _control([], b"quit -t 10\n", here)  # seconds for whoever still uses it
 
 
 def _control(words: list[str], said: bytes, environment: dict[str, str]) -> int:
     """Exit status of the control program."""
     null, both = subprocess.DEVNULL, os.environ | environment
+    both.pop("CUDA_VISIBLE_DEVICES", None)  # it would count from there, and its clients once more
     command = [CONTROL, *words]
-    return subprocess.run(command, input=said, stdout=null, stderr=null, env=both).returncode
+    try:
+        return subprocess.run(
+            command, input=said, stdout=null, stderr=null, env=both, timeout=60
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return 1
 
 
 @contextmanager
 def shared_gpu() -> Iterator[None]:
-    """Processes started inside share the GPU at the same time, where that is possible."""
+    """Processes started inside share the GPU at the same time, where that is possible.
+
+    Servers take turns with each other: for several sweeps at a time start one before them.
+    """
     if running() or not available():
         yield
         return

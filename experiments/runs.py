@@ -80,15 +80,17 @@ def best(runs: Iterable[Run], metric: str, better: str, top: int = 1) -> list[Ru
     return [run for _, run in ranked[:top]]
 
 
-def curves(run: Run, tags: Iterable[str], points: int = 200) -> Iterator[dict[str, Any]]:
+def curves(
+    run: Run, tags: Iterable[str], points: int = 200, unfinished: bool = False
+) -> Iterator[dict[str, Any]]:
     """Scalars over training, from the event files, as {tag, step, value}; at most so many each.
 
-    Of a run that is not finished, those up to where it has come.
+    Of a run that is not finished, if asked for, those up to where it has come.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     begun = (folder for folder in versions(run) if any(folder.glob("events.*")))
-    folder = version(run) or next(begun, None)
+    folder = version(run) or (next(begun, None) if unfinished and not done(run) else None)
     if folder is None:
         return
     events = EventAccumulator(str(folder), {"scalars": points})

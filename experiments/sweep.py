@@ -13,6 +13,8 @@ table, settings and seed: other options after ``--`` call for another ``--runs``
 
 A table has up to three stages: a coarse search, a refined one, then all seeds; ``print`` prints the
 first that is not done, to be run in the folder of the checkout.
+Runs side by side share a GPU by NVIDIA's MPS where that is installed; for several sweeps at a time,
+start nvidia-cuda-mps-control before them.
 Afterwards: ``python experiments/tables.py vae_adam --scale small``.
 """
 
@@ -29,7 +31,7 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
 from experiments import mps, plan, runs
-from experiments.engines import Progress, run_local
+from experiments.engines import Progress, run_local, sigterm_interrupts
 from experiments.plan import Experiment
 from experiments.stages import Stage, names, open_stage, stages
 
@@ -55,11 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]
         local = args.engine in ("auto", "local") and (args.jobs or JOBS) > 1 and not args.no_mps
-        with mps.shared_gpu() if local else nullcontext():
+        with sigterm_interrupts(), mps.shared_gpu() if local else nullcontext():
             return min(1, sum(sweep(table, args, argv) for table in tables))
     except ValueError as error:
         parser.error(str(error))
-    except BrokenPipeError:  # print into head
+    except BrokenPipeError:
+        if args.engine != "print":  # into head
+            raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for what Python flushes at its end
     except KeyboardInterrupt:
         print("sweep.py: interrupted; the same command goes on", file=sys.stderr)

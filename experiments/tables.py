@@ -3,8 +3,8 @@
     python experiments/tables.py vae_adam --runs runs --out results
 
 Writes <table>.md, <table>.tex, <table>.csv (one line for each cell and metric), <table>_runs.csv
-(one for each run), and with --curves <table>_curves.csv (scalars over training). Cells without
-runs stay in, and empty.
+and <table>_search.csv (one for each run), and with --curves <table>_curves.csv (scalars over
+training). Cells without runs stay in, and empty.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ def write(experiment: Experiment, args: argparse.Namespace) -> list[Path]:
     paths["tex"].write_text(layout.latex(experiment, found, header))
     _write_csv(paths["csv"], list(_entries(experiment, found)))
     paths["runs"] = args.out / f"{experiment.name}_runs.csv"
-    _write_csv(paths["runs"], list(_runs(experiment, found)))
+    _write_csv(paths["runs"], list(_runs(experiment, [run for row in found for run in row.runs])))
+    tried = [run for cell in experiment.cells() for run in stages.searching(experiment, cell)]
+    if tried:
+        paths["search"] = args.out / f"{experiment.name}_search.csv"
+        _write_csv(paths["search"], list(_runs(experiment, tried)))
     if args.curves:
         paths["curves"] = args.out / f"{experiment.name}_curves.csv"
         _write_csv(paths["curves"], list(_curves(experiment, found)))
@@ -97,7 +101,7 @@ def facts(experiment: Experiment, found: list[Row], args: argparse.Namespace) ->
 
 def _how_far(experiment: Experiment, run: plan.Run) -> str:
     """Where a run has come that is not finished; nothing if it cannot be told."""
-    points = list(runs.curves(run, experiment.curves[:1]))
+    points = list(runs.curves(run, experiment.curves[:1], unfinished=True))
     if not points:
         return ""
     last = max(points, key=lambda point: int(point["step"]))
@@ -157,9 +161,9 @@ def _entries(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any
             }
 
 
-def _runs(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
+def _runs(experiment: Experiment, found: list[plan.Run]) -> Iterator[dict[str, Any]]:
     """Every run; with the columns of all of them."""
-    made = [(run, runs.metrics(run) or {}) for row in found for run in row.runs]
+    made = [(run, runs.metrics(run) or {}) for run in found]
     columns = dict.fromkeys(name for _, numbers in made for name in numbers)
     for run, numbers in made:
         named = run.cell | run.settings | {"seed": run.seed}

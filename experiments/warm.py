@@ -1,6 +1,7 @@
 """Runs of train.py without its imports: one process has them behind it, and forks for each run.
 
-A run is then what the command line makes of it, in all but the seconds that torch takes to import.
+A run is then what the command line makes of it, in all but the seconds that torch takes to import;
+its code is that of the moment when the sweep began.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -39,9 +41,23 @@ def stop_with_parent() -> None:
         _PRCTL(_SET_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
 
 
+class Gone(Exception):  # noqa: N818 - reads as what it says
+    """The process that forks cannot start a run."""
+
+
 def can_run(command: Sequence[str]) -> bool:
     """Whether there is something to gain, and a way."""
-    return sys.platform == "linux" and Path(command[1]).name == "train.py"
+    return Path(command[1]).name == "train.py" and _can_wait()
+
+
+@cache
+def _can_wait() -> bool:
+    """Whether the system can tell by a descriptor that a process has ended: Linux 5.3."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def modules(command: Sequence[str]) -> tuple[str, ...]:
@@ -73,13 +89,16 @@ class Server:
             )
 
     def start(self, command: Sequence[str], log: TextIO, lock: int) -> Process:
-        """Start a command that writes to log and holds the lock."""
+        """Start a command that writes to log and holds the lock; may raise :class:`Gone`."""
         mine, theirs = socket.socketpair()
         with mine, theirs:
             fds = [log.fileno(), lock, theirs.fileno()]
-            socket.send_fds(self._control, [json.dumps(command).encode()], fds)
-            theirs.close()
-            return Process(mine)
+            try:
+                socket.send_fds(self._control, [json.dumps(command).encode()], fds)
+                theirs.close()
+                return Process(mine)
+            except OSError as error:
+                raise Gone(str(error)) from error
 
     def close(self) -> None:
         """Let it end."""
@@ -94,7 +113,7 @@ class Process:
         self._lines = connection.makefile()
         pid = self._lines.readline()
         if not pid:
-            raise RuntimeError("the process that starts the runs has died")
+            raise Gone("no answer")
         self._pid = int(pid)
 
     def terminate(self) -> None:
@@ -173,7 +192,12 @@ def serve(control: socket.socket, afresh: bool) -> list[str]:
         if not message:  # the sweep has ended; whatever still runs is told so
             os._exit(0)
         log, lock, connection = fds
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no room: who asked sees the connection closed
+            for fd in fds:
+                os.close(fd)
+            continue
         if pid == 0:
             break
         os.close(log)

@@ -89,7 +89,8 @@ class ReplayedSteps(LightningModule):
             return _REPLAYED[name]
         if self._trainer is None or self.trainer.precision != "32-true":
             return {}  # where gradients are scaled, the fused ones cannot clip them
-        return {"fused": True} if self.device.type in ("cpu", "cuda") else {}
+        place = self.trainer.strategy.root_device.type  # the model comes there later
+        return {"fused": True} if place in ("cpu", "cuda") else {}
 
     def why_not_replayed(self) -> str | None:
         """Why the steps of this model cannot be replayed here; None if they can."""

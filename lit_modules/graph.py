@@ -21,7 +21,7 @@ Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
 
 # Within the paper's grids, or tried at θ* = 0.75; softmax's half of sigmoid's: the same in θ.
-# Natural's with the score function is what searches select: above 0.006 true edges die.
+# Natural's with the score function is what searches select: above 0.006 true edges often die.
 _LEARNING_RATES: dict[str, dict[str, float]] = {
     "score_function": {"softmax": 0.0225, "sparsemax": 0.005, "sigmoid": 0.045, "natural": 0.005},
     "local_expectation": {"softmax": 0.05, "sparsemax": 0.005, "sigmoid": 0.1, "natural": 0.05},

@@ -254,6 +254,8 @@ def test_a_sampled_matrix_shows_mass_that_is_not_there():
 def test_condition_number():
     assert condition_number(torch.diag(torch.tensor([4.0, 0.5, 0.0]))) == pytest.approx(8.0)
     assert condition_number(torch.zeros(3, 3)) == 1
+    both = torch.stack((torch.full((3, 3), torch.nan), torch.diag(torch.tensor([1.0, 2.0, 4.0]))))
+    assert condition_number(both).isnan().tolist() == [True, False]
     assert condition_number(make_head("softmax", 5).fisher(torch.zeros(5))) == pytest.approx(1.0)
     assert condition_number(make_head("natural", 8).fisher(torch.zeros(7))) == pytest.approx(4.0)
 

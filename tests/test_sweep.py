@@ -38,6 +38,9 @@ if x < 0:
     print("the number is below zero")
     if x == -4:
         os.kill(os.getpid(), signal.SIGKILL)
+    if x == -3 and "experiments.warm" in Path(f"/proc/{os.getppid()}/cmdline").read_text():
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     sys.exit(2 if x < -5 else 3)
 while x >= 3 and not gate.exists():
     time.sleep(0.05)
@@ -177,6 +180,27 @@ def test_a_run_that_is_killed_takes_no_other_with_it(table, tmp_path):
     killed = calls(tmp_path).pop("x-4-seed1")
     assert killed == ["new", "last", "new"]
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2
+
+
+@pytest.mark.skipif(not warm._can_wait(), reason="nothing is forked here")
+@pytest.mark.parametrize("table", ["train.py"], indirect=True)
+def test_without_the_process_that_forks_runs_go_on(table, tmp_path, capfd):
+    path = table(grid={"x": [-3.0, 0.0, 1.0]})
+    assert sweep.main(arguments(path, "--jobs", "1")) == 130  # one run was interrupted
+    assert capfd.readouterr().err.count("no more forks") == 1
+    assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2
+
+
+def test_nothing_is_forked_where_its_end_would_go_unnoticed(monkeypatch):
+    def refuse(pid):
+        raise OSError("not implemented")
+
+    warm._can_wait.cache_clear()
+    monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+    try:
+        assert not warm.can_run(["python", "train.py"])
+    finally:
+        warm._can_wait.cache_clear()
 
 
 def test_stages_run_in_order(table, tmp_path):
