@@ -157,6 +157,7 @@ def load(name: str, scale: str, runs: Path = Path("runs"), **options: Any) -> Ex
     if scale not in scales:
         raise ValueError(f"{path.name} has no scale {scale!r}; choose from {', '.join(scales)}")
     content = _laid_over(content, scales[scale])
+    runs = runs.absolute()  # processes elsewhere work in folders of their own
     try:
         found = Experiment(name=path.stem, scale=scale, runs=runs, **content, **options)
     except TypeError as error:
