@@ -6,7 +6,7 @@ the first of their kind: the wrappers with the PPO of Stable-Baselines3, and the
 environments asked for.
 
     python benchmarks/bench_ppo.py --envs 8 16
-    python benchmarks/bench_ppo.py --envs 8 16 64 128 --device cuda --csv results/ppo_speed_h200.csv
+    python benchmarks/bench_ppo.py --envs 8 16 64 128 --device cuda --csv FILE
     python benchmarks/bench_ppo.py --returns 60     # scores of random play, backend by backend
 """
 

@@ -70,7 +70,7 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
             if trainer.global_step < warm_up or len(self.points) % 5:
                 return
             ready.touch()
-            while not (wanted := needed(folder)) > number and wanted:
+            while 0 < (wanted := needed(folder)) <= number:
                 time.sleep(0.02)
                 self.points.append((time.time(), trainer.global_step))
             trainer.should_stop = not wanted
@@ -183,6 +183,8 @@ def main() -> None:
     lines = []
     for mode in modes:
         with mps.server() if mode == "MPS" else nullcontext({}) as environment:
+            if mode == "MPS" and not environment:
+                raise SystemExit("MPS does not start here; see --no_mps")
             found = rates(args, environment)
         for number, speed in zip(args.processes, found, strict=True):
             hours = steps / speed / 3600

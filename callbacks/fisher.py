@@ -47,7 +47,7 @@ class FisherMonitor(Callback):
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw them: that costs many times what the rest does.
+        sampled_every_n_steps: how often to draw them: that costs four times what the rest does.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200.
         seed: of the draws.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from catnat import CategoricalHead
 from catnat._numerics import exp_of_log_probs
-from catnat.fisher import condition_number, off_diagonal_mass
+from catnat.fisher import condition_number, condition_of_spectrum, off_diagonal_mass
 
 SCALARS = (
     "off_diagonal_mass",
@@ -52,9 +50,7 @@ def sampled_mean_fisher(
         drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
         drawn = drawn.clamp_max(head.num_categories - 1)
         (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    # A GPU does one product of long and narrow matrices on a single core, many side by side.
-    parts = gradient.reshape(math.gcd(gradient.shape[0], 64), -1, head.num_scores)
-    return (parts.mT @ parts).sum(0) / gradient.shape[0]
+    return gradient.t() @ gradient / gradient.shape[0]
 
 
 def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
@@ -72,7 +68,7 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
         values = {
             "off_diagonal_mass": nothing,
             "off_diagonal_mass_fro": nothing,
-            "condition_number": _condition_number(exact),
+            "condition_number": condition_of_spectrum(exact),
         }
         exact = torch.diag_embed(exact)
     else:
@@ -87,11 +83,3 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
         values["off_diagonal_mass_sampled"] = off_diagonal_mass(sampled.reshape(-1, S, S))
     rows = torch.stack(list(values.values()), 1).tolist()
     return exact, [dict(zip(values, row, strict=True)) for row in rows]
-
-
-def _condition_number(diagonal: Tensor) -> Tensor:
-    """Condition numbers of diagonal matrices, (T, S) -> (T)."""
-    largest = diagonal.amax(-1)
-    inside = diagonal > 1e-6 * largest[:, None]
-    smallest = torch.where(inside, diagonal, torch.inf).amin(-1)
-    return torch.where(largest == 0, 1.0, largest / smallest)

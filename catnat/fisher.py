@@ -180,11 +180,15 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     """
     finite = fisher.isfinite().all(-1).all(-1)
     values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], fisher, 0.0))
-    largest = values[..., -1]
-    inside = values > rtol * largest[..., None]
-    smallest = torch.where(inside, values, torch.inf).amin(-1)
-    number = torch.where(largest > 0, largest / smallest, 1.0)
-    return torch.where(finite, number, torch.nan)
+    return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan), rtol)
+
+
+def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
+    """:func:`condition_number` of matrices with these eigenvalues, (*, S) -> (*)."""
+    largest = eigenvalues.amax(-1)
+    inside = eigenvalues > rtol * largest[..., None]
+    smallest = torch.where(inside, eigenvalues, torch.inf).amin(-1)
+    return torch.where(largest <= 0, 1.0, largest / smallest)
 
 
 def natural_gradient(

@@ -121,12 +121,8 @@ def execute(run: Run, retries: int = 1, children: Children | None = None) -> Out
 
 
 def run_local(pending: list[Run], jobs: int, retries: int, progress: Progress) -> None:
-    """Run commands, so many at a time; stops them and itself on SIGINT and SIGTERM."""
-    with (
-        sigterm_interrupts(),
-        closing(Children(forked=True)) as children,
-        ThreadPoolExecutor(jobs) as pool,
-    ):
+    """Run commands, so many at a time; stops them when interrupted."""
+    with closing(Children(forked=True)) as children, ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(execute, run, retries, children): run for run in pending}
         try:
             for future in as_completed(futures):

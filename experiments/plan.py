@@ -102,7 +102,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """Where the runs of this table at this scale lie."""
-        return self.runs.resolve() / self.name / self.scale
+        return self.runs / self.name / self.scale
 
     def cells(self) -> list[Options]:
         """All combinations of the grid that were asked for."""
@@ -157,7 +157,7 @@ def load(name: str, scale: str, runs: Path = Path("runs"), **options: Any) -> Ex
     if scale not in scales:
         raise ValueError(f"{path.name} has no scale {scale!r}; choose from {', '.join(scales)}")
     content = _laid_over(content, scales[scale])
-    runs = runs.absolute()  # processes elsewhere work in folders of their own
+    runs = runs.resolve()  # processes elsewhere work in folders of their own
     try:
         found = Experiment(name=path.stem, scale=scale, runs=runs, **content, **options)
     except TypeError as error:

@@ -229,7 +229,7 @@ class ReplayedSteps(LightningModule):
         assert isinstance(optimizer, Optimizer)
         optimizer.zero_grad()
         loss = self.step_loss(batch)
-        # In line: a graph with branches takes the driver many times longer to launch.
+        # In line: on a stream of their own they made a step no more than 1 % shorter.
         for observer, kind in zip(self.step_observers, kinds, strict=True):
             observer.observe(kind)
         loss.backward()
