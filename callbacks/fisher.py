@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from catnat import HeadProbe
+from catnat import CategoricalHead, HeadProbe
+from catnat.fisher import off_diagonal_mass
 from catnat.transfer import send
 
 from .figures import add_image, heat_map
-from .observe import observe, summarize
+from .observe import sampled_mean_fisher, summarize
 
-_Found = dict[int, tuple[Tensor, dict[str, float]]]  # step -> mean G, scalars by name
-_MAX_BUFFERED = 2**22  # numbers kept on the device before they are written out: 16 MB
+_MAX_KEPT = 2**24  # scores kept on the device before they are looked at: 64 MB
 
 
 class FisherMonitor(Callback):
@@ -41,13 +41,14 @@ class FisherMonitor(Callback):
 
     A model with several heads gets the head's name in the tag, ``fim/<name>/...``. Scores are
     those of the latest call of a head in the step. Draws come from a generator of the monitor's
-    own, so that a run with it and one without learn the same. Results stay on the device and go
-    to the loggers in one transfer every ``write_every_n_steps``, each under its own step.
+    own, so that a run with it and one without learn the same. Scores are kept on the device, and
+    looked at and sent to the loggers ``write_every_n_steps`` at a time, each under its own step.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw them: that costs four times what the rest does.
+        sampled_every_n_steps: how often to draw them: that is done step by step, and costs more
+            than all the rest.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200.
         seed: of the draws.
@@ -82,27 +83,35 @@ class FisherMonitor(Callback):
         self.latest: dict[str, float] = {}  # what was written last, by tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._generator: torch.Generator | None = None
-        self._records: dict[tuple[str, int], _Records] = {}  # by head and draws a row
-        self._replayed: _OnDevice | None = None
-        self._trained: dict[str, Tensor] = {}
         self._step = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._watched: dict[str, _Watched] = {}  # by the head's name
+        self._kept = 0  # steps that no block has yet
+        self._blocks: list[dict[str, _Watched]] = []  # of write_every_n_steps each, to be sent
+        self._sent: list[dict[str, _Sent]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook on a compiled model never fires if it is later."""
         self._probe = HeadProbe(pl_module).attach()
         self._generator = torch.Generator(pl_module.device)
         self._generator.manual_seed(self.seed + trainer.global_rank)
-        self._records = {}
-        self._replayed = None
-        observers, generators = _replayed_by(pl_module)
+        self._forget()
+        observers = _observers(pl_module)
         if observers is not None:
-            self._replayed = _OnDevice(self, self._probe, self._generator)
-            observers.append(self._replayed)
-            generators.append(self._generator)
+            observers.append(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Steps count from where a resumed run stopped."""
         self._step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Forget what the heads saw elsewhere, such as in validation."""
+        assert self._probe is not None
+        self._probe.scores = {}
 
     def on_train_batch_end(
         self,
@@ -112,31 +121,25 @@ class FisherMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Observe, and write once enough has come together."""
-        if trainer.global_step == self._step:  # gradients are still accumulating
-            return
-        if self._replayed is not None:
-            self._replayed.steps += range(self._step, trainer.global_step)
-            self._step = trainer.global_step
-            if len(self._replayed.steps) >= self.write_every_n_steps:
-                self._write(trainer)
-            return
+        """Keep the scores of a step, and write once enough have come together."""
+        stepped = trainer.global_step > self._step  # else gradients are still accumulating
         self._step = trainer.global_step
         step = self._step - 1  # counted from 0, like Lightning's own metrics
-        if self.draws_at(step) is not None:
-            self._observe(step)
-        if any(records.full(self.write_every_n_steps) for records in self._records.values()):
+        if stepped and _observers(pl_module) is None and step % self.every_n_steps == 0:
+            assert self._probe is not None
+            self._keep(step, {name: scores for name, _, scores in self._probe})
+        if self._blocks:
             self._write(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation calls the heads too; what training showed must stay."""
-        if self._probe is not None:
-            self._trained = dict(self._probe.scores)
+    def look(self) -> dict[str, Tensor]:
+        """What the heads of a replayed step see."""
+        assert self._probe is not None
+        return dict(self._probe.scores)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to training's scores, which a replayed CUDA graph refreshes without any hook."""
-        if self._probe is not None:
-            self._probe.scores = self._trained
+    def note(self, step: int, seen: dict[str, Tensor]) -> None:
+        """Keep the scores of a replayed step, which the next one will overwrite."""
+        if step % self.every_n_steps == 0:
+            self._keep(step, {name: scores.clone() for name, scores in seen.items()})
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -153,157 +156,137 @@ class FisherMonitor(Callback):
         if self._probe is not None:
             self._probe.detach()
             self._probe = None
-        observers, generators = _replayed_by(pl_module)
-        if self._replayed is not None:
-            observers.remove(self._replayed)
-            generators.remove(self._generator)
-            self._replayed = None
+        observers = _observers(pl_module)
+        if observers is not None and self in observers:
+            observers.remove(self)
 
-    def draws_at(self, step: int) -> int | None:
-        """How many categories are drawn per row at a step; None if it is not observed at all."""
-        if step % self.every_n_steps:
-            return None
-        return 0 if step % self.sampled_every_n_steps else self.num_samples
-
-    def _observe(self, step: int) -> None:
+    def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
+        """Keep the scores of a step; the last step of a block has all of them looked at."""
         assert self._probe is not None
-        draws = self.draws_at(step) or 0
-        for name, head, scores in self._probe:
-            flat = scores.reshape(-1, head.num_scores)
-            records = self._records.setdefault((name, draws), _Records())
-            records.steps.append(step)
-            records.rows.append(flat.shape[0])
-            records.observed.append(observe(head, flat, draws, self._generator))
+        draws = 0 if step % self.sampled_every_n_steps else self.num_samples
+        for name, each in scores.items():
+            if name not in self._watched:
+                self._watched[name] = _Watched(self._probe.heads[name])
+            self._watched[name].add(step, each, draws, self._generator)
+        self._kept += 1
+        if self._kept == self.write_every_n_steps:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        """The same steps on every rank."""
+        for watched in self._watched.values():
+            watched.look()
+        if self._watched:
+            self._blocks.append(self._watched)
+        self._watched, self._kept = {}, 0
 
     def _write(self, trainer: Trainer, all_of_it: bool = False) -> None:
-        """Write what has come together; of replayed steps only what has reached the host."""
-        found: dict[str, _Found] = {}
-        if self._replayed is not None:
-            for name, steps, observed in self._replayed.take(all_of_it):
-                self._find(found, name, steps, observed)
-        for (name, _), records in self._records.items():
-            if records.steps:
-                self._find(found, name, records.steps, self._gather(trainer, records))
-                records.clear()
-        for name, each in found.items():
-            self._write_rows(trainer, name, each)
+        """Send what there is. Write what was sent before, which has arrived, or all of it."""
+        if all_of_it:
+            self._end_block()
+        arrived, self._sent = self._sent, []
+        for block in self._blocks:
+            self._sent.append({name: watched.send(trainer) for name, watched in block.items()})
+        self._blocks = []
+        if all_of_it or trainer.strategy.root_device.type == "cpu":  # where nothing travels
+            arrived, self._sent = arrived + self._sent, []
+        for sent in arrived:
+            for name, each in sent.items():
+                self._write_rows(trainer, name if len(sent) > 1 else "", each)
 
-    def _find(self, found: dict[str, _Found], name: str, steps: list[int], seen: Tensor) -> None:
-        """Add what was observed at some steps to what there is to be written of a head."""
-        assert self._probe is not None
-        exact, rows = summarize(self._probe.heads[name], seen)
-        found.setdefault(name, {}).update(
-            (step, (matrix, row)) for step, matrix, row in zip(steps, exact, rows, strict=True)
-        )
-
-    def _write_rows(self, trainer: Trainer, name: str, found: _Found) -> None:
-        assert self._probe is not None
-        prefix = "fim" if len(self._probe.scores) == 1 else f"fim/{name}"
-        steps = sorted(found)
-        rows = [{f"{prefix}/{tag}": v for tag, v in found[step][1].items()} for step in steps]
-        for row in rows:
+    def _write_rows(self, trainer: Trainer, name: str, sent: _Sent) -> None:
+        prefix = f"fim/{name}" if name else "fim"
+        steps, matrices, rows = sent()
+        tagged = [{f"{prefix}/{tag}": value for tag, value in row.items()} for row in rows]
+        for row in tagged:
             self.latest |= row
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                write_scalars(logger, steps, rows)
-            self._draw(trainer, f"{prefix}/mean", found)
-
-    def _gather(self, trainer: Trainer, records: _Records) -> Tensor:
-        """What was observed at each step, summed over rows and ranks, on the CPU: (T, 1 + ...)."""
-        observed = torch.stack(records.observed)
-        rows = torch.tensor(records.rows, dtype=observed.dtype).to(
-            observed.device, non_blocking=True
-        )
-        summed = torch.cat([rows[:, None], observed * rows[:, None]], 1)
-        if trainer.world_size > 1:
-            reduced = trainer.strategy.reduce(summed, reduce_op="sum")
-            assert isinstance(reduced, Tensor)
-            summed = reduced
-        summed = summed.cpu()
-        return summed[:, 1:] / summed[:, :1]
-
-    def _draw(self, trainer: Trainer, tag: str, found: _Found) -> None:
-        every = self.image_every_n_steps
-        for step, (matrix, _) in found.items():
-            if every and step % every == 0:
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            write_scalars(logger, steps, tagged)
+        for step, matrix in zip(steps, matrices, strict=True):
+            if self.image_every_n_steps and step % self.image_every_n_steps == 0:
                 largest = float(matrix.abs().max())
                 picture = heat_map(matrix, "RdBu_r", -largest, largest)
-                add_image(trainer.loggers, tag, picture, step)
+                add_image(trainer.loggers, f"{prefix}/mean", picture, step)
 
 
-@dataclass
-class _Records:
-    """Observations of one head that wait to be written."""
-
-    steps: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    observed: list[Tensor] = field(default_factory=list)  # of observe(), on the device
-
-    def full(self, wanted: int) -> bool:
-        size = sum(each.numel() for each in self.observed[:1]) * len(self.observed)
-        return len(self.steps) >= wanted or size >= _MAX_BUFFERED
-
-    def clear(self) -> None:
-        self.steps, self.rows, self.observed = [], [], []
+_Sent = Callable[[], tuple[list[int], Tensor, list[dict[str, float]]]]  # steps, mean G, scalars
 
 
-def _replayed_by(module: LightningModule) -> tuple[Any, Any]:
-    """Lists of what a module calls and draws from in its replayed steps; None if it has none."""
-    if module.automatic_optimization:
-        return None, None
-    return getattr(module, "step_observers", None), getattr(module, "step_generators", None)
+class _Watched:
+    """Scores of one head at some steps, and then what they say."""
+
+    def __init__(self, head: CategoricalHead) -> None:
+        self.head = head
+        self.exact, self.sampled = _Means(), _Means()
+        self._kept: list[tuple[int, Tensor]] = []
+
+    def add(self, step: int, scores: Tensor, draws: int, generator: torch.Generator | None) -> None:
+        """Keep the scores of a step; draw from them at once, in the order of steps."""
+        scores = scores.reshape(-1, self.head.num_scores)
+        if draws:
+            sampled = sampled_mean_fisher(self.head, scores, draws, generator)
+            self.sampled.add([step], len(scores), sampled.flatten()[None])
+        self._kept.append((step, scores))
+        if len(self._kept) * scores.numel() > _MAX_KEPT:
+            self.look()
+
+    def look(self) -> None:
+        """Look at the kept scores, all steps with equally many rows at once."""
+        for rows, group in groupby(self._kept, lambda kept: len(kept[1])):
+            steps, scores = zip(*group, strict=True)
+            self.exact.add(list(steps), rows, self.head.diagnostics(torch.stack(scores)))
+        self._kept = []
+
+    def send(self, trainer: Trainer) -> _Sent:
+        """Start the way to the host; call the result for what arrives there."""
+        exact, sampled = self.exact.send(trainer), self.sampled.send(trainer)
+
+        def receive() -> tuple[list[int], Tensor, list[dict[str, float]]]:
+            matrices, scalars = summarize(self.head, exact())
+            S = self.head.num_scores
+            if self.sampled.steps:
+                masses = off_diagonal_mass(sampled().reshape(-1, S, S)).tolist()
+                drawn = dict(zip(self.sampled.steps, masses, strict=True))
+                for step, row in zip(self.exact.steps, scalars, strict=True):
+                    if step in drawn:
+                        row["off_diagonal_mass_sampled"] = drawn[step]
+            return self.exact.steps, matrices, scalars
+
+        return receive
 
 
-class _OnDevice:
-    """Observes from within a step that is replayed as a CUDA graph, where no Python runs.
+class _Means:
+    """Means over the rows of a step, a vector for each, on the device."""
 
-    Each step writes its row into a buffer on the device, at a place that is counted there too.
-    Full ones travel to the host while training goes on, and are read when they have arrived.
-    """
-
-    ROWS = 256  # more than are written at once, plus those of a batch of several steps
-
-    def __init__(
-        self, monitor: FisherMonitor, probe: HeadProbe, generator: torch.Generator | None
-    ) -> None:
-        self.kind = monitor.draws_at  # steps of one kind are replays of one graph
-        self.probe, self.generator = probe, generator
+    def __init__(self) -> None:
         self.steps: list[int] = []
-        self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._next: dict[int, Tensor] = {}
-        self._travelling: list[tuple[str, list[int], Callable[[], Tensor]]] = []
+        self._rows: list[int] = []
+        self._means: list[Tensor] = []
 
-    def observe(self, kind: int | None) -> None:
-        """Add a row for each head; device work alone."""
-        if kind is None:
-            return
-        for name, head, scores in self.probe:
-            row = observe(head, scores.reshape(-1, head.num_scores), kind, self.generator)
-            if (name, kind) not in self._buffers:
-                self._buffers[name, kind] = row.new_zeros(self.ROWS, len(row))
-            if kind not in self._next:
-                self._next[kind] = torch.zeros(1, dtype=torch.int64, device=row.device)
-            self._buffers[name, kind].index_copy_(0, self._next[kind], row[None])
-        self._next[kind].add_(1)
+    def add(self, steps: list[int], rows: int, means: Tensor) -> None:
+        """Add steps that have equally many rows on this rank; means is (T, D)."""
+        self.steps += steps
+        self._rows += [rows] * len(steps)
+        self._means.append(means)
 
-    def take(self, all_of_it: bool) -> Iterator[tuple[str, list[int], Tensor]]:
-        """Name, steps and rows of what was sent before; send what is there now."""
-        if all_of_it:
-            self._send()
-        arrived, self._travelling = self._travelling, []
-        if not all_of_it:
-            self._send()
-        for name, steps, receive in arrived:
-            yield name, steps, receive()
+    def send(self, trainer: Trainer) -> Callable[[], Tensor]:
+        """Means over all ranks, on their way to the host."""
+        if not self.steps:
+            return lambda: torch.empty(0)
+        means = torch.cat(self._means)
+        if trainer.world_size > 1:
+            rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
+            sums = trainer.strategy.reduce(torch.cat([rows, means * rows], 1), reduce_op="sum")
+            assert isinstance(sums, Tensor)
+            means = sums[:, 1:] / sums[:, :1]
+        return send(means)
 
-    def _send(self) -> None:
-        for (name, kind), buffer in self._buffers.items():
-            steps = [step for step in self.steps if self.kind(step) == kind]
-            if steps:
-                self._travelling.append((name, steps, send(buffer[: len(steps)])))
-        for place in self._next.values():
-            place.zero_()
-        self.steps = []
+
+def _observers(module: LightningModule) -> list[Any] | None:
+    """What a module that replays its steps tells of each of them; None for any other."""
+    return None if module.automatic_optimization else getattr(module, "step_observers", None)
 
 
 def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]) -> None:

@@ -10,10 +10,11 @@ from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
 from catnat import HeadProbe
+from catnat.fisher import off_diagonal_mass
 from catnat.sb3.buffers import map_observations
 
 from .figures import heat_map
-from .observe import observe, summarize
+from .observe import sampled_mean_fisher, summarize
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -88,8 +89,10 @@ class FisherMonitorSB3(BaseCallback):
             entropy = policy.get_distribution(self._states()).entropy().mean()
         for name, head, scores in probe:
             prefix = "fim" if len(probe.scores) == 1 else f"fim/{name}"
-            observed = observe(head, scores, self.num_samples, self._generator)
-            matrix, (values,) = summarize(head, observed[None].cpu())
+            matrix, (values,) = summarize(head, head.diagnostics(scores)[None].cpu())
+            if self.num_samples:
+                sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
+                values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
             self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
             if every and number % every == 0:
                 self._record_image(f"{prefix}/mean", matrix[0])

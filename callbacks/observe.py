@@ -1,4 +1,4 @@
-"""What is seen of a head at a step: measured on its device, summed up on the host."""
+"""What is seen of a head: categories drawn on its device, scalars taken from it on the host."""
 
 from __future__ import annotations
 
@@ -16,25 +16,6 @@ SCALARS = (
     "condition_number",
     "saturated",
 )
-
-
-def observe(
-    head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """What the head says of itself (``head.diagnostics``) and, if asked for, mean sampled G.
-
-    Runs on the device without waiting for it, so it may be captured in a CUDA graph.
-
-    Args:
-        head: the head.
-        scores: (B, S).
-        num_samples: M draws a row; 0 for none.
-        generator: where they come from.
-    """
-    exact = head.diagnostics(scores)
-    if not num_samples:
-        return exact
-    return torch.cat((exact, sampled_mean_fisher(head, scores, num_samples, generator).flatten()))
 
 
 def sampled_mean_fisher(
@@ -56,13 +37,15 @@ def sampled_mean_fisher(
 def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
     """The exact matrices (T, S, S), and for each of T steps the values of ``SCALARS`` by name.
 
+    All but the sampled one: that is :func:`~catnat.fisher.off_diagonal_mass` of what
+    :func:`sampled_mean_fisher` gives.
+
     Args:
         head: the head.
-        observed: T results of :func:`observe`, all with draws or all without.
+        observed: ``head.diagnostics`` of T steps, (T, ...).
     """
     S = head.num_scores
-    told = S if head.fisher_is_diagonal else S * S
-    exact, sampled = observed[:, :told], observed[:, told + 1 :]
+    exact, saturated = observed[:, :-1], observed[:, -1]
     if head.fisher_is_diagonal:
         nothing = 0 * exact.sum(-1)  # NaN stays NaN
         values = {
@@ -78,8 +61,6 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
             "off_diagonal_mass_fro": off_diagonal_mass(exact, "fro"),
             "condition_number": condition_number(exact),
         }
-    values["saturated"] = observed[:, told]
-    if sampled.shape[1]:
-        values["off_diagonal_mass_sampled"] = off_diagonal_mass(sampled.reshape(-1, S, S))
+    values["saturated"] = saturated
     rows = torch.stack(list(values.values()), 1).tolist()
     return exact, [dict(zip(values, row, strict=True)) for row in rows]

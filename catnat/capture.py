@@ -25,14 +25,10 @@ class StepGraph(Generic[Output]):
     Args:
         step: takes a batch, works (updates parameters, say) and returns tensors (the loss);
             device work alone.
-        generators: what else inside the step draws random numbers, besides torch's default.
     """
 
-    def __init__(
-        self, step: Callable[[Any], Output], generators: list[torch.Generator] | None = None
-    ) -> None:
+    def __init__(self, step: Callable[[Any], Output]) -> None:
         self.step = step
-        self.generators = generators or []
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._input: list[Tensor] | None = None
@@ -70,8 +66,6 @@ class StepGraph(Generic[Output]):
 
     def _capture(self, batch: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:
-            self._graph.register_generator_state(generator)
         with (
             _garbage_waits(),
             torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),

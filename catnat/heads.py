@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from catnat._numerics import (
@@ -148,15 +149,17 @@ class CategoricalHead(nn.Module, ABC):
         return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
 
     def diagnostics(self, scores: Tensor) -> Tensor:
-        """Mean Fisher matrix over all rows and share of saturated scores, in one float32 vector.
+        """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
 
-        (*, S) -> (S^2 + 1,), or (S + 1,) where only the diagonal needs to be told
-        (``fisher_is_diagonal``). For watching a run at every step: cheap, no waiting for a device.
+        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) where only the diagonal needs to be told
+        (``fisher_is_diagonal``). For watching a run at every step: cheap, no waiting for a device,
+        and many steps at once.
         """
-        saturated = self.saturated(scores).float().mean()
-        fisher = self.mean_fisher(scores).float()
-        fisher = fisher.diagonal() if self.fisher_is_diagonal else fisher.flatten()
-        return torch.cat((fisher, saturated[None]))
+        saturated = self.saturated(scores).float().mean((-2, -1))
+        steps = scores.reshape(-1, *scores.shape[-2:])
+        fisher = torch.stack([self.mean_fisher(each) for each in steps]).float()
+        fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
+        return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """G^+ grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
@@ -233,9 +236,16 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """diag(mean p) - P^T P / B over the B rows P."""
-        p = self.probs(scores.reshape(-1, self.num_scores))
+        return self._mean_fisher(scores.reshape(-1, self.num_scores))
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """:meth:`mean_fisher` of B rows; no score is saturated: (*, B, S) -> (*, S^2 + 1)."""
+        return F.pad(self._mean_fisher(scores).flatten(-2), (0, 1)).float()
+
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        p = self.probs(scores)  # (*, B, S)
         with torch.autocast(p.device.type, enabled=False):
-            return torch.diag(p.mean(0)) - p.t() @ p / p.shape[0]
+            return torch.diag_embed(p.mean(-2)) - p.mT @ p / p.shape[-2]
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """G^+ grad in O(K): (grad - mean grad) / p, minus its own mean."""
@@ -281,16 +291,16 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
 
     def diagnostics(self, scores: Tensor) -> Tensor:
         """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
-        q, support, n = self._support(scores.reshape(-1, self.num_scores))
-        still = (self.num_scores - n * (n > 1)).mean() / self.num_scores
-        return torch.cat((self._mean_fisher(q, support, n).flatten(), still[None])).float()
+        q, support, n = self._support(scores)
+        still = (self.num_scores - n * (n > 1)).mean(-2) / self.num_scores
+        return torch.cat((self._mean_fisher(q, support, n).flatten(-2), still), -1).float()
 
     @staticmethod
     def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            cross = (q / n).t() @ support
-            both = (support * (q.sum(-1, keepdim=True) / n.square())).t() @ support
-        return torch.diag(q.mean(0)) + (both - cross - cross.t()) / q.shape[0]
+            cross = (q / n).mT @ support
+            both = (support * (q.sum(-1, keepdim=True) / n.square())).mT @ support
+        return torch.diag_embed(q.mean(-2)) + (both - cross - cross.mT) / q.shape[-2]
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
         """G^+ grad in O(K): p (grad - p . grad) on the support."""

@@ -16,7 +16,8 @@ from catnat.heads import CategoricalHead
 class HeadProbe:
     """Keeps the scores of the latest call of every :class:`CategoricalHead` inside a module.
 
-    It observes through forward hooks and changes nothing. Attach before the first call of a
+    It observes through forward hooks and changes nothing; scores are copied, because they may be
+    parameters, which a step changes in place. Attach before the first call of a
     compiled model: a hook registered later never fires there; :meth:`__iter__` raises if nothing
     was seen. Only calls of the head itself (``head(scores)``) are seen, not ``head.log_probs``.
 
@@ -84,4 +85,4 @@ class HeadProbe:
         named: dict[str, Tensor],
         output: Any,
     ) -> None:
-        self.scores[name] = (inputs[0] if inputs else named["scores"]).detach()
+        self.scores[name] = (inputs[0] if inputs else named["scores"]).detach().clone()

@@ -109,14 +109,9 @@ class CatnatHead(CategoricalHead):
         return torch.diag(self.fisher_diagonal(scores).reshape(-1, self.num_scores).mean(0))
 
     def diagnostics(self, scores: Tensor) -> Tensor:
-        """Mean of :meth:`fisher_diagonal` and share of saturated scores, (*, S) -> (S + 1,)."""
+        """Mean :meth:`fisher_diagonal` and share of saturated scores, (*, B, S) -> (*, S + 1)."""
         fused = self._fused_fisher(scores)
-        if fused is None:
-            return super().diagnostics(scores)
-        fused = fused.reshape(-1, self.num_categories)
-        with torch.autocast(fused.device.type, enabled=False):
-            # Not mean(0), which takes an H200 12 us for 2,000 rows of 32.
-            return fused.new_full((fused.shape[0],), 1 / max(1, fused.shape[0])) @ fused
+        return super().diagnostics(scores) if fused is None else fused.mean(-2)
 
     def _fused_fisher(self, scores: Tensor) -> Tensor | None:
         scores = self._checked(scores)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,16 +27,13 @@ _REPLAYED: dict[str, dict[str, bool]] = {
 
 
 class StepObserver(Protocol):
-    """Something that looks on from within a step, as device work alone.
+    """Something that looks on while steps are replayed."""
 
-    Steps of one kind do the same work: each kind has a graph of its own.
-    """
+    def look(self) -> Any:
+        """Tensors of this step; called within it, and so only when it is captured."""
 
-    def kind(self, step: int) -> Hashable:
-        """What is to be done at a step."""
-
-    def observe(self, kind: Any) -> None:
-        """Do it."""
+    def note(self, step: int, seen: Any) -> None:
+        """Called after each step with what ``look`` gave, which the next step overwrites."""
 
 
 class ReplayedSteps(LightningModule):
@@ -63,11 +59,10 @@ class ReplayedSteps(LightningModule):
     def __init__(self, capture: bool | None = None, gradient_clip: float = 0.0) -> None:
         super().__init__()
         self.capture, self.gradient_clip = capture, gradient_clip
-        self.step_observers: list[StepObserver] = []  # called within a replayed step
-        self.step_generators: list[torch.Generator] = []  # where they draw from
+        self.step_observers: list[StepObserver] = []  # of replayed steps
         self._several = False  # whether a batch of Lightning's holds several
         self._val_check_interval: int | float = 1.0  # what the user said
-        self._graphs: dict[tuple[Hashable, ...], StepGraph[Tensor]] = {}  # by kind of step
+        self._graph: StepGraph[tuple[Tensor, list[Any]]] | None = None
         self._backlog: Backlog | None = None
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
         self._noise_to_restore: dict[str, Tensor] | None = None
@@ -132,7 +127,7 @@ class ReplayedSteps(LightningModule):
         if self.capture and reason:
             rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
         self.automatic_optimization = reason is not None
-        self._graphs = {}
+        self._graph = None if reason else StepGraph(self._optimize)
         data: Any = getattr(self.trainer, "datamodule", None)
         self._several = reason is None and hasattr(data, "steps_per_batch")
         self._backlog = None
@@ -205,7 +200,10 @@ class ReplayedSteps(LightningModule):
             if step == self.trainer.max_steps:
                 break
             self.prepare_step(step)
-            loss = self._graph_of(step)(each)
+            assert self._graph is not None
+            loss, seen = self._graph(each)
+            for observer, what in zip(self.step_observers, seen, strict=True):
+                observer.note(step, what)
             step += 1
             self._step_scheduler()
         count_steps(self.trainer, step - first)
@@ -217,35 +215,26 @@ class ReplayedSteps(LightningModule):
             self._sent = (step - 1, send(loss), self.settings())
         return loss.detach()
 
-    def _graph_of(self, step: int) -> StepGraph[Tensor]:
-        kinds = tuple(observer.kind(step) for observer in self.step_observers)
-        if kinds not in self._graphs:
-            self._graphs[kinds] = StepGraph(partial(self._optimize, kinds), self.step_generators)
-        return self._graphs[kinds]
-
-    def _optimize(self, kinds: tuple[Hashable, ...], batch: Any) -> Tensor:
+    def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:
         """One step from loss to update, as device work alone."""
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
         optimizer.zero_grad()
         loss = self.step_loss(batch)
-        # In line: on a stream of their own they made a step no more than 1 % shorter.
-        for observer, kind in zip(self.step_observers, kinds, strict=True):
-            observer.observe(kind)
+        seen = [observer.look() for observer in self.step_observers]
         loss.backward()
         if self.gradient_clip:
             clip_grad_norm_(self.parameters(), self.gradient_clip)
         optimizer.step()
-        return loss.detach()
+        return loss.detach(), seen
 
     def _step_scheduler(self) -> None:
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:
             before = scheduler.get_last_lr()
             scheduler.step()
-            if scheduler.get_last_lr() != before:
-                for graph in self._graphs.values():
-                    graph.reset()  # the learning rate is baked in
+            if self._graph is not None and scheduler.get_last_lr() != before:
+                self._graph.reset()  # the learning rate is baked in
 
     def _log_sent(self) -> None:
         if self._sent is not None:

@@ -20,7 +20,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 class EagerGraph:
     """Stands in for a StepGraph where there is no CUDA."""
 
-    def __init__(self, step, generators=None):
+    def __init__(self, step):
         self.step = step
 
     def __call__(self, batch):
