@@ -18,7 +18,8 @@ from catnat.transfer import send
 from .figures import add_image, heat_map
 from .observe import sampled_mean_fisher, summarize
 
-_MAX_KEPT = 2**24  # scores kept on the device before they are looked at: 64 MB
+_MAX_SCORES = 2**24  # kept on the device before they are looked at: 64 MB
+_MAX_RESULTS = 2**24  # numbers kept on the device before they are sent
 
 
 class FisherMonitor(Callback):
@@ -40,17 +41,19 @@ class FisherMonitor(Callback):
     - ``fim/mean``: G as a picture, red positive, blue negative.
 
     A model with several heads gets the head's name in the tag, ``fim/<name>/...``. Scores are
-    those of the latest call of a head in the step. Draws come from a generator of the monitor's
-    own, so that a run with it and one without learn the same. Scores are kept on the device, and
-    looked at and sent to the loggers ``write_every_n_steps`` at a time, each under its own step.
+    those of the latest call of a head in the step; a head that was not called is left out. A head
+    with parameters of its own is looked at as it is after the step's update. Draws come from a
+    generator of the monitor's own, so that a run with it and one without learn the same. Scores
+    are kept on the device, and looked at and sent to the loggers ``write_every_n_steps`` at a time,
+    each under its own step.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw them: that is done step by step, and costs more
-            than all the rest.
+        sampled_every_n_steps: how often to draw them; that is done step by step.
         image_every_n_steps: how often to draw G; 0 for never.
-        write_every_n_steps: how many observed steps are written at once, up to 200.
+        write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
+            is very large.
         seed: of the draws.
     """
 
@@ -84,20 +87,25 @@ class FisherMonitor(Callback):
         self._probe: HeadProbe | None = None
         self._generator: torch.Generator | None = None
         self._step = 0
+        self._steps_per_block = write_every_n_steps
         self._forget()
 
     def _forget(self) -> None:
         self._watched: dict[str, _Watched] = {}  # by the head's name
-        self._kept = 0  # steps that no block has yet
-        self._blocks: list[dict[str, _Watched]] = []  # of write_every_n_steps each, to be sent
+        self._kept = 0  # steps that are in no block yet
+        self._seen = False  # whether any head was called
+        self._blocks: list[dict[str, _Watched]] = []  # to be sent
         self._sent: list[dict[str, _Sent]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook on a compiled model never fires if it is later."""
+        self._detach(pl_module)  # of a run that was cut short
         self._probe = HeadProbe(pl_module).attach()
         self._generator = torch.Generator(pl_module.device)
         self._generator.manual_seed(self.seed + trainer.global_rank)
         self._forget()
+        room = int(_MAX_RESULTS / sum(map(self._results_of, self._probe.heads.values())))
+        self._steps_per_block = max(1, min(self.write_every_n_steps, room))  # on every rank
         observers = _observers(pl_module)
         if observers is not None:
             observers.append(self)
@@ -126,13 +134,12 @@ class FisherMonitor(Callback):
         self._step = trainer.global_step
         step = self._step - 1  # counted from 0, like Lightning's own metrics
         if stepped and _observers(pl_module) is None and step % self.every_n_steps == 0:
-            assert self._probe is not None
-            self._keep(step, {name: scores for name, _, scores in self._probe})
+            self._keep(step, self.look())
         if self._blocks:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
-        """What the heads of a replayed step see."""
+        """What the heads saw in this step."""
         assert self._probe is not None
         return dict(self._probe.scores)
 
@@ -153,12 +160,20 @@ class FisherMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Detach."""
+        self._detach(pl_module)
+
+    def _detach(self, pl_module: LightningModule) -> None:
         if self._probe is not None:
             self._probe.detach()
             self._probe = None
-        observers = _observers(pl_module)
-        if observers is not None and self in observers:
+        observers = getattr(pl_module, "step_observers", [])
+        if self in observers:
             observers.remove(self)
+
+    def _results_of(self, head: CategoricalHead) -> float:
+        """How many numbers are kept of a step."""
+        S, draws = head.num_scores, self.num_samples > 0
+        return (S if head.fisher_is_diagonal else S**2) + draws * S**2 / self.sampled_every_n_steps
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Keep the scores of a step; the last step of a block has all of them looked at."""
@@ -169,11 +184,17 @@ class FisherMonitor(Callback):
                 self._watched[name] = _Watched(self._probe.heads[name])
             self._watched[name].add(step, each, draws, self._generator)
         self._kept += 1
-        if self._kept == self.write_every_n_steps:
+        if self._kept == self._steps_per_block:
             self._end_block()
 
     def _end_block(self) -> None:
-        """The same steps on every rank."""
+        """Look at what was kept: the same steps on every rank."""
+        if not self._kept:
+            return
+        self._seen = self._seen or bool(self._watched)
+        if not self._seen:
+            assert self._probe is not None
+            list(self._probe)  # says what is wrong
         for watched in self._watched.values():
             watched.look()
         if self._watched:
@@ -186,16 +207,17 @@ class FisherMonitor(Callback):
             self._end_block()
         arrived, self._sent = self._sent, []
         for block in self._blocks:
-            self._sent.append({name: watched.send(trainer) for name, watched in block.items()})
+            self._sent.append({name: block[name].send(trainer) for name in sorted(block)})
         self._blocks = []
-        if all_of_it or trainer.strategy.root_device.type == "cpu":  # where nothing travels
+        if all_of_it or not _takes_time(trainer):
             arrived, self._sent = arrived + self._sent, []
         for sent in arrived:
             for name, each in sent.items():
-                self._write_rows(trainer, name if len(sent) > 1 else "", each)
+                self._write_rows(trainer, name, each)
 
     def _write_rows(self, trainer: Trainer, name: str, sent: _Sent) -> None:
-        prefix = f"fim/{name}" if name else "fim"
+        assert self._probe is not None
+        prefix = "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
         steps, matrices, rows = sent()
         tagged = [{f"{prefix}/{tag}": value for tag, value in row.items()} for row in rows]
         for row in tagged:
@@ -221,6 +243,7 @@ class _Watched:
         self.head = head
         self.exact, self.sampled = _Means(), _Means()
         self._kept: list[tuple[int, Tensor]] = []
+        self._at_once = bool(head.state_dict())  # or it would have changed
 
     def add(self, step: int, scores: Tensor, draws: int, generator: torch.Generator | None) -> None:
         """Keep the scores of a step; draw from them at once, in the order of steps."""
@@ -229,7 +252,7 @@ class _Watched:
             sampled = sampled_mean_fisher(self.head, scores, draws, generator)
             self.sampled.add([step], len(scores), sampled.flatten()[None])
         self._kept.append((step, scores))
-        if len(self._kept) * scores.numel() > _MAX_KEPT:
+        if self._at_once or len(self._kept) * scores.numel() > _MAX_SCORES:
             self.look()
 
     def look(self) -> None:
@@ -275,13 +298,18 @@ class _Means:
         """Means over all ranks, on their way to the host."""
         if not self.steps:
             return lambda: torch.empty(0)
-        means = torch.cat(self._means)
+        means, self._means = torch.cat(self._means), []
         if trainer.world_size > 1:
             rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
             sums = trainer.strategy.reduce(torch.cat([rows, means * rows], 1), reduce_op="sum")
             assert isinstance(sums, Tensor)
             means = sums[:, 1:] / sums[:, :1]
         return send(means)
+
+
+def _takes_time(trainer: Trainer) -> bool:
+    """Whether what is sent arrives later: waiting for it would idle the device."""
+    return trainer.strategy.root_device.type != "cpu"
 
 
 def _observers(module: LightningModule) -> list[Any] | None:

@@ -88,7 +88,7 @@ class FisherMonitorSB3(BaseCallback):
             policy: Any = self.model.policy
             entropy = policy.get_distribution(self._states()).entropy().mean()
         for name, head, scores in probe:
-            prefix = "fim" if len(probe.scores) == 1 else f"fim/{name}"
+            prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
             matrix, (values,) = summarize(head, head.diagnostics(scores)[None].cpu())
             if self.num_samples:
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)

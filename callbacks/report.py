@@ -50,7 +50,7 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
     sentences = []
     if metrics.get("test/collapsed"):
         sentences.append(
-            "The run COLLAPSED: its latents carry no information (KL near 0). "
+            "The run COLLAPSED: its latents tell nothing about an image. "
             "Try a smaller learning rate or another seed."
         )
     if dead := metrics.get("test/dead_edges", 0):

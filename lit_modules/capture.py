@@ -30,7 +30,7 @@ class StepObserver(Protocol):
     """Something that looks on while steps are replayed."""
 
     def look(self) -> Any:
-        """Tensors of this step; called within it, and so only when it is captured."""
+        """Tensors of this step; called within it, so not where it is replayed."""
 
     def note(self, step: int, seen: Any) -> None:
         """Called after each step with what ``look`` gave, which the next step overwrites."""

@@ -20,7 +20,7 @@ from catnat.networks import conv_decoder, conv_encoder
 from .capture import ReplayedSteps
 from .checks import require_positive
 
-_COLLAPSED_BELOW = 0.1  # nats of KL(q || prior) per image, over all latents together
+_COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -40,8 +40,11 @@ class DiscreteVAE(ReplayedSteps):
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
 
     Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl; test/nll, test/elbo, test/kl,
+    test/information (what the latents tell about an image, in nats: the sum over n of I(x; z_n),
+    at least I(x; z)),
     test/saturated (share of scores in a flat region of the head) and test/collapsed (1 if the
-    latents carry nothing). Evaluation draws noise of its own, the same each time: how often it
+    latents carry nothing; KL alone does not tell, as a q that is the same for all images can be
+    far from the prior). Evaluation draws noise of its own, the same each time: how often it
     happens does not change what is learned.
 
     Args:
@@ -243,14 +246,19 @@ class DiscreteVAE(ReplayedSteps):
             nll, reconstruction = self._likelihood(batch, q)
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
-        self._add(nll=nll, elbo=-reconstruction - kl, kl=kl, saturated=saturated)
+        self._add(nll=nll, elbo=-reconstruction - kl, kl=kl, saturated=saturated, usage=q.probs)
 
     def on_test_epoch_end(self) -> None:
         """Log means over all images of all ranks, and what follows from them."""
         self._log_means("test", self._test_metrics(self._means()))
 
     def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        return means | {"collapsed": (means["kl"] < _COLLAPSED_BELOW).float()}
+        usage = means.pop("usage")  # mean q(z | x), (N, K)
+        # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
+        common = self.num_latents * math.log(self.head.num_categories)
+        information = means["kl"] - (common - torch.special.entr(usage).sum())
+        collapsed = (information < _COLLAPSED_BELOW).float()
+        return means | {"information": information, "collapsed": collapsed}
 
     def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
         """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
@@ -270,18 +278,22 @@ class DiscreteVAE(ReplayedSteps):
         return nll, total / self.nll_samples
 
     def _add(self, **values: Tensor) -> None:
-        """Add values of images, each (B,), to the sums of this epoch."""
+        """Add values of images, each (B, *), to the sums of this epoch."""
         values["count"] = torch.ones_like(values["kl"])
         for name, value in values.items():
-            self._totals[name] = self._totals.get(name, 0) + value.double().sum()
+            self._totals[name] = self._totals.get(name, 0) + value.double().sum(0)
 
     def _means(self) -> dict[str, Tensor]:
-        names = list(self._totals)
-        sums = self.trainer.strategy.reduce(
-            torch.stack([self._totals[name] for name in names]), reduce_op="sum"
-        )
-        count = sums[names.index("count")]
-        return {n: s / count for n, s in zip(names, sums, strict=True) if n != "count"}
+        totals = list(self._totals.values())
+        flat = torch.cat([each.flatten() for each in totals])
+        flat = self.trainer.strategy.reduce(flat, reduce_op="sum")
+        parts = flat.split([each.numel() for each in totals])
+        sums = {
+            name: part.view_as(each)
+            for (name, each), part in zip(self._totals.items(), parts, strict=True)
+        }
+        count = sums.pop("count")
+        return {name: each / count for name, each in sums.items()}
 
     def _log_means(self, stage: str, means: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": m.float() for name, m in means.items()}, sync_dist=True)

@@ -28,7 +28,7 @@ class Small(L.LightningModule):
         self.head = make_head(head, 6)
         self.second = make_head(second, 3) if second else None
         self.linear = nn.Linear(4, 2 * self.head.num_scores)
-        self.noisy = noisy
+        self.noisy, self.lr = noisy, 0.5
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -45,7 +45,7 @@ class Small(L.LightningModule):
         self.head(torch.zeros(1, 2, self.head.num_scores))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Memory(Logger):
@@ -54,11 +54,13 @@ class Memory(Logger):
     def __init__(self):
         super().__init__()
         self.rows = {}
+        self.observed = []  # steps, in the order in which they came
 
     name, version = "memory", 0
 
     def log_metrics(self, metrics, step=None):
         self.rows[step] = self.rows.get(step, {}) | metrics
+        self.observed += [step] if "fim/saturated" in metrics else []
 
     def log_hyperparams(self, params):
         pass
@@ -86,6 +88,11 @@ def fit(model, *callbacks, logger=None, data=None, **flags):
 
 
 # -- FisherMonitor --------------------------------------------------------------------------------
+
+
+def assert_mass(logger, step, head, scores):
+    mass = float(off_diagonal_mass(head.mean_fisher(scores), "fro"))
+    assert logger.rows[step]["fim/off_diagonal_mass_fro"] == pytest.approx(mass, rel=1e-5)
 
 
 @pytest.mark.parametrize("head", BUILT_IN)
@@ -156,22 +163,120 @@ def test_scores_that_are_parameters_are_those_before_the_update():
     model, logger = Bare(), Memory()
     fit(model, FisherMonitor(), logger=logger)
     for step, scores in enumerate(model.seen):
-        mass = float(off_diagonal_mass(model.head.mean_fisher(scores), "fro"))
-        assert logger.rows[step]["fim/off_diagonal_mass_fro"] == pytest.approx(mass, rel=1e-5)
+        assert_mass(logger, step, model.head, scores)
 
 
-@pytest.mark.parametrize("most", [1, 10**6])
+@pytest.mark.parametrize("most", ["", "_MAX_SCORES", "_MAX_RESULTS"])
 def test_batches_of_many_sizes_and_little_room(most, monkeypatch):
-    monkeypatch.setattr("callbacks.fisher._MAX_KEPT", most)
+    if most:
+        monkeypatch.setattr(f"callbacks.fisher.{most}", 110)  # two steps of 36, or six rows
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7, 8], [9]])
-    model, logger = Small("softmax"), Memory()
-    fit(model, FisherMonitor(sampled_every_n_steps=2), logger=logger, data=data)
+    model, logger, monitor = Small("softmax"), Memory(), FisherMonitor(sampled_every_n_steps=2)
+    fit(model, monitor, logger=logger, data=data)
+    assert monitor._steps_per_block == (2 if most == "_MAX_RESULTS" else 50)
     assert [len(scores) for scores in model.seen] == [2, 1, 3, 3, 1]
     for step, scores in enumerate(model.seen):
-        mass = float(off_diagonal_mass(model.head.mean_fisher(scores), "fro"))
-        assert logger.rows[step]["fim/off_diagonal_mass_fro"] == pytest.approx(mass, rel=1e-5)
+        assert_mass(logger, step, model.head, scores)
         assert ("fim/off_diagonal_mass_sampled" in logger.rows[step]) == (step % 2 == 0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_no_row_is_lost_or_written_twice(late, every, monkeypatch, tmp_path):
+    """Also where results arrive later, as on a GPU, and around checkpoints and validation."""
+    monkeypatch.setattr("callbacks.fisher._takes_time", lambda trainer: late)
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step % 4 == 0:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+                assert logger.observed == list(range(trainer.global_step))
+
+    model, logger = Small("softmax"), Memory()
+    monitor = FisherMonitor(write_every_n_steps=every)
+    fit(model, monitor, Save(), logger=logger, data=loader(batches=11), max_steps=11)
+    assert logger.observed == list(range(11))
+    for step, scores in enumerate(model.seen):
+        assert_mass(logger, step, model.head, scores)
+
+
+def test_a_second_run_begins_anew_also_after_an_exception():
+    class Fails(Small):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 3:
+                raise ArithmeticError
+
+    model, monitor, logger = Fails("softmax"), FisherMonitor(), Memory()
+    with pytest.raises(ArithmeticError):
+        fit(model, monitor)
+    model = Small("softmax")
+    fit(model, monitor, logger=logger)
+    assert logger.observed == list(range(5))
+    for step, scores in enumerate(model.seen):
+        assert_mass(logger, step, model.head, scores)
+    assert not model.head._forward_hooks
+
+
+def test_heads_are_seen_where_they_are_called():
+    """Each in some of the steps, and one in validation, too."""
+
+    class Now(Small):
+        def training_step(self, batch, batch_idx):
+            scores = self.linear(batch[0])[:, :6]
+            q = (self.head, self.second)[batch_idx % 2](scores[:, : (6, 2)[batch_idx % 2]])
+            return q.entropy().mean() if batch_idx != 3 else scores.sum()
+
+    logger = Memory()
+    model = Now("softmax", second="natural")
+    torch.manual_seed(3)
+    trainer = L.Trainer(
+        max_steps=5, val_check_interval=1, logger=logger, accelerator="cpu",
+        callbacks=[FisherMonitor(write_every_n_steps=1)],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, loader(), loader(batches=1))
+    tags = {s: {tag.split("/")[1] for tag in row if "fim" in tag} for s, row in logger.rows.items()}
+    assert {s: names for s, names in tags.items() if names} == {
+        0: {"head"}, 1: {"second"}, 2: {"head"}, 3: {"second"}, 4: {"head"},
+    }  # fmt: skip
+
+
+def test_a_step_without_a_head_is_left_out():
+    class Skips(Small):
+        def training_step(self, batch, batch_idx):
+            if batch_idx % 2:
+                return super().training_step(batch, batch_idx)
+            return self.linear(batch[0]).sum()
+
+    logger = Memory()
+    fit(Skips("softmax"), FisherMonitor(write_every_n_steps=2), logger=logger)
+    assert sorted(logger.rows) == [1, 3]
+
+
+def test_a_head_with_parameters_is_looked_at_in_its_step():
+    class Tempered(type(make_head("softmax", 6))):
+        def __init__(self):
+            super().__init__(6)
+            self.log_scale = nn.Parameter(torch.zeros(()))
+
+        def log_probs(self, scores):
+            return super().log_probs(scores * self.log_scale.exp())
+
+    class Learns(Small):
+        def __init__(self):
+            super().__init__("softmax")
+            self.head, self.masses = Tempered(), []
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            mass = off_diagonal_mass(self.head.mean_fisher(self.seen[-1]), "fro")
+            self.masses.append(mass.item())
+
+    model, logger = Learns(), Memory()
+    fit(model, FisherMonitor(), logger=logger)
+    masses = [logger.rows[step]["fim/off_diagonal_mass_fro"] for step in range(5)]
+    assert masses == pytest.approx(model.masses, rel=1e-5)
+    assert max(masses) - min(masses) > 1e-3
 
 
 def test_accumulated_gradients_count_as_one_step():
@@ -211,6 +316,8 @@ def test_a_head_that_is_never_called_is_told_so():
 def test_options_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         FisherMonitor(**{name: 0})
+    with pytest.raises(ValueError, match="write_every_n_steps must be at most 200, got 201"):
+        FisherMonitor(write_every_n_steps=201)
 
 
 @pytest.mark.parametrize("head", BUILT_IN)
@@ -284,6 +391,21 @@ def test_two_ranks_agree_with_one_process(head, tmp_path):
         assert torch.allclose(weights[name], value, atol=1e-6)
     for name in set(first) - {"fim/off_diagonal_mass_sampled"}:  # each rank has draws of its own
         assert one.latest[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+
+
+def test_ranks_count_by_their_rows(tmp_path):
+    model, single = Small("softmax"), Small("softmax")
+    model.lr = single.lr = 0  # the means of gradients differ, those of matrices must not
+    single.load_state_dict(model.state_dict())
+    two, one = FisherMonitor(), FisherMonitor()
+    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    data = loader(batch_size=3, batches=2)  # 2 rows on one, 1 on the other
+    fit(model, two, Latest(tmp_path, two), max_steps=2, data=data, **flags)
+    fit(single, one, max_steps=2, data=data)
+    for rank in range(2):
+        latest, _ = torch.load(tmp_path / f"{rank}.pt")
+        for name in set(latest) - {"fim/off_diagonal_mass_sampled"}:
+            assert latest[name] == pytest.approx(one.latest[name], rel=1e-4, abs=1e-6)
 
 
 # -- pictures and checkpoints ---------------------------------------------------------------------

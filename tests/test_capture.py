@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from callbacks import FisherMonitor
 from catnat import capture as graphs
@@ -18,13 +19,16 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 
 class EagerGraph:
-    """Stands in for a StepGraph where there is no CUDA."""
+    """Stands in for a StepGraph where there is no CUDA: what it gives, the next call overwrites."""
 
     def __init__(self, step):
-        self.step = step
+        self.step, self.output = step, None
 
     def __call__(self, batch):
-        return self.step(batch)
+        output = self.step(batch)
+        if self.output is None:
+            self.output = tree_map(torch.clone, output)
+        return tree_map(lambda mine, new: mine.copy_(new), self.output, output)
 
     def reset(self):
         pass
@@ -120,6 +124,35 @@ def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_pat
     sampled = [step for step, row in fim[0] if "fim/off_diagonal_mass_sampled" in row]
     assert sampled == list(range(0, 31, 6))
     assert fim[0] == fim[1]
+
+
+def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
+    class Fails(DiscreteVAE):
+        failed = False
+
+        def loss(self, batch, q):
+            if not self.failed:
+                self.failed = True
+                raise ArithmeticError
+            return super().loss(batch, q)
+
+    model, monitor = Fails(num_latents=2, num_categories=3), FisherMonitor()
+    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+
+    def fit(logger):
+        trainer = pl.Trainer(
+            max_steps=4, accelerator="cpu", logger=logger, callbacks=[monitor],
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(model, datamodule=data)
+
+    with pytest.raises(ArithmeticError):
+        fit(Curve())
+    curve = Curve()
+    fit(curve)
+    assert [step for step, row in curve.rows if "fim/saturated" in row] == [0, 1, 2, 3]
+    assert not model.step_observers and not model.head._forward_hooks
 
 
 def test_the_mlp_model_too(without_cuda, tmp_path):

@@ -154,7 +154,7 @@ def test_two_processes_learn_what_one_learns(folder):
 def test_two_processes_measure_what_one_measures(folder):
     one, two = (torch.load(folder / f"on{n}" / "metrics.pt", weights_only=True) for n in (1, 2))
     assert two.keys() >= one.keys() >= {"test/nll", "test/elbo", "test/kl", "test/elbo_table"}
-    for name in ("test/kl", "test/saturated", "test/collapsed"):
+    for name in ("test/kl", "test/information", "test/saturated", "test/collapsed"):
         torch.testing.assert_close(two[name], one[name])
     torch.testing.assert_close(two["test/nll"], one["test/nll"], rtol=1e-3, atol=0)
 

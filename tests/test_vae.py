@@ -261,6 +261,7 @@ def test_the_table_of_the_paper_leaves_out_most_of_the_prior(x):
 
 def test_collapse_and_saturation_are_told(x):
     model = DiscreteVAE("natural", nll_samples=4)
+    weight = model.encoder[-1].weight.detach().clone()
     with torch.no_grad():
         model.encoder[-1].weight.zero_()
         model.encoder[-1].bias.zero_()
@@ -269,8 +270,27 @@ def test_collapse_and_saturation_are_told(x):
     assert dead["test/kl"] == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         model.encoder[-1].bias[: 7 * 5].fill_(10)  # 5 of 10 latents
-    flat = evaluated(model, x)
-    assert (flat["test/collapsed"], flat["test/saturated"]) == (0, 0.5)
+    same = evaluated(model, x)  # far from the prior, but the same for every image
+    assert (same["test/collapsed"], same["test/saturated"]) == (1, 0.5)
+    assert same["test/kl"] > 5
+    with torch.no_grad():
+        model.encoder[-1].weight.copy_(100 * weight)
+    alive = evaluated(model, x)
+    assert alive["test/collapsed"] == 0
+
+
+@pytest.mark.parametrize("head", ["softmax", "sparsemax", "natural"])
+def test_information_is_that_of_the_latents_about_the_image(x, head):
+    model = DiscreteVAE(head, num_latents=3, num_categories=5, nll_samples=1)
+    with torch.no_grad():
+        model.encoder[-1].weight *= 1000
+    found = evaluated(model, x, batch_size=7)
+    model.eval()
+    with torch.no_grad():
+        p = model(x).probs.double()  # (B, N, K)
+    want = (torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum((1, 2)).mean()).item()
+    assert want > 0.1
+    assert found["test/information"] == pytest.approx(want, rel=1e-4)
 
 
 def test_the_likelihood_decodes_a_bounded_number_of_images_at_once(x):
