@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,52 @@ class Clock(pl.Callback):
         """End."""
         step, began = self.began
         self.seconds_per_step = (self.timer() - began) / (trainer.global_step - step)
+
+
+class Toggle(pl.Callback):
+    """Turns a monitor on and off, a block of steps each, and keeps the seconds of each block."""
+
+    def __init__(self, monitor: FisherMonitor) -> None:
+        self.monitor, self.block = monitor, monitor.write_every_n_steps
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Begin a block."""
+        number, step = divmod(trainer.global_step, self.block)
+        probe = self.monitor._probe
+        if step or probe is None:
+            return
+        self.times.append(time.perf_counter())
+        self.monitor.every_n_steps = 10**9 if number % 2 else 1
+        if number % 2:
+            probe.detach()
+        else:
+            probe.attach()
+
+    def cost(self) -> float:
+        """What blocks with the monitor take more than those beside them, the median."""
+        seconds = [b - a for a, b in pairwise(self.times)][2:]
+        around = zip(seconds[1::2], seconds[2::2], seconds[3::2], strict=False)
+        return statistics.median(on / ((before + after) / 2) for before, on, after in around) - 1
+
+
+def monitor_cost(args: argparse.Namespace) -> float:
+    """The monitor's share of a step, on and off in one run: runs differ by more than it costs."""
+    pl.seed_everything(0, verbose=False)
+    monitor = FisherMonitor()
+    toggle = Toggle(monitor)
+    trainer = pl.Trainer(
+        max_steps=20 * args.steps,
+        accelerator="cpu",
+        logger=TensorBoardLogger(args.logs, name="bench"),
+        callbacks=[toggle, monitor],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(DiscreteVAE(args.head, N, K), datamodule=MNISTDataModule(args.root, download=False))
+    return toggle.cost()
 
 
 def now() -> float:
@@ -131,6 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of a run (CPU 120, CUDA 4000)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--run", help="only this one; prints seconds per step")
     args = parser.parse_args()
     args.torchvision_root = args.torchvision_root or args.root
     args.steps = args.steps or (120 if args.device == "cpu" else 4000)
@@ -148,10 +197,15 @@ def main() -> None:
             "replayed, FisherMonitor every step": lambda: lightning(args, None, True),
             "replayed, no monitor": lambda: lightning(args, None, False),
         }
+    if args.run:
+        print(runs[args.run]())
+        return
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.rounds):
-        for name, run in runs.items():
-            times[name].append(run())
+        for name in runs:  # in a process of its own: what ran before in one matters
+            command = [sys.executable, __file__, *sys.argv[1:], "--run", name]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            times[name].append(float(done.stdout.split()[-1]))
             print(f"  {name}: {times[name][-1] * 1e3:.3f} ms", flush=True)
     base = next(iter(times.values()))
     print(f"\nDiscreteVAE, {args.head}, N = {N}, K = {K}, batch 100, {args.device}")
@@ -159,6 +213,9 @@ def main() -> None:
     for name, values in times.items():
         ratio = statistics.median(b / v for b, v in zip(base, values, strict=True))
         print(f"{name:38}{statistics.median(values) * 1e3:9.3f}{ratio:15.2f}")
+    if args.device == "cpu":
+        print(f"the monitor costs {monitor_cost(args):.1%} of a step, turned on and off in one run")
+        return
     with_it, without = list(times.values())[-2:]
     costs = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
     print(f"the monitor costs {costs - 1:.1%} of a step, the median of {args.rounds} rounds")
