@@ -85,20 +85,9 @@ def monitor_cost(args: argparse.Namespace) -> float:
 
     That leaves out what it may do to the whole run, such as to the layout of memory.
     """
-    pl.seed_everything(0, verbose=False)
     monitor = FisherMonitor()
     toggle = Toggle(monitor)
-    trainer = pl.Trainer(
-        max_steps=20 * args.steps,
-        accelerator="cpu",
-        logger=TensorBoardLogger(args.logs, name="bench"),
-        callbacks=[toggle, monitor],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(DiscreteVAE(args.head, N, K), datamodule=MNISTDataModule(args.root, download=False))
+    train(args, 20 * args.steps, None, toggle, monitor)
     return toggle.cost()
 
 
@@ -110,17 +99,25 @@ def now() -> float:
 
 def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> float:
     """Seconds per step in a Lightning Trainer with TensorBoard."""
-    pl.seed_everything(0, verbose=False)
     steps = args.steps
     if args.device == "cuda" and capture is False:
         steps //= 4  # slow enough to need no more
     clock = Clock(steps // 4)
+    train(args, steps, capture, clock, *([FisherMonitor()] if monitor else []))
+    return clock.seconds_per_step
+
+
+def train(
+    args: argparse.Namespace, steps: int, capture: bool | None, *callbacks: pl.Callback
+) -> None:
+    """Train in Lightning, with TensorBoard and these callbacks."""
+    pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator="gpu" if args.device == "cuda" else "cpu",
         devices=1,
         logger=TensorBoardLogger(args.logs, name="bench"),
-        callbacks=[clock, *([FisherMonitor()] if monitor else [])],
+        callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
@@ -128,7 +125,6 @@ def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> 
     )
     model = DiscreteVAE(args.head, N, K, capture=capture)
     trainer.fit(model, datamodule=MNISTDataModule(args.root, download=False))
-    return clock.seconds_per_step
 
 
 def by_hand(args: argparse.Namespace, stock: bool) -> float:

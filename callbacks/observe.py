@@ -9,14 +9,6 @@ from catnat import CategoricalHead
 from catnat._numerics import exp_of_log_probs
 from catnat.fisher import condition_number, condition_of_spectrum, off_diagonal_mass
 
-SCALARS = (
-    "off_diagonal_mass",
-    "off_diagonal_mass_fro",
-    "off_diagonal_mass_sampled",
-    "condition_number",
-    "saturated",
-)
-
 
 def sampled_mean_fisher(
     head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
@@ -35,9 +27,9 @@ def sampled_mean_fisher(
 
 
 def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
-    """The exact matrices (T, S, S), and for each of T steps the values of ``SCALARS`` by name.
+    """The exact matrices (T, S, S), and for each of T steps its scalars by name.
 
-    All but the sampled one: that is :func:`~catnat.fisher.off_diagonal_mass` of what
+    All but the sampled mass: that is :func:`~catnat.fisher.off_diagonal_mass` of what
     :func:`sampled_mean_fisher` gives.
 
     Args:
