@@ -8,11 +8,12 @@ a file:
 
 The default learning rate is a large one, which shows who oscillates. The order depends on it: at
 1 nothing oscillates and softmax needs the fewest steps, because at a uniform target its curvature
-is the same in all directions.
+is the same in all directions. The last panel shows the number of steps over learning rates.
 """
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +40,8 @@ STARTS = torch.tensor(
     [[0.85, 0.10, 0.05], [0.05, 0.85, 0.10], [0.10, 0.05, 0.85]], dtype=torch.float64
 )
 TOLERANCE = 1e-6
+RATES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # of the last panel
+MOST_STEPS = 300  # at each of them
 LOWEST_LOSS = math.log(K)  # the entropy of the target
 LEVELS = [LOWEST_LOSS + 3 * (i / 15) ** 2 for i in range(16)]  # colours of the cross-entropy
 NORM = BoundaryNorm(LEVELS, 256, extend="max")
@@ -141,10 +144,24 @@ def draw_landscape(axes: Axes, name: str, fit: Fit) -> None:
     axes.set_ylabel("$s_2$" if two else r"$(2 s_3 - s_1 - s_2)\,/\,\sqrt{6}$", labelpad=1)
 
 
+def draw_steps_over_rates(axes: Axes, names: Iterable[str], learning_rate: float) -> None:
+    """Steps that each head needs at each learning rate; a gap where a start never arrives."""
+    for name in names:
+        fits = [descend(make_head(name, K), rate, MOST_STEPS) for rate in RATES]
+        needed = [math.nan if fit.steps_needed is None else fit.steps_needed for fit in fits]
+        axes.plot(RATES, needed, "o-", markersize=4, label=name)
+    axes.axvline(learning_rate, color="gray", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="steps to KL < 1e-6")
+    axes.set_xticks(RATES[::2], [f"{rate:g}" for rate in RATES[::2]])
+    axes.minorticks_off()
+    axes.set_title("steps over learning rates")
+    axes.legend(fontsize=8)
+
+
 def draw_figure(fits: dict[str, Fit], learning_rate: float) -> Figure:
-    """One panel for each head, all on the same colour scale."""
-    columns = min(4, len(fits))
-    rows = math.ceil(len(fits) / columns)
+    """One panel for each head, all on the same colour scale, and one for the steps over rates."""
+    columns = min(5, len(fits) + 1)
+    rows = math.ceil((len(fits) + 1) / columns)
     figure, panels = plt.subplots(
         rows,
         columns,
@@ -152,10 +169,12 @@ def draw_figure(fits: dict[str, Fit], learning_rate: float) -> Figure:
         squeeze=False,
         layout=ConstrainedLayoutEngine(wspace=0.09),
     )
-    for axes in panels.flat[len(fits) :]:
+    *landscapes, last = panels.flat[: len(fits) + 1]
+    for axes in panels.flat[len(fits) + 1 :]:
         axes.set_visible(False)
-    for axes, (name, fit) in zip(panels.flat, fits.items(), strict=False):
+    for axes, (name, fit) in zip(landscapes, fits.items(), strict=True):
         draw_landscape(axes, name, fit)
+    draw_steps_over_rates(last, fits, learning_rate)
     bar = figure.colorbar(ScalarMappable(NORM, COLOURS), ax=panels, ticks=LEVELS[::3], pad=0.015)
     bar.set_label("cross-entropy (nats)")
     bar.ax.minorticks_off()
