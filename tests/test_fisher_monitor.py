@@ -102,15 +102,15 @@ def test_scores_that_are_parameters_are_those_before_the_update():
         assert_mass(logger, step, model.head, scores)
 
 
-@pytest.mark.parametrize("most", ["", "_MAX_SCORES", "_MAX_RESULTS"])
+@pytest.mark.parametrize("most", ["", "watched._MAX_SCORES", "fisher._MAX_RESULTS"])
 def test_batches_of_many_sizes_and_little_room(most, monkeypatch):
     if most:
-        monkeypatch.setattr(f"callbacks.fisher.{most}", 110)  # two steps of 36, or six rows
+        monkeypatch.setattr(f"callbacks.{most}", 110)  # two steps of 36, or six rows
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7, 8], [9]])
     model, logger, monitor = Small("softmax"), Memory(), FisherMonitor(sampled_every_n_steps=2)
     fit(model, monitor, logger=logger, data=data)
-    assert monitor._steps_per_block == (2 if most == "_MAX_RESULTS" else 50)
+    assert monitor._steps_per_block == (2 if most == "fisher._MAX_RESULTS" else 50)
     assert [len(scores) for scores in model.seen] == [2, 1, 3, 3, 1]
     for step, scores in enumerate(model.seen):
         assert_mass(logger, step, model.head, scores)
