@@ -5,8 +5,8 @@ The rule for scores that are not finite, the same in every implementation and dt
 - What depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree the
   categories and nodes below the score's node. A NaN score does not count as saturated.
 - catnat: an infinite score is a certain split, like the largest finite score. Its gradient is 0.
-- softmax and sparsemax: a score of -inf is an impossible category. A row with +inf, or with -inf
-  alone, has no limit and is NaN.
+- softmax and sparsemax: a score of -inf is an impossible category, and gets no gradient. A row
+  with +inf, or with -inf alone, has no limit and is NaN.
 """
 
 from __future__ import annotations

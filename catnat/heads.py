@@ -234,11 +234,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
         out = torch.log_softmax(self._checked(scores), -1)
-        lowest = -largest_score(out.dtype)
-        if not is_plain(scores):
-            return out.clamp_min(lowest)
-        out.data.clamp_min_(lowest)  # .data: the gradient needs exp(out) only, which is 0 anyway
-        return out
+        return out.clamp_min(-largest_score(out.dtype))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""
@@ -306,7 +302,8 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         """The probabilities themselves; a little below 0 where p = 0, to stay there in rounding."""
         p = self._checked_probs(probs)
         p = p / p.sum(-1, keepdim=True)
-        below = -self.num_categories * torch.finfo(probs.dtype).eps
+        K, eps = self.num_categories, torch.finfo(probs.dtype).eps
+        below = -K * (eps + K * torch.finfo(torch.float64).eps)  # of the input, of the projection
         return torch.where(p <= 0, below, p).to(probs.dtype)
 
     def fisher(self, scores: Tensor) -> Tensor:

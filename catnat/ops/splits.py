@@ -38,6 +38,11 @@ class Split(Protocol):
         """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
 
 
+def _sinh(t: Tensor) -> Tensor:
+    """torch.sinh, which ONNX does not know in float64."""
+    return (torch.exp(t) - torch.exp(-t)) / 2
+
+
 @dataclass(frozen=True)
 class CustomSplit:
     """A split known only by its function x -> log(1 - a(x)), log a(x), with a increasing."""
@@ -70,9 +75,9 @@ class CustomSplit:
         share = share.view(-1, *[1] * target.dim())
         while width > 1e-15:
             width /= points
-            smaller = self._log_odds(torch.sinh(low + share * width)) < target
+            smaller = self._log_odds(_sinh(low + share * width)) < target
             low = low + smaller.to(low.dtype).sum(0) * width
-        return torch.where(target.isnan(), target, torch.sinh(low + width / 2))
+        return torch.where(target.isnan(), target, _sinh(low + width / 2))
 
     def _log_odds(self, x: Tensor) -> Tensor:
         below, above = self.function(x)
