@@ -249,15 +249,35 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
 
 
 def _eigenvalues(matrices: Tensor) -> Tensor:
-    """Eigenvalues of symmetric matrices, (T, S, S) -> (T, S); NaN where the solver gives up."""
+    """Eigenvalues of finite symmetric matrices, (T, S, S) -> (T, S); NaN where none are found.
+
+    In float32 LAPACK gives up on some matrices with many rows of zeros, or returns NaN.
+    """
+    values = _tried(torch.linalg.eigvalsh, matrices)
+    lost = values.isnan().any(-1)
+    if lost.any():
+        values = values.clone()
+        values[lost] = torch.stack([_eigenvalues_of_support(each) for each in matrices[lost]])
+    return values
+
+
+def _eigenvalues_of_support(matrix: Tensor) -> Tensor:
+    """Eigenvalues by other means: without the rows of zeros, in float64, as singular values."""
+    rows = matrix.any(-1)
+    inside = matrix[rows][:, rows]
+    inside = inside if inside.device.type == "mps" else inside.double()
+    found = _tried(torch.linalg.eigvalsh, inside)
+    if found.isnan().any():
+        found = _tried(torch.linalg.svdvals, inside)  # the same where none is negative
+    zeros = matrix.new_zeros(len(matrix) - len(inside))
+    return torch.cat((zeros, found.to(matrix.dtype)))
+
+
+def _tried(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """What the solver finds, (*, S, S) -> (*, S), or NaN."""
     try:
-        values: Tensor = torch.linalg.eigvalsh(matrices)
-        return values
+        return solve(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        if len(matrices) > 1:
-            return torch.cat([_eigenvalues(each) for each in matrices.split(1)])
-        if matrices.dtype == torch.float32 and matrices.device.type != "mps":
-            return _eigenvalues(matrices.double()).to(matrices.dtype)
         return torch.full_like(matrices[..., 0], torch.nan)
 
 

@@ -1,7 +1,5 @@
 """FisherMonitor on a small model of a user's own."""
 
-import os
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -295,51 +293,3 @@ def test_logged_to_a_logger_without_pictures(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="run")
     fit(Small(), FisherMonitor(), logger=logger)
     assert "fim/saturated" in (tmp_path / "run" / "metrics.csv").read_text()
-
-
-# -- over ranks -----------------------------------------------------------------------------------
-
-
-class Latest(L.Callback):
-    """Writes what a rank saw to a file."""
-
-    def __init__(self, folder, monitor):
-        self.folder, self.monitor = folder, monitor
-
-    def on_train_end(self, trainer, pl_module):
-        weights = {k: v.detach().cpu() for k, v in pl_module.state_dict().items()}
-        torch.save((self.monitor.latest, weights), self.folder / f"{trainer.global_rank}.pt")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("head", ["softmax", "natural"])
-def test_two_ranks_agree_with_one_process(head, tmp_path):
-    model, single = Small(head, noisy=False), Small(head, noisy=False)
-    single.load_state_dict(model.state_dict())
-    two, one = FisherMonitor(), FisherMonitor()
-    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    fit(model, two, Latest(tmp_path, two), max_steps=2, **flags)
-    fit(single, one, max_steps=2)
-    (first, weights), (second, others) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
-    assert first == second
-    assert all(torch.equal(weights[k], others[k]) for k in weights)
-    for name, value in single.state_dict().items():
-        assert torch.allclose(weights[name], value, atol=1e-6)
-    for name in set(first) - {"fim/off_diagonal_mass_sampled"}:  # each rank has draws of its own
-        assert one.latest[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_ranks_count_by_their_rows(tmp_path):
-    model, single = Small("softmax"), Small("softmax")
-    model.lr = single.lr = 0  # the means of gradients differ, those of matrices must not
-    single.load_state_dict(model.state_dict())
-    two, one = FisherMonitor(), FisherMonitor()
-    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    data = loader(batch_size=3, batches=2)  # 2 rows on one, 1 on the other
-    fit(model, two, Latest(tmp_path, two), max_steps=2, data=data, **flags)
-    fit(single, one, max_steps=2, data=data)
-    for rank in range(2):
-        latest, _ = torch.load(tmp_path / f"{rank}.pt")
-        for name in set(latest) - {"fim/off_diagonal_mass_sampled"}:
-            assert latest[name] == pytest.approx(one.latest[name], rel=1e-4, abs=1e-6)

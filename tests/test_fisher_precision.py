@@ -67,7 +67,8 @@ def test_results_are_float32_under_autocast(name):
     for what, value in results(autocast=True).items():
         assert value.dtype == torch.float32, what
         network = what in ("trace", "product")  # the network itself runs in bfloat16
-        assert torch.allclose(value, plain[what], rtol=0.05 if network else 1e-5, atol=1e-2), what
+        error = (value - plain[what]).norm() / plain[what].norm()
+        assert error < (0.2 if network else 1e-5), what
     half = natural_gradient(head, scores.bfloat16(), grad.bfloat16(), damping=0.1)
     assert half.dtype == torch.float32
 
@@ -93,5 +94,9 @@ def test_condition_number_never_raises(monkeypatch):
     def gives_up(matrices):
         raise torch.linalg.LinAlgError("failed to converge")
 
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrices: matrices[..., 0] * math.nan)
+    assert condition_number(torch.eye(3).expand(2, 3, 3)).tolist() == [1.0, 1.0]  # by other means
     monkeypatch.setattr(torch.linalg, "eigvalsh", gives_up)
+    assert condition_number(torch.eye(3).expand(2, 3, 3)).tolist() == [1.0, 1.0]
+    monkeypatch.setattr(torch.linalg, "svdvals", gives_up)
     assert condition_number(torch.eye(3).expand(2, 3, 3)).isnan().tolist() == [True, True]
