@@ -64,17 +64,20 @@ def sampled_scores(
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = scores.detach().expand(num_samples, *scores.shape).clone().requires_grad_()
+        wide = at_least_float32(scores.detach())
+        leaf = wide.expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
         flat = log_probs.detach().exp().flatten(0, -2)
         drawn = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:-1], 1)
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    return gradients.to(log_probs.dtype)
+    return gradients
 
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
+    wide = torch.promote_types(jacobian.dtype, fisher.dtype)
+    jacobian, fisher = jacobian.to(wide), fisher.to(wide)
     with torch.autocast(fisher.device.type, enabled=False):
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
 

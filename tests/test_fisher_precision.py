@@ -16,6 +16,7 @@ from catnat.fisher import (
     module_scores,
     natural_gradient,
     off_diagonal_mass,
+    pullback_fisher,
     score_fisher,
 )
 
@@ -71,6 +72,10 @@ def test_results_are_float32_under_autocast(name):
         assert error < (0.2 if network else 1e-5), what
     half = natural_gradient(head, scores.bfloat16(), grad.bfloat16(), damping=0.1)
     assert half.dtype == torch.float32
+    assert score_fisher(head, scores.half(), "sampled", 2).dtype == torch.float32
+    jacobian = torch.randn(6, head.num_scores, 2)
+    pulled = pullback_fisher(jacobian.bfloat16(), head.fisher(scores.bfloat16()))
+    assert pulled.dtype == torch.float32
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])
