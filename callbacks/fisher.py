@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
-from catnat.fisher import off_diagonal_mass
-from catnat.transfer import send
 
 from .figures import add_image, heat_map
-from .observe import sampled_mean_fisher, summarize
+from .observe import matrices
+from .watched import Sent, Watched, sampled_width, width
 
-_MAX_SCORES = 2**24  # kept on the device before they are looked at: 64 MB
+_MAX_PICTURE = 2**22  # entries of a matrix that is drawn
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are sent
 
 
@@ -46,6 +45,8 @@ class FisherMonitor(Callback):
     generator of the monitor's own, so that a run with it and one without learn the same. Scores
     are kept on the device, and looked at and sent to the loggers ``write_every_n_steps`` at a time,
     each under its own step.
+
+    What cannot be computed is NaN, with one warning for each head: observing never ends a run.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
@@ -91,11 +92,12 @@ class FisherMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._watched: dict[str, _Watched] = {}  # by the head's name
+        self._watched: dict[str, Watched] = {}  # by the head's name
         self._kept = 0  # steps that are in no block yet
         self._seen = False  # whether any head was called
-        self._blocks: list[dict[str, _Watched]] = []  # to be sent
-        self._sent: list[dict[str, _Sent]] = []
+        self._blocks: list[dict[str, Watched]] = []  # to be sent
+        self._sent: list[dict[str, Sent]] = []
+        self._warned: set[str] = set()  # heads of which something was NaN
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook on a compiled model never fires if it is later."""
@@ -172,8 +174,8 @@ class FisherMonitor(Callback):
 
     def _results_of(self, head: CategoricalHead) -> float:
         """How many numbers are kept of a step."""
-        S, draws = head.num_scores, self.num_samples > 0
-        return (S if head.fisher_is_diagonal else S**2) + draws * S**2 / self.sampled_every_n_steps
+        draws = self.num_samples > 0
+        return width(head) + draws * sampled_width(head) / self.sampled_every_n_steps
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Keep the scores of a step; the last step of a block has all of them looked at."""
@@ -181,7 +183,7 @@ class FisherMonitor(Callback):
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
             if name not in self._watched:
-                self._watched[name] = _Watched(self._probe.heads[name])
+                self._watched[name] = Watched(self._probe.heads[name])
             self._watched[name].add(step, each, draws, self._generator)
         self._kept += 1
         if self._kept == self._steps_per_block:
@@ -215,96 +217,39 @@ class FisherMonitor(Callback):
             for name, each in sent.items():
                 self._write_rows(trainer, name, each)
 
-    def _write_rows(self, trainer: Trainer, name: str, sent: _Sent) -> None:
+    def _write_rows(self, trainer: Trainer, name: str, sent: Sent) -> None:
         assert self._probe is not None
         prefix = "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
-        steps, matrices, rows = sent()
+        head = self._probe.heads[name]
+        steps, observed, rows, problem = sent()
         tagged = [{f"{prefix}/{tag}": value for tag, value in row.items()} for row in rows]
         for row in tagged:
             self.latest |= row
         if not trainer.is_global_zero:
             return
+        self._warn_of_nan(name, steps, tagged, problem)
         for logger in trainer.loggers:
             write_scalars(logger, steps, tagged)
-        for step, matrix in zip(steps, matrices, strict=True):
-            if self.image_every_n_steps and step % self.image_every_n_steps == 0:
+        if not self.image_every_n_steps or head.num_scores**2 > _MAX_PICTURE:
+            return
+        for step, each in zip(steps, observed, strict=True):
+            if step % self.image_every_n_steps == 0 and each.isfinite().all():
+                (matrix,) = matrices(head, each[None])
                 largest = float(matrix.abs().max())
                 picture = heat_map(matrix, "RdBu_r", -largest, largest)
                 add_image(trainer.loggers, f"{prefix}/mean", picture, step)
 
-
-_Sent = Callable[[], tuple[list[int], Tensor, list[dict[str, float]]]]  # steps, mean G, scalars
-
-
-class _Watched:
-    """Scores of one head at some steps, and then what they say."""
-
-    def __init__(self, head: CategoricalHead) -> None:
-        self.head = head
-        self.exact, self.sampled = _Means(), _Means()
-        self._kept: list[tuple[int, Tensor]] = []
-        self._at_once = bool(head.state_dict())  # or it would have changed
-
-    def add(self, step: int, scores: Tensor, draws: int, generator: torch.Generator | None) -> None:
-        """Keep the scores of a step; draw from them at once, in the order of steps."""
-        scores = scores.reshape(-1, self.head.num_scores)
-        if draws:
-            sampled = sampled_mean_fisher(self.head, scores, draws, generator)
-            self.sampled.add([step], len(scores), sampled.flatten()[None])
-        self._kept.append((step, scores))
-        if self._at_once or len(self._kept) * scores.numel() > _MAX_SCORES:
-            self.look()
-
-    def look(self) -> None:
-        """Look at the kept scores, all steps with equally many rows at once."""
-        for rows, group in groupby(self._kept, lambda kept: len(kept[1])):
-            steps, scores = zip(*group, strict=True)
-            self.exact.add(list(steps), rows, self.head.diagnostics(torch.stack(scores)))
-        self._kept = []
-
-    def send(self, trainer: Trainer) -> _Sent:
-        """Start the way to the host; call the result for what arrives there."""
-        exact, sampled = self.exact.send(trainer), self.sampled.send(trainer)
-
-        def receive() -> tuple[list[int], Tensor, list[dict[str, float]]]:
-            matrices, scalars = summarize(self.head, exact())
-            S = self.head.num_scores
-            if self.sampled.steps:
-                masses = off_diagonal_mass(sampled().reshape(-1, S, S)).tolist()
-                drawn = dict(zip(self.sampled.steps, masses, strict=True))
-                for step, row in zip(self.exact.steps, scalars, strict=True):
-                    if step in drawn:
-                        row["off_diagonal_mass_sampled"] = drawn[step]
-            return self.exact.steps, matrices, scalars
-
-        return receive
-
-
-class _Means:
-    """Means over the rows of a step, a vector for each, on the device."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self._rows: list[int] = []
-        self._means: list[Tensor] = []
-
-    def add(self, steps: list[int], rows: int, means: Tensor) -> None:
-        """Add steps that have equally many rows on this rank; means is (T, D)."""
-        self.steps += steps
-        self._rows += [rows] * len(steps)
-        self._means.append(means)
-
-    def send(self, trainer: Trainer) -> Callable[[], Tensor]:
-        """Means over all ranks, on their way to the host."""
-        if not self.steps:
-            return lambda: torch.empty(0)
-        means, self._means = torch.cat(self._means), []
-        if trainer.world_size > 1:
-            rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
-            sums = trainer.strategy.reduce(torch.cat([rows, means * rows], 1), reduce_op="sum")
-            assert isinstance(sums, Tensor)
-            means = sums[:, 1:] / sums[:, :1]
-        return send(means)
+    def _warn_of_nan(
+        self, name: str, steps: list[int], rows: list[dict[str, float]], problem: str
+    ) -> None:
+        """Say once for each head that something could not be computed, and why if that is known."""
+        for step, row in zip(steps, rows, strict=True):
+            tags = [tag for tag, value in row.items() if math.isnan(value)]
+            if tags and name not in self._warned:
+                self._warned.add(name)
+                reason = f": {problem}" if problem else ""
+                message = f"{', '.join(tags)} at step {step} could not be computed{reason}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _takes_time(trainer: Trainer) -> bool:

@@ -9,6 +9,8 @@ from catnat import CategoricalHead
 from catnat._numerics import exp_of_log_probs
 from catnat.fisher import condition_number, condition_of_spectrum, off_diagonal_mass
 
+SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
+
 
 def sampled_mean_fisher(
     head: CategoricalHead, scores: Tensor, num_samples: int, generator: torch.Generator | None
@@ -23,20 +25,32 @@ def sampled_mean_fisher(
         drawn = (reached <= level * reached[:, -1:]).sum(-1, keepdim=True)
         drawn = drawn.clamp_max(head.num_categories - 1)
         (gradient,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    return gradient.t() @ gradient / gradient.shape[0]
+    with torch.autocast(gradient.device.type, enabled=False):
+        return gradient.t() @ gradient / gradient.shape[0]
 
 
 def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dict[str, float]]]:
     """The exact matrices (T, S, S), and for each of T steps its scalars by name.
 
-    All but the sampled mass: that is :func:`~catnat.fisher.off_diagonal_mass` of what
-    :func:`sampled_mean_fisher` gives.
-
     Args:
         head: the head.
         observed: ``head.diagnostics`` of T steps, (T, ...).
     """
-    S = head.num_scores
+    return matrices(head, observed), scalars(head, observed)
+
+
+def matrices(head: CategoricalHead, observed: Tensor) -> Tensor:
+    """The exact matrices in ``head.diagnostics`` of T steps, (T, ...) -> (T, S, S)."""
+    exact, S = observed[:, :-1], head.num_scores
+    return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.reshape(-1, S, S)
+
+
+def scalars(head: CategoricalHead, observed: Tensor) -> list[dict[str, float]]:
+    """For each of T steps its scalars by name, from ``head.diagnostics``, (T, ...).
+
+    All but the sampled mass: that is :func:`~catnat.fisher.off_diagonal_mass` of what
+    :func:`sampled_mean_fisher` gives.
+    """
     exact, saturated = observed[:, :-1], observed[:, -1]
     if head.fisher_is_diagonal:
         nothing = 0 * exact.sum(-1)  # NaN stays NaN
@@ -45,9 +59,8 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
             "off_diagonal_mass_fro": nothing,
             "condition_number": condition_of_spectrum(exact),
         }
-        exact = torch.diag_embed(exact)
     else:
-        exact = exact.reshape(-1, S, S)
+        exact = matrices(head, observed)
         values = {
             "off_diagonal_mass": off_diagonal_mass(exact),
             "off_diagonal_mass_fro": off_diagonal_mass(exact, "fro"),
@@ -55,4 +68,4 @@ def summarize(head: CategoricalHead, observed: Tensor) -> tuple[Tensor, list[dic
         }
     values["saturated"] = saturated
     rows = torch.stack(list(values.values()), 1).tolist()
-    return exact, [dict(zip(values, row, strict=True)) for row in rows]
+    return [dict(zip(values, row, strict=True)) for row in rows]

@@ -1,4 +1,13 @@
-"""The only home of floors, ``0 * log 0`` and safe logarithms."""
+"""The only home of floors, ``0 * log 0`` and safe logarithms.
+
+The rule for scores that are not finite, the same in every implementation and dtype:
+
+- What depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree the
+  categories and nodes below the score's node. A NaN score does not count as saturated.
+- catnat: an infinite score is a certain split, like the largest finite score. Its gradient is 0.
+- softmax and sparsemax: a score of -inf is an impossible category, and gets no gradient. A row
+  with +inf, or with -inf alone, has no limit and is NaN.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +32,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def largest_score(dtype: torch.dtype) -> float:
-    """Bound on scores that keeps sums over any path and differences of two scores finite."""
-    return torch.finfo(dtype).max / 256
+    """Bound on log-probabilities that keeps differences, and sums of 10^6 categories, finite."""
+    return torch.finfo(dtype).max / 2**24
 
 
 def safe_log(x: Tensor) -> Tensor:
@@ -43,7 +52,7 @@ def finite_log_probs(log_probs: Tensor) -> Tensor:
 
 
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
-    """Probabilities, exactly 0 for impossible categories.
+    """Probabilities of log-probabilities in float32 or float64, 0 for impossible categories.
 
     On the CPU ``exp`` takes fifty times as long where its result underflows, as it does there.
     """
@@ -64,6 +73,7 @@ def is_plain(x: Tensor) -> bool:
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()  # torch.jit.trace, also torch.onnx.export(dynamo=False)
         and not transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -18,9 +18,9 @@ WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 class StepGraph(Generic[Output]):
     """A step of work, captured once and replayed on every later batch of the same shape.
 
-    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape or
-    kind, run eagerly and are real steps all the same, and noise goes on from torch's generator, so
-    that a replayed run takes the steps an eager one would take.
+    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape,
+    dtype or kind, run eagerly and are real steps all the same, and noise goes on from torch's
+    generator, so that a replayed run takes the steps an eager one would take.
 
     Args:
         step: takes a batch, works (updates parameters, say) and returns tensors (the loss);
@@ -118,7 +118,7 @@ def tensors_of(batch: Any) -> list[Tensor] | None:
 
 
 def same_shapes(one: list[Tensor] | None, other: list[Tensor] | None) -> bool:
-    """Whether both are there, and alike."""
+    """Whether both are there, and alike in shapes and dtypes."""
     if one is None or other is None:
         return False
-    return [each.shape for each in one] == [each.shape for each in other]
+    return [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in other]

@@ -6,11 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, constraints
+from torch.distributions import Categorical, Distribution, constraints
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
-from catnat._numerics import can_branch_on, exp_of_log_probs, finite_log_probs
+from catnat._numerics import (
+    at_least_float32,
+    can_branch_on,
+    exp_of_log_probs,
+    finite_log_probs,
+    safe_log,
+)
 from catnat.estimators import straight_through_gumbel
 
 
@@ -22,9 +28,12 @@ class HeadCategorical(Categorical):
     and all gradients stay finite.
 
     Args:
-        log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`.
-        validate_args: check values passed in. By default only on the CPU, where it costs no
-            device synchronization, and not under torch.compile or torch.func.
+        log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
+            becomes float32.
+        validate_args: check values passed in. By default as for all of torch's distributions
+            (``Distribution.set_default_validate_args``; the use of torch.compile turns it off),
+            but only on the CPU, where it costs no device synchronization, and not under
+            torch.compile, torch.func and other tracers.
 
     >>> from catnat import make_head
     >>> make_head("natural", 4)(torch.zeros(3)).entropy()
@@ -34,13 +43,20 @@ class HeadCategorical(Categorical):
     arg_constraints = {"logits": constraints.real_vector}
 
     def __init__(self, log_probs: Tensor, validate_args: bool | None = None) -> None:
-        if validate_args is None:  # not torch's default, which the use of torch.compile turns off
-            validate_args = can_branch_on(log_probs)
-        self.logits = self._param = log_probs  # already normalized
+        if validate_args is None:
+            validate_args = Distribution._validate_args and can_branch_on(log_probs)
+        validate_args = validate_args and log_probs.numel() > 0  # torch cannot check nothing
+        self.logits = self._param = at_least_float32(log_probs)  # already normalized
         self._num_events = log_probs.shape[-1]
-        torch.distributions.Distribution.__init__(
-            self, log_probs.shape[:-1], validate_args=validate_args
-        )
+        Distribution.__init__(self, log_probs.shape[:-1], validate_args=validate_args)
+        if validate_args:
+            self._check_sums(1e-3 + 16 * torch.finfo(log_probs.dtype).eps)
+
+    def _check_sums(self, tolerance: float) -> None:
+        sums = self.probs.detach().sum(-1)
+        worst = sums.flatten()[(sums - 1).abs().argmax()].item()
+        if abs(worst - 1) > tolerance:
+            raise ValueError(f"log_probs must be normalized, got probabilities that sum to {worst}")
 
     @lazy_property
     def probs(self) -> Tensor:
@@ -48,9 +64,19 @@ class HeadCategorical(Categorical):
         return exp_of_log_probs(self.logits)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
-        """The same distribution with a larger batch shape."""
-        shape = torch.Size(batch_shape) + self._param.shape[-1:]
-        return HeadCategorical(self.logits.expand(shape), validate_args=self._validate_args)
+        """The same distribution with a larger batch shape.
+
+        A subclass with an ``__init__`` of its own overrides this, as in all of torch.
+        """
+        new: HeadCategorical = self._get_checked_instance(  # type: ignore[no-untyped-call]
+            HeadCategorical, _instance
+        )
+        batch_shape = torch.Size(batch_shape)
+        new.logits = new._param = self.logits.expand(batch_shape + self._param.shape[-1:])
+        new._num_events = self._num_events
+        Distribution.__init__(new, batch_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
 
     def entropy(self) -> Tensor:
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
@@ -79,8 +105,18 @@ class HeadCategorical(Categorical):
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:
     """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
-    log_p = finite_log_probs(p.logits)
-    return (exp_of_log_probs(log_p) * (log_p - finite_log_probs(q.logits))).sum(-1)
+    log_p = _log_probs(p)
+    return (exp_of_log_probs(log_p) * (log_p - _log_probs(q))).sum(-1)
+
+
+def _log_probs(q: Categorical) -> Tensor:
+    """Finite log-probabilities, at the floor where a probability is 0.
+
+    Not ``q.logits`` of probabilities: torch replaces a 0 among them by 1e-7.
+    """
+    given_probs = "probs" in vars(q) and q._param is q.probs
+    logs = safe_log(q.probs) if given_probs else finite_log_probs(q.logits)
+    return at_least_float32(logs)
 
 
 for _pair in (

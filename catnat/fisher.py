@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
+from catnat._numerics import at_least_float32
 from catnat.heads import CategoricalHead
 
 Parameters = dict[str, Tensor]
@@ -49,7 +50,8 @@ def score_fisher(
     if kind != "sampled":
         raise ValueError(f"unknown kind {kind!r}; choose from exact, sampled")
     gradients = sampled_scores(head, scores, num_samples, generator)  # (M, *, S)
-    return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
+    with torch.autocast(gradients.device.type, enabled=False):
+        return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
 def sampled_scores(
@@ -62,22 +64,64 @@ def sampled_scores(
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = scores.detach().expand(num_samples, *scores.shape).clone().requires_grad_()
+        wide = at_least_float32(scores.detach())
+        leaf = wide.expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
         flat = log_probs.detach().exp().flatten(0, -2)
         drawn = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:-1], 1)
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
-    return gradients.to(log_probs.dtype)
+    return gradients
 
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
+    wide = torch.promote_types(jacobian.dtype, fisher.dtype)
+    jacobian, fisher = jacobian.to(wide), fisher.to(wide)
     with torch.autocast(fisher.device.type, enabled=False):
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
 
 
-def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction, Parameters]:
+class ModuleScores:
+    """A network as a function of its trainable parameters, in evaluation mode."""
+
+    def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.module, self.inputs = module, inputs
+
+    def __call__(self, values: Parameters) -> Tensor:
+        """Scores of all inputs, (*, S)."""
+        return self._evaluate(values, self.inputs)
+
+    def of_one(self, values: Parameters, *inputs: Tensor) -> Tensor:
+        """Scores of one row of the inputs."""
+        return self._evaluate(values, tuple(each[None] for each in inputs))[0]
+
+    def takes_rows_alone(self, values: Parameters, scores: Tensor) -> bool:
+        """Whether the scores of a row come from that row of the inputs alone."""
+        inputs = self.inputs
+        if not inputs or not all(
+            isinstance(x, Tensor) and x.shape[:1] == scores.shape[:1] for x in inputs
+        ):
+            return False
+        try:
+            alone = vmap(self.of_one, (None, *[0] * len(inputs)))(values, *inputs)
+        except RuntimeError:  # vmap does not know what the module does
+            return False
+        tolerance = 32 * torch.finfo(scores.dtype).eps ** 0.75 * (1 + scores.abs().max())
+        return alone.shape == scores.shape and bool(((alone - scores).abs() <= tolerance).all())
+
+    def _evaluate(self, values: Parameters, inputs: tuple[Any, ...]) -> Tensor:
+        modes = [(m, m.training) for m in self.module.modules()]
+        self.module.eval()
+        try:
+            scores: Tensor = functional_call(self.module, values, inputs)
+        finally:
+            for m, training in modes:
+                m.training = training
+        return scores
+
+
+def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
 
     In evaluation mode, whatever mode the network is in: the function is evaluated more than once
@@ -88,18 +132,7 @@ def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction,
     torch.Size([5, 3])
     """
     parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
-
-    def function(values: Parameters) -> Tensor:
-        modes = [(m, m.training) for m in module.modules()]
-        module.eval()
-        try:
-            scores: Tensor = functional_call(module, values, inputs)
-        finally:
-            for m, training in modes:
-                m.training = training
-        return scores
-
-    return function, parameters
+    return ModuleScores(module, inputs), parameters
 
 
 def fisher_vector_product(
@@ -120,7 +153,7 @@ def fisher_vector_product(
     scores, direction = jvp(function, (parameters,), (dict(vector),))[:2]
     pull = vjp(function, parameters)[1]
     rows = scores.numel() // scores.shape[-1]
-    (product,) = pull(_times_fisher(head, scores, direction) / rows)
+    (product,) = pull((_times_fisher(head, scores, direction) / rows).to(scores.dtype))
     return dict(product)
 
 
@@ -128,27 +161,56 @@ def fisher_trace(
     head: CategoricalHead,
     function: ScoreFunction,
     parameters: Mapping[str, Tensor],
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> Tensor:
-    """tr (1/B) sum_b J_b^T G_b J_b, exactly, holding ``chunk_size`` gradients at a time.
+    """tr (1/B) sum_b J_b^T G_b J_b, exactly, from the gradients of single rows of scores.
 
-    Arguments as in :func:`fisher_vector_product`.
+    With a function from :func:`module_scores` whose module takes each row of its inputs alone, a
+    gradient costs one row; with any other function it costs the whole batch.
+
+    Args:
+        head: the head behind the scores.
+        function: as in :func:`fisher_vector_product`.
+        parameters: where to evaluate, by name.
+        chunk_size: gradients held at a time; by default as many as take 64 MB.
     """
     parameters = dict(parameters)
-    scores, pull = vjp(function, parameters)[:2]
-    flat = scores.reshape(-1, scores.shape[-1])
+    size = sum(each.numel() for each in parameters.values())
+    chunk_size = max(1, 2**24 // max(1, size)) if chunk_size is None else chunk_size
+    scores = function(parameters)
+    flat = at_least_float32(scores.detach()).reshape(-1, scores.shape[-1])
     roots = _fisher_root(head, flat)  # (B, S, R) with G_b = root root^T
-    rows: int = flat.shape[0]
+    if not (isinstance(function, ModuleScores) and function.takes_rows_alone(parameters, scores)):
+        return _squared_norm(function, parameters, roots, chunk_size) / len(flat)
 
-    def squared_norm(row: Tensor, root: Tensor) -> Tensor:
-        cotangent = torch.zeros_like(flat).index_add(0, row[None], root[None])
-        (gradient,) = pull(cotangent.view_as(scores))
-        return torch.stack([g.square().sum() for g in gradient.values()]).sum()
+    def of_one(roots: Tensor, *inputs: Tensor) -> Tensor:
+        return _squared_norm(
+            lambda values: function.of_one(values, *inputs), parameters, roots, chunk_size
+        )
 
-    row = torch.arange(rows, device=flat.device).repeat_interleave(roots.shape[-1])
-    columns = roots.transpose(-1, -2).reshape(-1, flat.shape[-1])
-    norms: Tensor = vmap(squared_norm, chunk_size=chunk_size)(row, columns)
-    return norms.sum() / rows
+    roots = roots.view(len(scores), -1, *roots.shape[1:])  # (inputs, rows of each, S, R)
+    at_once = max(1, chunk_size // (roots.shape[1] * roots.shape[3]))
+    norms: Tensor = vmap(of_one, chunk_size=at_once)(roots, *function.inputs)
+    return norms.sum() / len(flat)
+
+
+def _squared_norm(
+    function: ScoreFunction, parameters: Parameters, roots: Tensor, chunk_size: int
+) -> Tensor:
+    """sum_b |J_b^T R_b|^2 for roots R, (B, S, R): one gradient for every column of every row."""
+    scores, pull = vjp(function, parameters)[:2]
+    B, S, R = roots.shape
+
+    def of_column(row: Tensor, column: Tensor) -> Tensor:
+        cotangent = column.new_zeros(B, S).index_add(0, row[None], column[None])
+        (gradient,) = pull(cotangent.view_as(scores).to(scores.dtype))
+        return torch.stack(
+            [at_least_float32(each).square().sum() for each in gradient.values()]
+        ).sum()
+
+    row = torch.arange(B, device=roots.device).repeat_interleave(R)
+    norms: Tensor = vmap(of_column, chunk_size=chunk_size)(row, roots.mT.reshape(-1, S))
+    return norms.sum()
 
 
 def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
@@ -163,7 +225,10 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
     """
     if norm not in ("l1", "fro"):
         raise ValueError(f"unknown norm {norm!r}; choose from l1, fro")
-    size = fisher.abs() if norm == "l1" else fisher.square()
+    size = fisher.abs()
+    largest = size.amax((-2, -1), keepdim=True)
+    size = size / torch.where(largest == 0, 1.0, largest)  # squares and sums stay in range
+    size = size if norm == "l1" else size.square()
     total = size.sum((-2, -1))
     diagonal = torch.eye(size.shape[-1], dtype=torch.bool, device=size.device)
     off = size.masked_fill(diagonal, 0).sum((-2, -1))
@@ -176,11 +241,47 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
 
     Eigenvalues up to ``rtol`` times the largest count as zero: softmax's G always has one, and
     unreachable nodes and impossible categories give more. A zero matrix has condition number 1, one
-    that is not finite NaN.
+    that is not finite NaN, and so has one whose eigenvalues the solver does not find.
     """
     finite = fisher.isfinite().all(-1).all(-1)
-    values = torch.linalg.eigvalsh(torch.where(finite[..., None, None], fisher, 0.0))
+    largest = fisher.abs().amax((-2, -1))
+    usable = (finite & (largest > 0))[..., None, None]
+    scaled = torch.where(usable, fisher / largest[..., None, None], 0.0)
+    values = _eigenvalues(scaled.reshape(-1, *scaled.shape[-2:])).view(scaled.shape[:-1])
     return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan), rtol)
+
+
+def _eigenvalues(matrices: Tensor) -> Tensor:
+    """Eigenvalues of finite symmetric matrices, (T, S, S) -> (T, S); NaN where none are found.
+
+    In float32 LAPACK gives up on some matrices with many rows of zeros, or returns NaN.
+    """
+    values = _tried(torch.linalg.eigvalsh, matrices)
+    lost = values.isnan().any(-1)
+    if lost.any():
+        values = values.clone()
+        values[lost] = torch.stack([_eigenvalues_of_support(each) for each in matrices[lost]])
+    return values
+
+
+def _eigenvalues_of_support(matrix: Tensor) -> Tensor:
+    """Eigenvalues by other means: without the rows of zeros, in float64, as singular values."""
+    rows = matrix.any(-1)
+    inside = matrix[rows][:, rows]
+    inside = inside if inside.device.type == "mps" else inside.double()
+    found = _tried(torch.linalg.eigvalsh, inside)
+    if found.isnan().any():
+        found = _tried(torch.linalg.svdvals, inside)  # the same where none is negative
+    zeros = matrix.new_zeros(len(matrix) - len(inside))
+    return torch.cat((zeros, found.to(matrix.dtype)))
+
+
+def _tried(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """What the solver finds, (*, S, S) -> (*, S), or NaN."""
+    try:
+        return solve(matrices)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return torch.full_like(matrices[..., 0], torch.nan)
 
 
 def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
@@ -192,12 +293,12 @@ def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
 
 
 def natural_gradient(
-    head: CategoricalHead, scores: Tensor, grad: Tensor, damping: float = 1e-8
+    head: CategoricalHead, scores: Tensor, grad: Tensor, damping: float = 0.0
 ) -> Tensor:
-    """G(s)^+ grad, the natural gradient in score space, (*, S) -> (*, S).
+    """(G(s) + damping I)^-1 grad, the natural gradient in score space, (*, S) -> (*, S).
 
-    O(S) for all built-in heads: a division for catnat, where ``damping`` bounds the divisor at
-    nodes that are hardly ever reached; a closed form of the pseudo-inverse for the others.
+    Without damping G(s)^+ grad, with the pseudo-inverse. O(S) for all built-in heads: a division
+    for catnat, closed forms for the others.
     """
     if grad.shape != scores.shape:
         raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
@@ -210,6 +311,7 @@ def _times_fisher(head: CategoricalHead, scores: Tensor, direction: Tensor) -> T
     def log_probs(s: Tensor) -> Tensor:
         return head.log_probs(s)
 
+    scores = at_least_float32(scores)
     value, along = jvp(log_probs, (scores,), (direction.to(scores.dtype),))[:2]  # (*, K)
     pull = vjp(log_probs, scores)[1]
     (product,) = pull(value.exp() * along)
@@ -218,7 +320,9 @@ def _times_fisher(head: CategoricalHead, scores: Tensor, direction: Tensor) -> T
 
 
 def _fisher_root(head: CategoricalHead, scores: Tensor) -> Tensor:
-    """R with R R^T = G: columns sqrt(p_k) grad log p_k, (B, S) -> (B, S, K)."""
+    """R with R R^T = G, (B, S) -> (B, S, R): diagonal, or columns sqrt(p_k) grad log p_k."""
+    if head.fisher_is_diagonal:
+        return torch.diag_embed(head.fisher_diagonal(scores).sqrt())
     jacobian = vmap(torch.func.jacrev(head.log_probs))(scores)  # (B, K, S)
     root: Tensor = head.probs(scores).sqrt()[..., None] * jacobian
     return root.transpose(-1, -2)

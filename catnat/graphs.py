@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from catnat._numerics import at_least_float32
+
 _FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
 
 
@@ -45,17 +47,20 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     In θ itself this is to be used as ``(direction * (log θ - log(1 - θ))).sum()``.
 
     Shapes: ``error`` (M, B) and ``distance`` (B, M, M) from
-    :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N).
+    :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N), in float32 also
+    where the arguments are in half precision or autocast is on.
     """
     M = error.shape[0]
     if M < 3:
         raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
-    error, distance = error.detach().mean(1), distance.detach().mean(0)  # (M,), (M, M)
+    error, distance = at_least_float32(error.detach()), at_least_float32(distance.detach())
+    error, distance = error.mean(1), distance.mean(0)  # (M,), (M, M)
     own, total = distance.sum(1), distance.sum()
     others = (error.sum() - error) / (M - 1)
     pairs = (total - 2 * own) / ((M - 1) * (M - 2))
     weight = (error - others - own / (M - 1) + pairs) / M
-    direction: Tensor = torch.tensordot(weight, graphs - graphs[0], 1)
+    with torch.autocast(weight.device.type, enabled=False):
+        direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
 
 
@@ -73,7 +78,8 @@ def local_expectation_direction(
     In θ itself this is to be used as ``(direction * θ).sum()``.
 
     Shapes: ``messages`` (B, N, D), ``outputs`` (M, B, N, D), ``target`` (B, N, D), ``graphs``
-    (M, N, N), result (N, N).
+    (M, N, N), result (N, N), in float32 also where the arguments are in half precision or autocast
+    is on.
 
     Args:
         messages: z.
@@ -89,6 +95,8 @@ def local_expectation_direction(
         Inference, 2015.
     """
     M, B, N, _ = outputs.shape
+    messages, outputs = at_least_float32(messages), at_least_float32(outputs)
+    target, graphs = target.to(outputs.dtype), graphs.to(outputs.dtype)
     row = torch.arange(B, device=outputs.device)
     turn = torch.arange(num_flips, device=outputs.device)[:, None]
     chosen = (row * num_flips + turn) % M  # graphs of each pair, (F, B)
@@ -109,7 +117,8 @@ def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
     1 for edges that are absent and -1 for those that are present, result (N, N).
     """
     squared = residual.square().sum((-2, -1))[..., None, None]  # (F, B, 1, 1)
-    change = messages @ residual.mT.contiguous()  # z_j . r_i, (F, B, N, N)
+    with torch.autocast(messages.device.type, enabled=False):
+        change = messages @ residual.mT.contiguous()  # z_j . r_i, (F, B, N, N)
     change.mul_(sign).mul_(2).add_(messages.square().sum(-1, keepdim=True))
     flipped = (change + squared).clamp_min_(0).sqrt_()
     flipped.add_(squared.sqrt()).clamp_min_(torch.finfo(change.dtype).tiny)

@@ -24,8 +24,8 @@ from catnat._numerics import (
     at_least_float32,
     exp_of_log_probs,
     is_plain,
+    largest_score,
     safe_log,
-    transforms_active,
 )
 from catnat.distributions import HeadCategorical
 from catnat.ops import sparsemax_log_probs
@@ -37,6 +37,7 @@ _ALIASES: dict[str, str] = {}
 def head_names() -> tuple[str, ...]:
     """Names of all registered heads, in order of definition.
 
+    >>> from catnat import head_names
     >>> head_names()[:4]
     ('softmax', 'sparsemax', 'sigmoid', 'natural')
     """
@@ -51,8 +52,9 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
         num_categories: K >= 2.
         options: options of that head, such as ``amplitude`` for natural.
 
-    >>> make_head("natural", 8)
-    NaturalHead(num_categories=8, num_scores=7)
+    >>> from catnat import make_head
+    >>> make_head("softmax", 8)
+    SoftmaxHead(num_categories=8, num_scores=8)
     """
     if isinstance(head, CategoricalHead):
         if options:
@@ -73,6 +75,13 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
         choices = ", ".join(known) or "none"
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
     return cls(num_categories, **options)
+
+
+def _centred(x: Tensor, inside: Tensor) -> Tensor:
+    """x minus its mean over the places inside, and 0 at the others."""
+    x = torch.where(inside, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - mean, 0.0)
 
 
 def _identity(cls: type) -> str:
@@ -105,9 +114,10 @@ class CategoricalHead(nn.Module, ABC):
         super().__init_subclass__(**kwargs)
         if name is None:
             return
-        known = _REGISTRY.get(name)
-        if known is not None and _identity(known) != _identity(cls):  # a cell run twice is fine
-            raise ValueError(f"head name {name!r} is taken by {_identity(known)}")
+        for each in (name, *aliases):
+            known = _REGISTRY.get(_ALIASES.get(each, each))
+            if known is not None and _identity(known) != _identity(cls):  # a cell may run twice
+                raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
         cls.name = name
         _REGISTRY[name] = cls
         _ALIASES.update(dict.fromkeys(aliases, name))
@@ -161,13 +171,23 @@ class CategoricalHead(nn.Module, ABC):
         fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
         return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
 
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
-        """G^+ grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
+    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 0.0) -> Tensor:
+        """(G + damping I)^-1 grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
 
-        Eigenvalues of G up to ``damping`` times the largest count as zero.
+        Without damping G^+ grad, with the pseudo-inverse of G. Half precision is computed, and
+        returned, in float32.
         """
-        inverse: Tensor = torch.linalg.pinv(self.fisher(scores), rtol=damping, hermitian=True)
-        return (inverse @ grad.to(inverse.dtype)[..., None])[..., 0]
+        if not damping >= 0:
+            raise ValueError(f"damping must be at least 0, got {damping}")
+        with torch.autocast(scores.device.type, enabled=False):
+            scores = self._checked(scores)
+            return self._natural_gradient(scores, grad.to(scores.dtype), damping)
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        fisher = self.fisher(scores)
+        eye = torch.eye(self.num_scores, dtype=fisher.dtype, device=fisher.device)
+        inverse: Tensor = torch.linalg.pinv(fisher + damping * eye, hermitian=True)
+        return (inverse @ grad[..., None])[..., 0]
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
@@ -214,11 +234,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
         out = torch.log_softmax(self._checked(scores), -1)
-        lowest = torch.finfo(out.dtype).min  # -inf where scores lie further apart than that
-        if torch.compiler.is_compiling() or transforms_active():
-            return out.clamp_min(lowest)
-        out.data.clamp_min_(lowest)  # .data: the gradient needs exp(out) only, which is 0 anyway
-        return out
+        return out.clamp_min(-largest_score(out.dtype))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""
@@ -227,12 +243,14 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def fisher(self, scores: Tensor) -> Tensor:
         """diag(p) - p p^T (the paper's Proposition)."""
         p = self.probs(scores)
-        return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+        return self._from_products(p[..., :, None] * p[..., None, :])
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """p (1 - p)."""
         p = self.probs(scores)
-        return p * (1 - p)
+        top = p.argmax(-1, keepdim=True)  # 1 - p cancels there, and only there
+        others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return p * (1 - p).scatter(-1, top, others)
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """diag(mean p) - P^T P / B over the B rows P."""
@@ -245,13 +263,25 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def _mean_fisher(self, scores: Tensor) -> Tensor:
         p = self.probs(scores)  # (*, B, S)
         with torch.autocast(p.device.type, enabled=False):
-            return torch.diag_embed(p.mean(-2)) - p.mT @ p / p.shape[-2]
+            return self._from_products(p.mT @ p / p.shape[-2])
 
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
-        """G^+ grad in O(K): (grad - mean grad) / p, minus its own mean."""
-        direction = grad - grad.mean(-1, keepdim=True)  # gradients of probabilities sum to 0
-        direction = direction / self.probs(scores).clamp_min(damping)
-        return direction - direction.mean(-1, keepdim=True)
+    @staticmethod
+    def _from_products(products: Tensor) -> Tensor:
+        """G from p p^T or its mean; rows of G sum to 0, and p - p^2 would cancel."""
+        diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
+        off = products.masked_fill(diagonal, 0.0)
+        return torch.diag_embed(off.sum(-1)) - off
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """By Sherman and Morrison's formula, in O(K)."""
+        p = self.probs(scores)
+        if damping == 0:
+            possible = ~(p <= 0)
+            direction = _centred(grad, possible) / torch.where(possible, p, 1.0)
+            return _centred(direction, possible)  # P diag(1/p) P, with P the projection
+        w = 1 / (p + damping)
+        shift = grad.sum(-1, keepdim=True) / damping - (w * grad).sum(-1, keepdim=True)
+        return w * (grad + p * shift / (p * w).sum(-1, keepdim=True))
 
 
 class SparsemaxHead(CategoricalHead, name="sparsemax"):
@@ -269,8 +299,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return sparsemax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """The probabilities themselves: the simplex projects onto itself."""
-        return self._checked_probs(probs).to(probs.dtype)
+        """The probabilities themselves; a little below 0 where p = 0, to stay there in rounding."""
+        p = self._checked_probs(probs)
+        p = p / p.sum(-1, keepdim=True)
+        K, eps = self.num_categories, torch.finfo(probs.dtype).eps
+        below = -K * (eps + K * torch.finfo(torch.float64).eps)  # of the input, of the projection
+        return torch.where(p <= 0, below, p).to(probs.dtype)
 
     def fisher(self, scores: Tensor) -> Tensor:
         """J diag(1/p) J on the support, J = I - 1 1^T / n for a support of size n; 0 elsewhere."""
@@ -302,20 +336,23 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
             both = (support * (q.sum(-1, keepdim=True) / n.square())).mT @ support
         return torch.diag_embed(q.mean(-2)) + (both - cross - cross.mT) / q.shape[-2]
 
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
-        """G^+ grad in O(K): p (grad - p . grad) on the support."""
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """In O(K): G maps onto the vectors that sum to 0 over the support, and is 0 elsewhere."""
         p = self.probs(scores)
-        _, support, n = self._support(scores)
-        grad = support * (grad - (support * grad).sum(-1, keepdim=True) / n)
-        return p * (grad - (p * grad).sum(-1, keepdim=True))
+        possible = ~(p <= 0)
+        inside = _centred(grad, possible)
+        w = p / (1 + damping * p)
+        mean = (w * inside).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
+        moved = w * torch.where(possible, inside - mean, 0.0)
+        return moved if damping == 0 else moved + (grad - inside) / damping
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores of impossible categories, and all of them where one category is certain."""
-        possible = self.probs(scores) > 0
+        possible = ~(self.probs(scores) <= 0)
         return ~possible | (possible.sum(-1, keepdim=True) == 1)
 
     def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
         p = self.probs(scores)
-        support = (p > 0).to(p.dtype)
+        support = (~(p <= 0)).to(p.dtype)  # NaN is in it
         return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)

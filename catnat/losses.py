@@ -39,7 +39,8 @@ class _PairwiseDistance(torch.autograd.Function):
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT
         x = x - x.mean(-2, keepdim=True)  # a common offset would cancel, but not in rounding
-        return weight.sum(-1, keepdim=True) * x - weight @ x
+        with torch.autocast(x.device.type, enabled=False):
+            return weight.sum(-1, keepdim=True) * x - weight @ x
 
 
 def energy_score(samples: Tensor, target: Tensor) -> Tensor:

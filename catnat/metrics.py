@@ -227,7 +227,7 @@ class EdgeCalibrationError(Metric):
         """Add edges, (*) and (*)."""
         theta, truth = theta.detach().double().flatten(), truth.double().flatten()
         # NaN goes to the first bin, whose difference it makes NaN.
-        bins = (theta * self.num_bins).nan_to_num(0.0).long().clamp_max(self.num_bins - 1)
+        bins = (theta * self.num_bins).nan_to_num(0.0).clamp(0, self.num_bins - 1).long()
         self.difference.index_add_(0, bins, theta - truth)
         self.count.index_add_(0, bins, torch.ones_like(theta))
 

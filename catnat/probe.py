@@ -85,4 +85,6 @@ class HeadProbe:
         named: dict[str, Tensor],
         output: Any,
     ) -> None:
-        self.scores[name] = (inputs[0] if inputs else named["scores"]).detach().clone()
+        scores = inputs[0] if inputs else named.get("scores")
+        if isinstance(scores, Tensor):
+            self.scores[name] = scores.detach().clone()

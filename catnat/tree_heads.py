@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from catnat._tree import right_shares, subtree_sums
+from catnat._numerics import exp_of_log_probs, is_plain
+from catnat._tree import path_sums, right_shares, subtree_sums
 from catnat.heads import CategoricalHead
 from catnat.ops import tree_fisher, tree_log_probs
 from catnat.ops.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
+
+_CONSTANTS = ("constants32", "constants64")
+
+
+Value = TypeVar("Value")
+
+
+class _Fixed(Generic[Value]):
+    """An option that is set once, when a head is made: constants are derived from it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, head: Any, owner: type) -> Value:
+        if head is None:
+            raise AttributeError(self.name)
+        value: Value = head.__dict__[f"_{self.name}"]
+        return value
+
+    def __set__(self, head: Any, value: Value) -> None:
+        if f"_{self.name}" in head.__dict__:
+            raise AttributeError(
+                f"{self.name} of a {type(head).__name__} cannot change; "
+                f"make another head with {self.name}={value!r}"
+            )
+        head.__dict__[f"_{self.name}"] = value
 
 
 class CatnatHead(CategoricalHead):
@@ -22,18 +50,22 @@ class CatnatHead(CategoricalHead):
     two: the tree is then a complete one, see :mod:`catnat._tree`.
 
     A subclass overrides :meth:`log_split`, which says how a score splits its node; the rest
-    follows. The built-in ones bring a :class:`~catnat.ops.splits.Split` instead, which knows more
-    closed forms and has fused kernels.
+    follows. It may use parameters of the subclass: the centres follow them. The built-in ones
+    bring a :class:`~catnat.ops.splits.Split` instead, which knows more closed forms and has fused
+    kernels.
 
     Args:
         num_categories: K, at least 2.
-        center: the paper's C, added to every node's centre.
+        center: the paper's C, added to every node's centre. Cannot change later.
         uniform_at_zero: give each node a centre such that zero scores mean the uniform
-            distribution (without, they do only at K a power of two).
+            distribution (without, they do only at K a power of two). Cannot change later.
     """
 
     fisher_is_diagonal = True
-    constants32: Tensor | None
+    split = _Fixed[Split]()
+    center = _Fixed[float]()
+    uniform_at_zero = _Fixed[bool]()
+    constants32: Tensor | None  # of the nodes, None where all are centred at 0
     constants64: Tensor | None
 
     def __init__(
@@ -52,14 +84,13 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
             )
-        self.split: Split = CustomSplit(self.log_split) if split is None else split
+        for constants in _CONSTANTS:
+            self.register_buffer(constants, None, persistent=False)
+        self.split = CustomSplit(self.log_split) if split is None else split
         self.center = float(center)
-        self.uniform_at_zero = uniform_at_zero
-        self.register_buffer("constants32", None, persistent=False)
-        self.register_buffer("constants64", None, persistent=False)
-        self._constants_known = False
-        if split is not None:  # else once the subclass is complete, with options of its own
-            self._set_constants("cpu")
+        self.uniform_at_zero = bool(uniform_at_zero)
+        if split is not None:
+            self._set_constants(torch.get_default_device())
 
     def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) of centred scores x = s - C, differentiable; a increases."""
@@ -74,8 +105,9 @@ class CatnatHead(CategoricalHead):
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
-        left, right = subtree_sums(self.probs(scores))  # P(node) is the sum of the leaves below
-        return left + right
+        scores = self._checked(scores)
+        logs = self.split.log_split(scores, self._constants(scores))
+        return exp_of_log_probs(path_sums(*logs)[0])
 
     def information(self, scores: Tensor) -> Tensor:
         """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
@@ -90,7 +122,7 @@ class CatnatHead(CategoricalHead):
         """
         left, right = subtree_sums(self._checked_probs(probs))
         reached = ~(left + right <= 0)  # NaN passes
-        scores = self.split.inverse(left, right) + self._centre().to(probs.device)
+        scores = self.split.inverse(left, right) + self._centre(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -117,33 +149,60 @@ class CatnatHead(CategoricalHead):
         scores = self._checked(scores)
         return tree_fisher(scores, self.split, self._constants(scores))
 
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 1e-8) -> Tensor:
-        """Grad / G_ii in O(S); G_ii is taken as at least ``damping`` (unreachable nodes)."""
-        return grad / self.fisher_diagonal(scores).clamp_min(damping)
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """grad / (G_ii + damping) in O(S)."""
+        divisor = self.fisher_diagonal(scores) + damping
+        return torch.where(divisor == 0, 0.0, grad / divisor)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Hook for heads whose rounding must not leave the boundary of the simplex."""
         return scores
 
-    def _centre(self) -> Tensor:
+    def extra_repr(self) -> str:
+        """What ``print(head)`` shows."""
+        options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
+        return f"{super().extra_repr()}, {options}"
+
+    def _centre(self, device: torch.device) -> Tensor:
         """The centre C of every node, (S,) in float64."""
-        shares = right_shares(self.num_categories)
+        shares = right_shares(self.num_categories).to(device)
         if not self.uniform_at_zero:
             return torch.full_like(shares, self.center)
         offset = -self.split.inverse(1 - shares, shares)
-        return torch.where(shares == 0.5, 0.0, offset) + self.center
+        if not isinstance(self.split, CustomSplit):  # symmetric: a(0) = 1/2 exactly
+            offset = torch.where(shares == 0.5, 0.0, offset)
+        return offset + self.center
 
-    def _set_constants(self, device: torch.device | str) -> None:
-        self._constants_known = True
-        centre = self._centre()
-        if centre.any():
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _set_constants(self, device: torch.device) -> None:
+        symmetric = not isinstance(self.split, CustomSplit)
+        power_of_two = self.num_categories & (self.num_categories - 1) == 0
+        if not (symmetric and self.center == 0 and (power_of_two or not self.uniform_at_zero)):
+            centre = self._centre(torch.device("cpu"))
             self.constants32 = self.split.node_constants(centre, torch.float32).to(device)
             self.constants64 = self.split.node_constants(centre, torch.float64).to(device)
 
     def _constants(self, scores: Tensor) -> Tensor | None:
-        if not self._constants_known:
+        """What the split must know of its nodes, in the dtype and on the device of the scores."""
+        custom = isinstance(self.split, CustomSplit)
+        known = self.constants32
+        if custom if known is None else known.device != scores.device:
+            if not is_plain(scores) or (custom and self._has_tensors()):
+                return self.split.node_constants(self._centre(scores.device), scores.dtype)
             self._set_constants(scores.device)
         return self.constants64 if scores.dtype == torch.float64 else self.constants32
+
+    def _has_tensors(self) -> bool:
+        """Whether a subclass brought parameters or other tensors: its constants move with them."""
+        own = (*self.parameters(), *self.buffers(), *vars(self).values())
+        return any(isinstance(each, Tensor) for each in own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; :meth:`log_split` of a subclass may depend on it."""
+        super().__setattr__(name, value)
+        if name not in _CONSTANTS and isinstance(vars(self).get("_split"), CustomSplit):
+            self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
         """Follow the model to another device, but keep the constants exact under ``.half()``."""
@@ -184,7 +243,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             [0.0000, 0.0000, 0.1250]])
     """
 
-    split: NaturalSplit
+    amplitude = _Fixed[float]()
 
     def __init__(
         self,
@@ -197,17 +256,25 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             raise ValueError(f"amplitude must lie in 1e-15..1e15, got {amplitude!r}")
         split = NaturalSplit(float(amplitude))
         super().__init__(num_categories, center, uniform_at_zero, split=split)
+        self.amplitude = split.amplitude
+
+    def extra_repr(self) -> str:
+        """What ``print(head)`` shows."""
+        return f"{super().extra_repr()}, amplitude={self.amplitude}"
 
     def information(self, scores: Tensor) -> Tensor:
         """(pi/A)^2 up to the edges |s - C| = A/2 and on them, 0 beyond."""
-        scores = self._checked(scores)
-        distance, _ = self.split.distance(scores, self._constants(scores))
-        return torch.where(distance < 0, 0.0, self.split.rate**2 + 0 * distance)
+        distance = self._distance(scores)
+        return torch.where(distance < 0, 0.0, (math.pi / self.amplitude) ** 2 + 0 * distance)
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges."""
+        return self._distance(scores) <= 0
+
+    def _distance(self, scores: Tensor) -> Tensor:
+        """Distance to the nearer edge, negative outside, (*, S) -> (*, S)."""
         scores = self._checked(scores)
-        return self.split.distance(scores, self._constants(scores))[0] <= 0
+        return cast(NaturalSplit, self.split).distance(scores, self._constants(scores))[0]
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Push scores of impossible bits over the edge where rounding left them just inside."""

@@ -15,6 +15,12 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _validation():
+    """Distributions check what they are given: torch.compile in another test turned that off."""
+    torch.distributions.Distribution.set_default_validate_args(True)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A root folder with 72 training and 20 test images of noise, in MNIST's format."""

@@ -314,3 +314,13 @@ def test_a_backlog_waits_for_the_oldest(monkeypatch):
     for number in range(4):
         backlog.add()
         assert len(Event.waited) == max(0, number - 1)
+
+
+def test_batches_of_another_dtype_are_not_alike():
+    from catnat.capture import same_shapes
+
+    one = [torch.zeros(2, 3), torch.zeros(2)]
+    assert same_shapes(one, [torch.ones(2, 3), torch.ones(2)])
+    assert not same_shapes(one, [torch.ones(2, 3), torch.ones(3)])
+    assert not same_shapes(one, [torch.ones(2, 3), torch.ones(2, dtype=torch.int64)])
+    assert not same_shapes(one, None) and not same_shapes(one, one[:1])

@@ -91,6 +91,38 @@ def test_nan_stays_in_its_row(name: str) -> None:
     assert out[[0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("name", head_names()[:4])
+@pytest.mark.parametrize("K", [4, 5, 18])
+def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: int) -> None:
+    head = make_head(name, K)
+    scores = torch.randn(6, head.num_scores)
+    scores[0, 0] = scores[1, -1] = torch.nan
+    scores[2, 0], scores[3, -1], scores[4], scores[5, 0] = torch.inf, -torch.inf, torch.inf, -1e38
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = scores.to(device).requires_grad_()
+        head.to(device)
+        out = head.log_probs(leaf)
+        (grad,) = torch.autograd.grad((out * torch.arange(K, device=device)).sum(), leaf)
+        seen = (out, grad, head.fisher_diagonal(leaf.detach()), head.saturated(leaf.detach()))
+        results.append([each.detach().float().cpu() for each in seen])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("K", [4, 5])
+@pytest.mark.parametrize("name", head_names()[:4])
+def test_a_head_built_for_a_device_works_there(name: str, K: int) -> None:
+    with torch.device("cuda"):
+        head = make_head(name, K)
+    assert all(each.is_cuda for each in head.buffers())
+    scores = torch.randn(3, head.num_scores, device="cuda")
+    want = make_head(name, K).log_probs(scores.cpu())
+    assert torch.allclose(head.log_probs(scores).cpu(), want, atol=1e-5)
+    stranger = make_head(name, K)  # never moved: its constants follow the scores
+    assert torch.allclose(stranger.log_probs(scores).cpu(), want, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", head_names())
 @pytest.mark.parametrize("K", [5, 32])
 def test_compiles_in_one_graph(name: str, K: int) -> None:

@@ -159,3 +159,85 @@ def test_validation():
     assert loose.entropy().isnan()
     with pytest.raises(ValueError, match="logits"):
         HeadCategorical(torch.full((5,), math.nan))
+
+
+# ------------------------------------------------------------------------------- what goes in
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_empty_batch(name):
+    head = make_head(name, 5)
+    for shape in ((0,), (2, 0)):
+        q = head(torch.zeros(*shape, head.num_scores, requires_grad=True))
+        assert q.sample().shape == q.entropy().shape == shape
+        assert q.log_prob(torch.zeros(shape, dtype=torch.int64)).shape == shape
+        assert q.rsample_relaxed(1.0, hard=True).shape == (*shape, 5)
+        q.entropy().sum().backward()
+    assert HeadCategorical(torch.zeros(0, 5), validate_args=True).batch_shape == (0,)
+
+
+def test_log_probabilities_that_are_not_normalized_are_refused():
+    with pytest.raises(ValueError, match=r"must be normalized, got probabilities that sum to 3\.0"):
+        HeadCategorical(torch.zeros(3))
+    with pytest.raises(ValueError, match="must be normalized"):
+        HeadCategorical(torch.tensor([[0.5, 0.5], [0.5, 0.4]]).log())
+    assert torch.equal(HeadCategorical(torch.zeros(3), validate_args=False).probs, torch.ones(3))
+    for dtype in (torch.float16, torch.bfloat16):  # rounded, that is all
+        for K in (3, 100, 10_000):
+            HeadCategorical(torch.full((K,), 1 / K).log().to(dtype))
+
+
+def test_half_precision_keeps_small_probabilities():
+    for dtype in (torch.float16, torch.bfloat16):
+        q = HeadCategorical(torch.tensor([1 - 1e-4 - 1e-6, 1e-4, 1e-6]).log().to(dtype))
+        assert q.probs.dtype == q.entropy().dtype == q.one_hot_sample().dtype == torch.float32
+        assert q.probs[1:].tolist() == pytest.approx([1e-4, 1e-6], rel=0.05)
+
+
+def test_divergence_from_probabilities_with_zeros():
+    head = make_head("sparsemax", 3)
+    p = torch.tensor([0.5, 0.5, 0.0])
+    q = head(torch.tensor([0.5, 0.5, -0.5]))
+    assert torch.equal(q.probs, p)
+    assert kl_divergence(Categorical(probs=p), q) == 0
+    assert kl_divergence(q, Categorical(probs=p)) == 0
+    given = Categorical(logits=torch.log(p))
+    assert given.probs is not None  # which torch keeps beside the logits it was given
+    assert kl_divergence(given, q) == 0
+    assert kl_divergence(Categorical(probs=torch.tensor([0.5, 0.0, 0.5])), q) > 100
+
+
+def test_torch_s_default_of_validation_counts():
+    head, scores = make_head("natural", 4), torch.full((3,), math.nan)
+    with pytest.raises(ValueError, match="nan"):
+        head(scores)
+    torch.distributions.Distribution.set_default_validate_args(False)
+    assert head(scores).entropy().isnan()
+    assert HeadCategorical(torch.zeros(3)).probs.sum() == 3
+    head.validate_args = True
+    with pytest.raises(ValueError, match="nan"):
+        head(scores)
+
+
+def test_an_expanded_subclass_stays_one():
+    class Mine(HeadCategorical):
+        pass
+
+    class WithMore(HeadCategorical):
+        def __init__(self, log_probs, more):
+            super().__init__(log_probs)
+            self.more = more
+
+        def expand(self, batch_shape, _instance=None):
+            new = self._get_checked_instance(WithMore, _instance)
+            new.more = self.more
+            return super().expand(batch_shape, new)
+
+    logs = torch.full((1, 4), 0.25).log()
+    for q in (Mine(logs), WithMore(logs, "more")):
+        wide = q.expand((3, 2))
+        assert type(wide) is type(q) and wide.batch_shape == (3, 2)
+        assert torch.equal(wide.entropy(), q.entropy().expand(3, 2))
+        with pytest.raises(ValueError, match="value argument"):
+            wide.log_prob(torch.tensor(4))
+    assert wide.more == "more"

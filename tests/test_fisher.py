@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CATEGORIES, CATNAT, HEADS, autograd_fisher, leaf_path, random_scores
 
-from catnat import make_head
+from catnat import CategoricalHead, make_head
 from catnat.fisher import (
     condition_number,
     fisher_trace,
@@ -202,6 +202,33 @@ def test_dropout_and_batch_norm_are_in_evaluation_mode():
     assert all(module.training for module in net.modules())
 
 
+def test_the_trace_takes_rows_alone_where_the_module_does():
+    """One gradient for a row of inputs, not for the whole batch; and the same numbers."""
+    head = make_head("natural", 5)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Unflatten(1, (2, 4))).double()
+    calls = []
+    net[0].register_forward_hook(lambda module, inputs, output: calls.append(len(inputs[0])))
+    function, parameters = module_scores(net, torch.randn(6, 3, dtype=torch.float64))
+    want = fisher_trace(head, lambda values: function(values), parameters)  # knows no inputs
+    calls.clear()
+    assert torch.allclose(fisher_trace(head, function, parameters), want)
+    assert torch.allclose(fisher_trace(head, function, parameters, chunk_size=3), want)
+    assert calls.count(1) > calls.count(6)  # inside vmap every row is a batch of one
+    assert function.takes_rows_alone(parameters, function(parameters))
+
+
+def test_the_trace_is_right_where_rows_are_mixed():
+    class Mixes(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    head = make_head("sigmoid", 5)
+    function, parameters = module_scores(Mixes(3, 4).double(), torch.randn(6, 3).double())
+    fisher = head.fisher(function(parameters))
+    full = pullback_fisher(parameter_jacobian(function, parameters), fisher).mean(0)
+    assert torch.allclose(fisher_trace(head, function, parameters), full.trace())
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_precision_under_autocast_and_inference_mode(name):
     head = make_head(name, 8)
@@ -262,6 +289,22 @@ def test_condition_number():
     assert condition_number(make_head("natural", 8).fisher(torch.zeros(7))) == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("name", HEADS)
+def test_damping_is_added_to_the_diagonal_in_every_head(name, damping):
+    head = make_head(name, 5)
+    scores = random_scores(head)
+    scores[0] *= 20  # saturated and impossible
+    grad = torch.randn_like(scores)
+    damped = head.fisher(scores) + damping * torch.eye(head.num_scores, dtype=torch.float64)
+    want = torch.linalg.solve(damped, grad)
+    assert torch.allclose(natural_gradient(head, scores, grad, damping), want, rtol=1e-8)
+    base = CategoricalHead._natural_gradient  # CategoricalHead's own, for any other head
+    assert torch.allclose(base(head, scores, grad, damping), want, rtol=1e-8)
+    with pytest.raises(ValueError, match="damping must be at least 0, got -1"):
+        natural_gradient(head, scores, grad, -1)
+
+
 @pytest.mark.parametrize("K", CATEGORIES)
 @pytest.mark.parametrize("name", HEADS)
 def test_natural_gradient_is_the_pseudo_inverse(name, K):
@@ -280,7 +323,7 @@ def test_natural_gradient_is_damped_at_unreachable_nodes():
     out = natural_gradient(head, scores, torch.tensor([0.0, 1e-12, 1.0]), damping=1e-6)
     assert out.isfinite().all()
     assert out[1] == pytest.approx(1e-6)
-    assert out[2] == pytest.approx(4.0)
+    assert out[2] == pytest.approx(1 / (0.25 + 1e-6))
 
 
 def test_one_natural_gradient_step_points_at_the_target():

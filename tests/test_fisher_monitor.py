@@ -1,7 +1,5 @@
 """FisherMonitor on a small model of a user's own."""
 
-import os
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -102,15 +100,15 @@ def test_scores_that_are_parameters_are_those_before_the_update():
         assert_mass(logger, step, model.head, scores)
 
 
-@pytest.mark.parametrize("most", ["", "_MAX_SCORES", "_MAX_RESULTS"])
+@pytest.mark.parametrize("most", ["", "watched._MAX_SCORES", "fisher._MAX_RESULTS"])
 def test_batches_of_many_sizes_and_little_room(most, monkeypatch):
     if most:
-        monkeypatch.setattr(f"callbacks.fisher.{most}", 110)  # two steps of 36, or six rows
+        monkeypatch.setattr(f"callbacks.{most}", 110)  # two steps of 36, or six rows
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7, 8], [9]])
     model, logger, monitor = Small("softmax"), Memory(), FisherMonitor(sampled_every_n_steps=2)
     fit(model, monitor, logger=logger, data=data)
-    assert monitor._steps_per_block == (2 if most == "_MAX_RESULTS" else 50)
+    assert monitor._steps_per_block == (2 if most == "fisher._MAX_RESULTS" else 50)
     assert [len(scores) for scores in model.seen] == [2, 1, 3, 3, 1]
     for step, scores in enumerate(model.seen):
         assert_mass(logger, step, model.head, scores)
@@ -295,51 +293,3 @@ def test_logged_to_a_logger_without_pictures(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="run")
     fit(Small(), FisherMonitor(), logger=logger)
     assert "fim/saturated" in (tmp_path / "run" / "metrics.csv").read_text()
-
-
-# -- over ranks -----------------------------------------------------------------------------------
-
-
-class Latest(L.Callback):
-    """Writes what a rank saw to a file."""
-
-    def __init__(self, folder, monitor):
-        self.folder, self.monitor = folder, monitor
-
-    def on_train_end(self, trainer, pl_module):
-        weights = {k: v.detach().cpu() for k, v in pl_module.state_dict().items()}
-        torch.save((self.monitor.latest, weights), self.folder / f"{trainer.global_rank}.pt")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("head", ["softmax", "natural"])
-def test_two_ranks_agree_with_one_process(head, tmp_path):
-    model, single = Small(head, noisy=False), Small(head, noisy=False)
-    single.load_state_dict(model.state_dict())
-    two, one = FisherMonitor(), FisherMonitor()
-    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    fit(model, two, Latest(tmp_path, two), max_steps=2, **flags)
-    fit(single, one, max_steps=2)
-    (first, weights), (second, others) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
-    assert first == second
-    assert all(torch.equal(weights[k], others[k]) for k in weights)
-    for name, value in single.state_dict().items():
-        assert torch.allclose(weights[name], value, atol=1e-6)
-    for name in set(first) - {"fim/off_diagonal_mass_sampled"}:  # each rank has draws of its own
-        assert one.latest[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_ranks_count_by_their_rows(tmp_path):
-    model, single = Small("softmax"), Small("softmax")
-    model.lr = single.lr = 0  # the means of gradients differ, those of matrices must not
-    single.load_state_dict(model.state_dict())
-    two, one = FisherMonitor(), FisherMonitor()
-    flags = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    data = loader(batch_size=3, batches=2)  # 2 rows on one, 1 on the other
-    fit(model, two, Latest(tmp_path, two), max_steps=2, data=data, **flags)
-    fit(single, one, max_steps=2, data=data)
-    for rank in range(2):
-        latest, _ = torch.load(tmp_path / f"{rank}.pt")
-        for name in set(latest) - {"fim/off_diagonal_mass_sampled"}:
-            assert latest[name] == pytest.approx(one.latest[name], rel=1e-4, abs=1e-6)

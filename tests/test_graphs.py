@@ -194,3 +194,24 @@ def test_certain_edges_are_certain():
     assert (sample_graphs(theta, 50) == theta).all()
     with pytest.raises(ValueError, match="M >= 3 samples, got M = 2"):
         score_function_direction(torch.rand(2, 1), torch.rand(1, 2, 2), torch.zeros(2, 1, 1))
+
+
+def test_directions_are_float32_under_autocast():
+    M, B, N, D = 4, 5, 3, 2
+    graphs = (torch.rand(M, N, N) < 0.5).float()
+    messages, target = torch.randn(B, N, D), torch.randn(B, N, D)
+    outputs = torch.einsum("mji,bjd->mbid", graphs, messages)
+    error, distance = torch.rand(M, B), torch.rand(B, M, M)
+
+    def both():
+        return (
+            score_function_direction(error, distance, graphs),
+            local_expectation_direction(messages, outputs, target, graphs, M),
+        )
+
+    want = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = both()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    half = score_function_direction(error.bfloat16(), distance.bfloat16(), graphs.bfloat16())
+    assert half.dtype == torch.float32

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from ctypes.util import find_library
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +114,17 @@ def test_works_without_the_kernels(name, monkeypatch):
         grad, slow, rtol=1e-4, atol=1e-5
     )
     assert torch.allclose(head.diagnostics(scores.detach()), seen, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_that_cannot_be_loaded_are_done_without(tmp_path, monkeypatch):
+    """Not a library at all, or one of another version."""
+    broken = tmp_path / "_native.so"
+    broken.write_bytes(b"not a library")
+    for origin in (str(broken), find_library("c") or find_library("m")):
+        spec = SimpleNamespace(origin=origin)
+        monkeypatch.setattr(native.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        with pytest.warns(RuntimeWarning, match="plain torch takes their place"):
+            assert native.library.__wrapped__() is None
 
 
 @pytest.mark.parametrize("K", [*CATEGORIES, 1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -66,6 +67,55 @@ def test_forward_mode(name):
 def test_negated_views(name):
     head, scores = scores_for(name)
     assert torch.equal(head.log_probs(torch._neg_view(scores)), head.log_probs(-scores))
+
+
+class Policy(torch.nn.Module):
+    """Probabilities and the likeliest category, as a policy would be deployed."""
+
+    def __init__(self, name: str, K: int):
+        super().__init__()
+        self.head = make_head(name, K)
+
+    def forward(self, scores):
+        q = self.head(scores)
+        return q.probs, q.mode
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer, and that there is a newer one
+@pytest.mark.parametrize("K", [4, 5])
+def test_traced_saved_and_loaded_it_gives_the_same_actions(name, K):
+    policy = Policy(name, K)
+    scores = torch.randn(100, policy.head.num_scores)
+    traced = torch.jit.trace(policy, torch.zeros(3, policy.head.num_scores))
+    assert "empty" not in str(traced.inlined_graph)  # memory that a kernel would have filled
+    stream = io.BytesIO()
+    torch.jit.save(traced, stream)
+    stream.seek(0)
+    probs, actions = torch.jit.load(stream)(scores)
+    assert torch.allclose(probs, policy(scores)[0], atol=1e-6)
+    assert torch.equal(actions, policy(scores)[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_exported_to_onnx_it_gives_the_same_actions(name, dynamo, tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    policy, path = Policy(name, 5).eval(), str(tmp_path / "policy.onnx")
+    scores = torch.randn(100, policy.head.num_scores)
+    torch.onnx.export(policy, (torch.zeros_like(scores),), path, dynamo=dynamo, input_names=["s"])
+    probs, actions = runtime.InferenceSession(path).run(None, {"s": scores.numpy()})
+    assert torch.allclose(torch.from_numpy(probs), policy(scores)[0], atol=1e-5)
+    assert torch.equal(torch.from_numpy(actions), policy(scores)[1])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export(name, strict):
+    policy = Policy(name, 5)
+    scores = torch.randn(3, policy.head.num_scores)
+    exported = torch.export.export(policy, (torch.zeros_like(scores),), strict=strict)
+    assert torch.allclose(exported.module()(scores)[0], policy(scores)[0], atol=1e-6)
 
 
 def test_compiled_divergence_in_a_fresh_process(name):

@@ -121,7 +121,7 @@ def test_a_resumed_run_is_the_same_run(workspace, tmp_path):
 def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
     argv = [sys.executable, str(ROOT / "train.py"), "--model=gsl", *workspace]
-    argv += ["--devices=2", "--strategy=ddp_fork"]
+    argv += ["--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test/gap_2x") == 1

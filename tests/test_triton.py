@@ -36,9 +36,19 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         want = head.fisher_diagonal(exact)
         assert torch.allclose(got[:, :-1].double(), want, rtol=1e-5, atol=1e-12), (name, K)
         assert torch.allclose(got[:, -1], head.saturated(scores).float().mean(-1)), (name, K)
-        scores[4, -1] = torch.nan
-        out = triton_tree.forward(scores, head.split, head.constants32)
-        assert out[4].isnan().any() and out[5].isfinite().all()
+        edges = torch.randn(6, K - 1)
+        edges[0, 0] = edges[1, -1] = torch.nan
+        edges[2, 0], edges[3, -1], edges[4], edges[5] = torch.inf, -torch.inf, torch.inf, 1e38
+        given, grad = (edges, head.split, head.constants32), torch.randn(6, K)
+        same = dict(rtol=1e-5, atol=1e-5, equal_nan=True)
+        want = tree.reference_log_probs(*given)
+        assert torch.allclose(triton_tree.forward(*given), want, **same), (name, K)
+        got = triton_tree.backward(edges, grad, *given[1:])
+        assert torch.allclose(got, tree.reference_vjp(edges, grad, *given[1:]), **same), (name, K)
+        got = triton_tree.fisher(*given)
+        want = head.node_probs(edges) * head.information(edges)
+        assert torch.allclose(got[:, :-1], want, **same), (name, K)
+        assert torch.allclose(got[:, -1], head.saturated(edges).float().mean(-1)), (name, K)
 """
 
 SPARSEMAX = """
@@ -58,6 +68,10 @@ for K in (2, 3, 5, 8, 18, 32, 100):
     scores[1, 0], scores[2, 0], scores[3] = torch.nan, torch.inf, -torch.inf
     out = triton_sparsemax.forward(scores)
     assert out[1:4].isnan().all() and out[4:].isfinite().all(), K
+    scores[4, 0] = -torch.inf
+    out = triton_sparsemax.forward(scores)
+    assert torch.allclose(out[4].exp(), sparsemax.reference_probs(scores[4]), atol=1e-6), K
+    assert torch.equal(triton_sparsemax.backward(out, grad)[1].isnan(), torch.ones(K) > 0), K
 """
 
 

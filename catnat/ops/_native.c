@@ -18,7 +18,7 @@
 
 #define LOG_ZERO -1000.0f
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
-#define LARGEST (3.4028234663852886e38f / 256)
+#define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
 
 enum split { SIGMOID = 0, NATURAL = 1 };
 
@@ -50,6 +50,9 @@ static inline int nan_mask(float x) { return (0x7f800000 - (bits_of(x) & 0x7ffff
 
 /* All bits set where x is finite. */
 static inline int finite_mask(float x) { return ((bits_of(x) & 0x7fffffff) - 0x7f800000) >> 31; }
+
+/* y, or 0 where x is NaN. */
+static inline float drop_nan(float y, float x) { return from_bits(bits_of(y) & ~nan_mask(x)); }
 
 /* y, or NaN where x is NaN. */
 static inline float keep_nan(float y, float x) { return from_bits(bits_of(y) | nan_mask(x)); }
@@ -120,7 +123,8 @@ static inline void sigmoid_logs(float x, float *left, float *right) {
 }
 
 static inline void sigmoid_slopes(float x, float *left, float *right) {
-    float e = exp_minus(fabsf(x)), major = 1.0f / (1.0f + e), minor = e * major;
+    float e = exp_minus(fabsf(x)), major = (fabsf(x) > LARGEST ? 0.0f : 1.0f) / (1.0f + e);
+    float minor = e * major;
     *left = keep_nan(x > 0 ? major : minor, x);
     *right = keep_nan(x > 0 ? minor : major, x);
 }
@@ -155,7 +159,7 @@ static inline void natural_information(float x, float above, float below, float 
                                        float *information, float *flat) {
     float d = fminf(above, below);
     *information = keep_nan(d < 0 ? 0.0f : rate * rate, x);
-    *flat = d <= 0 ? 1.0f : 0.0f;
+    *flat = drop_nan(d <= 0 ? 1.0f : 0.0f, x);
 }
 
 /* Apply one of the functions above to `rows` rows of S scores. */

@@ -1,7 +1,8 @@
 """The C kernels of ``_native.c``, called through ctypes: CPU, float32.
 
 They are compiled when the package is installed. Without a compiler the installation goes through
-all the same, and plain torch takes their place: same numbers, several times slower.
+all the same, and plain torch takes their place, as it does where they cannot be loaded: same
+numbers, several times slower.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -22,11 +24,23 @@ PARALLEL = 1 << 18
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built."""
+    """The compiled kernels, or None where they were not built or cannot be loaded."""
     spec = importlib.util.find_spec("catnat.ops._native")
     if spec is None or spec.origin is None:
         return None
-    lib = ctypes.CDLL(spec.origin)
+    try:
+        return _declared(ctypes.CDLL(spec.origin))
+    except (OSError, AttributeError) as error:  # built for another machine, or an older version
+        warnings.warn(
+            f"the C kernels cannot be loaded, plain torch takes their place: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions; AttributeError if one is missing."""
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
     tail: list[Any] = [long, long, ctypes.c_int, number, number, number, ctypes.c_int]
     lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *tail]

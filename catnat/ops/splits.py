@@ -38,6 +38,11 @@ class Split(Protocol):
         """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
 
 
+def _sinh(t: Tensor) -> Tensor:
+    """torch.sinh, which ONNX does not know in float64."""
+    return (torch.exp(t) - torch.exp(-t)) / 2
+
+
 @dataclass(frozen=True)
 class CustomSplit:
     """A split known only by its function x -> log(1 - a(x)), log a(x), with a increasing."""
@@ -48,15 +53,35 @@ class CustomSplit:
         return centre[None].to(dtype)
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """By bisection of the log-odds; the end of the range searched where one side is 0."""
+        """By search in the log-odds; the end of the range searched where one side is 0.
+
+        The result carries the gradient in the parameters of the function, if it has any.
+        """
         target = torch.log(right) - torch.log(left)
-        low, high = torch.full_like(target, -1e6), torch.full_like(target, 1e6)
-        for _ in range(80):
-            middle = (low + high) / 2
-            below, above = self.function(middle)
-            smaller = above - below < target
-            low, high = torch.where(smaller, middle, low), torch.where(smaller, high, middle)
-        return (low + high) / 2
+        with torch.no_grad():
+            x = self._search(target)
+            step = 1e-4 * (1 + x.abs())
+            slope = (self._log_odds(x + step) - self._log_odds(x - step)) / (2 * step)
+        # One step of Newton's method: its value is that of x, its gradient that of the inverse.
+        newton = (self._log_odds(x) - target) / torch.where(slope > 0, slope, 1.0)
+        return torch.where((slope > 0) & (newton.abs() <= step), x - newton, x)
+
+    def _search(self, target: Tensor) -> Tensor:
+        """x with log-odds as given, to 1e-15 of 1 + |x|: in t = arsinh(x), |x| <= 1e6."""
+        points = max(2, min(32, 4096 // max(1, int(target.numel()))))  # at once, in every round
+        low = torch.full_like(target, -math.asinh(1e6))
+        width = 2 * math.asinh(1e6)
+        share = torch.arange(1, points, dtype=target.dtype, device=target.device)
+        share = share.view(-1, *[1] * target.dim())
+        while width > 1e-15:
+            width /= points
+            smaller = self._log_odds(_sinh(low + share * width)) < target
+            low = low + smaller.to(low.dtype).sum(0) * width
+        return torch.where(target.isnan(), target, _sinh(low + width / 2))
+
+    def _log_odds(self, x: Tensor) -> Tensor:
+        below, above = self.function(x)
+        return above - below
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.function(scores if constants is None else scores - constants[0])
@@ -85,19 +110,22 @@ class SigmoidSplit:
         return log(right) - log(left)
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = self._centred(scores, constants)
+        x, _ = self._centred(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
         return -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = self._centred(scores, constants)
-        return torch.sigmoid(x), torch.sigmoid(-x)
+        x, beyond = self._centred(scores, constants)
+        left, right = torch.sigmoid(x), torch.sigmoid(-x)
+        return torch.where(beyond, 0.0, left), torch.where(beyond, 0.0, right)
 
     @staticmethod
-    def _centred(scores: Tensor, constants: Tensor | None) -> Tensor:
+    def _centred(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x = s - C within the bounds of what is computed with, and where it was beyond them."""
         bound = largest_score(scores.dtype)
         x = scores if constants is None else scores - constants[0]
-        return x + (x.clamp(-bound, bound) - x).detach()  # the gradient of x itself, also NaN's
+        beyond = x.abs() > bound
+        return torch.where(beyond, bound * x.sign(), x), beyond
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _slopes(
     else:
         x = _centred(s, node, constants, inside, CENTRED)
         e = tl.exp(-tl.abs(x))
-        major = 1.0 / (1.0 + e)
+        major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
         minor = e * major
         return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
 

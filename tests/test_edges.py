@@ -1,0 +1,157 @@
+"""Scores that are not finite, and the boundary of the simplex: one rule in every implementation.
+
+The rule is written down in catnat/_numerics.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CATNAT, DTYPES, HEADS, leaf_path
+from torch import Tensor
+
+from catnat import CategoricalHead, SigmoidHead, make_head
+from catnat.ops import native
+
+ROWS = ("finite", "nan at the root", "nan at a leaf", "inf", "-inf", "all inf", "all -inf", "mixed")
+NAN, INF = torch.nan, torch.inf
+
+
+def scores_of(head: CategoricalHead, dtype: torch.dtype) -> Tensor:
+    """One row of scores for each of ROWS."""
+    scores = torch.randn(len(ROWS), head.num_scores, generator=torch.Generator().manual_seed(0))
+    scores[1, 0] = scores[2, -1] = NAN
+    scores[3, 0], scores[4, 0], scores[5], scores[6] = INF, -INF, INF, -INF
+    scores[7, 0], scores[7, -1] = -INF, INF
+    return scores.to(dtype)
+
+
+def is_nan(head: CategoricalHead, scores: Tensor) -> Tensor:
+    """Which log-probabilities must be NaN, (*, S) -> (*, K)."""
+    if head.name in CATNAT:
+        paths = [
+            [node for node, _ in leaf_path(k, head.num_categories)]
+            for k in range(head.num_categories)
+        ]
+        return torch.stack([scores[:, path].isnan().any(-1) for path in paths], -1)
+    broken = scores.isnan().any(-1) | (scores == INF).any(-1) | (scores == -INF).all(-1)
+    return broken[:, None].expand(-1, head.num_categories)
+
+
+def values(head: CategoricalHead, how: str):
+    """log_probs, their gradient, and the Fisher diagonal, as one function of scores."""
+
+    def all_three(scores: Tensor) -> tuple[Tensor, ...]:
+        weight = torch.linspace(1, 2, head.num_categories)
+        if how == "vmap":
+            transform = torch.func.vmap(head.log_probs)
+            out = transform(scores)
+            grad = torch.func.vmap(torch.func.grad(lambda s: (head.log_probs(s) * weight).sum()))(
+                scores
+            )
+            return out, grad, torch.func.vmap(head.fisher_diagonal)(scores)
+        log_probs, fisher = head.log_probs, head.fisher_diagonal
+        if how == "compiled":
+            torch._dynamo.reset()
+            log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
+            fisher = torch.compile(fisher, fullgraph=True, backend="aot_eager")
+        leaf = scores.clone().requires_grad_()
+        out = log_probs(leaf)
+        (grad,) = torch.autograd.grad((out * weight).sum(), leaf)
+        return out.detach(), grad, fisher(scores)
+
+    return all_three
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["plain", "native", "vmap", "compiled"])
+@pytest.mark.parametrize("K", [4, 5])
+@pytest.mark.parametrize("name", HEADS)
+def test_one_rule_for_scores_that_are_not_finite(name, K, how, dtype, monkeypatch):
+    if how == "native" and native.library() is None:
+        pytest.skip("the C kernels were not built")
+    if how == "compiled" and dtype.itemsize == 2 and K == 4:
+        pytest.skip("slow, and the same as float32")
+    if how == "plain":
+        monkeypatch.setattr(native, "library", lambda: None)
+    head = make_head(name, K)
+    scores = scores_of(head, dtype)
+    out, grad, fisher = values(head, how)(scores)
+    broken = is_nan(head, scores)
+    assert torch.equal(out.isnan(), broken)
+    assert not out.isinf().any() and not grad.isinf().any()
+    # An infinite score means what a very large one means.
+    large = scores.double().clamp(-5e3, 5e3)
+    want = head.probs(large)
+    assert torch.allclose(out.double().exp()[~broken], want[~broken], atol=1e-5)
+    settled = scores.isinf() & ~broken.any(-1, keepdim=True)
+    assert not grad[settled].any()
+    if name in CATNAT:
+        assert torch.equal(grad.isnan(), scores.isnan())
+        below = [[*(n for n, _ in leaf_path(node + 1 - K, K)), node] for node in range(K - 1)]
+        lost = torch.stack([scores[:, path].isnan().any(-1) for path in below], -1)
+        assert torch.equal(fisher.isnan(), lost)
+        assert not fisher[scores.isinf()].any()
+    else:
+        assert torch.equal(fisher.isnan(), broken)
+    saturated = head.saturated(scores)
+    assert not saturated[scores.isnan()].any()
+    if name == "natural":
+        assert torch.equal(saturated[3:7], torch.cat((scores[3:5].isinf(), scores[5:7].isinf())))
+
+
+def test_infinite_scores_of_sigmoid_are_certain_splits():
+    for dtype in DTYPES:
+        scores = torch.tensor([INF, 0.0, 0.0], dtype=dtype)
+        for p in (
+            SigmoidHead(4).probs(scores),
+            torch.func.vmap(SigmoidHead(4).probs)(scores[None]),
+        ):
+            assert p.flatten().tolist() == [0.0, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_nan_does_not_count_as_saturated(name, monkeypatch):
+    head = make_head(name, 5)
+    scores = torch.full((2, head.num_scores), NAN)
+    assert head.diagnostics(scores)[-1] == 0
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert head.diagnostics(scores)[-1] == 0
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_log_probabilities_of_many_impossible_categories_can_be_added(name):
+    head = make_head(name, 4)
+    scores = torch.zeros(50, head.num_scores)
+    scores[:, 0] = -torch.finfo(torch.float32).max if name != "natural" else 10.0
+    q = torch.distributions.Independent(head(scores), 1)
+    total = q.log_prob(torch.zeros(50, dtype=torch.int64))
+    assert total.isfinite()
+    masked = torch.zeros(50, head.num_scores)
+    masked[:, 0] = -INF
+    q = torch.distributions.Independent(head(masked), 1)
+    assert q.log_prob(torch.full((50,), 0 if name not in CATNAT else 3)).isfinite()
+
+
+# ----------------------------------------------------------------- the boundary of the simplex
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [4, 64, 1000])
+def test_the_inverse_of_sparsemax_keeps_zeros(K, dtype):
+    head = make_head("sparsemax", K)
+    p = head.probs(0.5 * torch.randn(400, K, dtype=torch.float64)).to(dtype)
+    assert (p == 0).any()
+    back = head.probs(head.inverse(p))
+    assert not back[p == 0].any()
+    assert torch.allclose(
+        back,
+        (p / p.sum(-1, keepdim=True)).to(back.dtype),
+        atol=1e-2 if dtype.itemsize == 2 else 1e-6,
+    )
+
+
+def test_the_inverse_of_sparsemax_keeps_fisher_entries_small():
+    head, p = make_head("sparsemax", 4), torch.tensor([0.1, 0.2, 0.7, 0.0])
+    assert head.probs(head.inverse(p))[3] == 0
+    assert head.fisher(head.inverse(p)).abs().max() < 20

@@ -1,0 +1,97 @@
+"""Observing never ends a run: what a monitor cannot compute is NaN, with one warning."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from cases_callbacks import Memory, Small, fit
+
+from callbacks import FisherMonitor, watched
+from catnat import make_head
+from catnat.heads import SoftmaxHead
+
+SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
+
+
+def observed(model, **options):
+    """Rows and warnings of a run with the monitor; the run has to reach its end."""
+    logger = Memory()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(model, FisherMonitor(write_every_n_steps=2, **options), logger=logger)
+    assert trainer.global_step == 5 and sorted(logger.rows) == [0, 1, 2, 3, 4]
+    told = [str(w.message) for w in caught if "could not be computed" in str(w.message)]
+    return logger.rows, told
+
+
+@pytest.mark.parametrize(
+    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "scalars", "sampled_mean_fisher"]
+)
+def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
+    model = Small("softmax")
+
+    def fails(*_, **__):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    if place == "head.fisher":  # of a head without closed forms
+        model.head = type("Own", (SoftmaxHead,), {"fisher": fails, "diagnostics": _base})(6)
+    elif place == "head.diagnostics":
+        monkeypatch.setattr(SoftmaxHead, "diagnostics", fails)
+    elif place == "eigvalsh":
+        monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
+        monkeypatch.setattr(torch.linalg, "svdvals", fails)
+    else:
+        monkeypatch.setattr(watched, place, fails)
+    rows, told = observed(model, sampled_every_n_steps=1)
+    lost = {"eigvalsh": {"condition_number"}, "sampled_mean_fisher": {"off_diagonal_mass_sampled"}}
+    for row in rows.values():
+        nan = {tag.removeprefix("fim/") for tag, value in row.items() if math.isnan(value)}
+        assert nan == lost.get(place, set(SCALARS))
+    assert len(told) == 1 and " at step 0 could not be computed" in told[0]
+    assert place == "eigvalsh" or "did not converge" in told[0]
+
+
+def _base(self, scores):
+    """The diagnostics of heads without closed forms, through their Fisher matrix."""
+    fisher = self.fisher(scores).mean(-3)
+    return torch.cat((fisher.flatten(-2), torch.zeros(*fisher.shape[:-2], 1)), -1)
+
+
+def test_scores_that_are_nan_do_not_end_a_run():
+    class Broken(Small):
+        def training_step(self, batch, batch_idx):
+            scores = self.linear(batch[0]).unflatten(-1, (2, -1))
+            broken = scores.detach() * math.nan
+            self.head(broken if batch_idx == 2 else scores)
+            return scores.mean()
+
+    model = Broken("sparsemax")
+    model.head.validate_args = False
+    rows, told = observed(model, image_every_n_steps=1)
+    assert math.isnan(rows[2]["fim/condition_number"])
+    assert all(math.isfinite(value) for value in rows[3].values())
+    assert len(told) == 1 and "at step 2" in told[0]
+
+
+@pytest.mark.parametrize("name", ["softmax", "natural"])
+def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
+    monkeypatch.setattr(watched, "_MAX_MATRIX", 20)
+    rows, told = observed(Small(name))
+    assert math.isnan(rows[0]["fim/off_diagonal_mass_sampled"])
+    assert math.isnan(rows[1]["fim/condition_number"]) == (name == "softmax")
+    assert len(told) == 1 and "too large" in told[0]
+
+
+def test_sparsemax_over_many_categories_trains_to_the_end():
+    class Wide(Small):
+        def __init__(self):
+            super().__init__("sparsemax")
+            self.head = make_head("sparsemax", 300)
+            self.linear = torch.nn.Linear(4, 600)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(10 * self.linear(batch[0]).unflatten(-1, (2, -1))).entropy().mean()
+
+    rows, _ = observed(Wide(), num_samples=0)
+    assert all(row["fim/condition_number"] >= 1 for row in rows.values())
