@@ -156,4 +156,5 @@ class GraphFigures(Callback):
 
 def figures_for(model: LightningModule) -> Callback:
     """The pictures that suit a model."""
-    return GraphFigures() if hasattr(model, "theta") else VAEFigures()
+    # hasattr would compute theta, which a model may not know before it has seen a batch.
+    return GraphFigures() if "theta" in dir(model) else VAEFigures()
