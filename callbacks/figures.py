@@ -18,9 +18,8 @@ _BLUE = (0.2, 0.3, 0.6)
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
-    """Give an image (H, W) or (H, W, 3) in [0, 1] to every logger that takes images."""
+    """Give an image (H, W, 1 or 3) in [0, 1] to every logger that takes images."""
     pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().numpy()
-    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "add_image"):
@@ -37,10 +36,16 @@ def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 
 
 
 def tile(images: Tensor, columns: int) -> Tensor:
-    """Images (n, 1, H, W) side by side, row by row: (n / columns * H, columns * W)."""
-    height, width = images.shape[-2:]
-    grid = images.reshape(-1, columns, height, width)
-    return grid.transpose(1, 2).reshape(-1, columns * width)
+    """Images (n, C, H, W) or (n, H, W), row by row: (n / columns * H, columns * W, 1 or 3).
+
+    Three channels are colours; of any other number the mean is shown.
+    """
+    images = images.unsqueeze(1) if images.ndim == 3 else images
+    if images.shape[1] != 3:
+        images = images.mean(1, keepdim=True)
+    channels, height, width = images.shape[1:]
+    grid = images.reshape(-1, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    return grid.reshape(-1, columns * width, channels)
 
 
 class VAEFigures(Callback):
@@ -48,7 +53,8 @@ class VAEFigures(Callback):
 
     ``images/reconstructions``: inputs above, reconstructions below; ``images/prior``: decoded
     draws from the prior; ``latents/usage``: the mean probability of each category (columns) of
-    each latent (rows) over the validation set, black = never, white = always.
+    each latent (rows) over the validation set, black = never, white = always. Images are
+    (C, H, W), with three channels in colour.
 
     A model without ``reconstruct``, ``sample_prior`` or a head just gets fewer pictures.
 
@@ -72,8 +78,10 @@ class VAEFigures(Callback):
             self._probe = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the epoch before."""
+        """Forget the epoch before, and what the heads saw in training."""
         self._usage, self._inputs = {}, None
+        if self._probe is not None:
+            self._probe.scores = {}
 
     def on_validation_batch_end(
         self,
@@ -92,10 +100,11 @@ class VAEFigures(Callback):
             self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
         if self._probe is None:
             return
-        for name, scores in self._probe.scores.items():
+        scores_by_name, self._probe.scores = self._probe.scores, {}  # a batch may have none
+        for name, scores in scores_by_name.items():
             head = self._probe.heads[name]
-            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores)).sum(0)
-            self._usage[name] = self._usage.get(name, torch.zeros_like(probs)) + probs  # (N, K)
+            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores))
+            self._usage[name] = self._usage.get(name, 0) + probs.float().sum(0)  # (N, K)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw. The draws come from a forked random state: training never notices."""
@@ -115,11 +124,14 @@ class VAEFigures(Callback):
             self._probe.detach()
 
     def _draw_usage(self, trainer: Trainer) -> None:
-        for name, usage in self._usage.items():
-            summed = trainer.strategy.reduce(usage, reduce_op="sum")
+        # A rank may have seen nothing, but must take part. Rank 0 has seen something if any has.
+        shapes = {name: tuple(each.shape) for name, each in self._usage.items()}
+        for name, shape in trainer.strategy.broadcast(shapes).items():
+            nothing = torch.zeros(shape, device=trainer.strategy.root_device)
+            summed = trainer.strategy.reduce(self._usage.get(name, nothing), reduce_op="sum")
             assert isinstance(summed, Tensor)
             share = summed / summed.sum(-1, keepdim=True)
-            tag = "latents/usage" if len(self._usage) == 1 else f"latents/{name}/usage"
+            tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
             add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), trainer.global_step)
 
     def _draw_images(self, trainer: Trainer, model: Any) -> None:

@@ -15,9 +15,10 @@ from callbacks.figures import heat_map, tile
 def test_tiles_and_heat_maps():
     images = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3)
     grid = tile(images, 2)
-    assert grid.shape == (4, 6)
-    assert grid[0].tolist() == [0, 0, 0, 1, 1, 1]
-    assert grid[3].tolist() == [2, 2, 2, 3, 3, 3]
+    assert grid.shape == (4, 6, 1)
+    assert grid[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert grid[3, :, 0].tolist() == [2, 2, 2, 3, 3, 3]
+    assert torch.equal(tile(images[:, 0], 2), grid)
     picture = heat_map(torch.tensor([[0.0, 1.0]]), "gray", 0, 1, cell=2)
     assert picture.shape == (2, 4, 3)
     assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
@@ -64,6 +65,43 @@ def test_graph_figures_show_what_is_learned_beside_the_truth():
     logger.images.clear()
     GraphFigures().on_validation_end(trainer, Small("softmax"))
     assert not logger.images, "a model without theta"
+
+
+class Coloured(Small):
+    """Reconstructs its input as it is, and dreams of red."""
+
+    def validation_step(self, batch, batch_idx):
+        self.head(torch.zeros(len(batch[0]), 2, self.head.num_scores))
+
+    def reconstruct(self, x):
+        return x
+
+    def sample_prior(self, n):
+        return torch.tensor([1.0, 0.0, 0.0])[:, None, None].expand(n, 3, 32, 32)
+
+
+def test_colour_images_keep_their_colours():
+    logger, images = Recording(), torch.rand(4, 3, 32, 32)
+    trainer = L.Trainer(
+        max_steps=1, val_check_interval=1, limit_val_batches=1, logger=logger,
+        callbacks=[VAEFigures(num_images=2)], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, accelerator="cpu",
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4)
+    trainer.fit(Coloured("softmax"), loader(), data)
+    picture = logger.images["images/reconstructions"]
+    assert picture.shape == (64, 64, 3)
+    pixels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    for row in (slice(0, 32), slice(32, 64)):  # inputs above, reconstructions below
+        assert (picture[row, :32] == pixels[0]).all() and (picture[row, 32:] == pixels[1]).all()
+    prior = logger.images["images/prior"]
+    assert prior.shape == (32, 64, 3)
+    assert prior.reshape(-1, 3).tolist() == [[255, 0, 0]] * (32 * 64)
+
+
+def test_images_of_other_channels_are_shown_in_gray():
+    images = torch.stack([torch.zeros(2, 2), torch.ones(2, 2)])[None].expand(3, 2, 2, 2)
+    assert torch.equal(tile(images, 3), torch.full((2, 6, 1), 0.5))
 
 
 def test_figures_count_the_categories():
