@@ -115,18 +115,20 @@ def train(names: Names, options: list[str]) -> int:
             print(f"{stop}; go on with: {cli.how_to_go_on(run.folder, stop.path)}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
-        report(run.trainer, metrics, run.folder, keep=names.command == "fit")
+        report(run.trainer, metrics, run.folder, config.seed, keep=names.command == "fit")
     return 0
 
 
 def fit_and_test(run: Run) -> dict[str, float]:
     """Train, then validate (to select by) and test what was learned last."""
+    from callbacks import RunRecord
+
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-    validated: dict[str, float] = {}
-    if run.trainer.limit_val_batches:  # validation within training need not end with it
-        loggers, run.trainer.loggers = run.trainer.loggers, []  # their curves are complete
+    (record,) = (each for each in run.trainer.callbacks if isinstance(each, RunRecord))
+    validated = record.validated(run.trainer)
+    if not validated and run.trainer.limit_val_batches:  # training did not end with a validation
         (found,) = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
-        validated, run.trainer.loggers = dict(found), loggers
+        validated = dict(found)
     return validated | test(run, None)
 
 

@@ -19,6 +19,7 @@ from .checkpoints import (
 from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
+from .record import RunLogger, RunRecord
 from .report import report, show_metrics
 from .standard import standard_options
 
@@ -32,6 +33,8 @@ __all__ = [
     "GraphFigures",
     "LastCheckpoint",
     "ProgressLines",
+    "RunLogger",
+    "RunRecord",
     "Stopped",
     "VAEFigures",
     "check_same",

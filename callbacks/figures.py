@@ -28,6 +28,11 @@ def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> 
             logger.log_image(tag, [pixels], step=step)
 
 
+def step_of(trainer: Trainer) -> int:
+    """The step under which Lightning writes the metrics of a validation."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 12) -> Tensor:
     """A matrix (R, C) as a picture (R * cell, C * cell, 3): values low..high become colours."""
     scaled = (matrix.detach().float().cpu().numpy() - low) / max(high - low, 1e-12)
@@ -72,10 +77,12 @@ class VAEFigures(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call of a model that may be compiled."""
-        try:
-            self._probe = HeadProbe(pl_module).attach()
-        except ValueError:  # no head in there
-            self._probe = None
+        self._attach(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach for a validation that is not part of training."""
+        if self._probe is None:
+            self._attach(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the epoch before, and what the heads saw in training."""
@@ -122,6 +129,13 @@ class VAEFigures(Callback):
         """Detach."""
         if self._probe is not None:
             self._probe.detach()
+            self._probe = None
+
+    def _attach(self, model: LightningModule) -> None:
+        try:
+            self._probe = HeadProbe(model).attach()
+        except ValueError:  # no head in there
+            self._probe = None
 
     def _draw_usage(self, trainer: Trainer) -> None:
         # A rank may have seen nothing, but must take part. Rank 0 has seen something if any has.
@@ -132,17 +146,17 @@ class VAEFigures(Callback):
             assert isinstance(summed, Tensor)
             share = summed / summed.sum(-1, keepdim=True)
             tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
-            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), trainer.global_step)
+            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), step_of(trainer))
 
     def _draw_images(self, trainer: Trainer, model: Any) -> None:
         if self._inputs is not None and hasattr(model, "reconstruct"):
             images: Tensor = model.reconstruct(self._inputs)
             inputs = self._inputs.reshape(images.shape).to(images.dtype)
             both = tile(torch.cat([inputs, images]), images.shape[0])
-            add_image(trainer.loggers, "images/reconstructions", both, trainer.global_step)
+            add_image(trainer.loggers, "images/reconstructions", both, step_of(trainer))
         if hasattr(model, "sample_prior"):
             samples = tile(model.sample_prior(self.num_images), self.num_images)
-            add_image(trainer.loggers, "images/prior", samples, trainer.global_step)
+            add_image(trainer.loggers, "images/prior", samples, step_of(trainer))
 
 
 class GraphFigures(Callback):
@@ -163,7 +177,7 @@ class GraphFigures(Callback):
         if truth is not None:
             gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
             pictures += [gap, heat_map(truth, "gray", 0, 1)]
-        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), trainer.global_step)
+        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), step_of(trainer))
 
 
 def figures_for(model: LightningModule) -> Callback:

@@ -155,9 +155,6 @@ class ReplayedSteps(LightningModule):
         """Go on counting, and drawing, where a resumed run stopped."""
         if self.replays:
             count_steps(self.trainer, 0)
-        if self.replays or self.automatic_optimization:
-            # A checkpoint of a batch's end holds the count before that batch.
-            self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.global_step
         if self._noise_to_restore is not None:
             set_noise_state(self._noise_to_restore, self.device, self.global_rank)
             self._noise_to_restore = None
