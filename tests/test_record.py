@@ -127,7 +127,8 @@ def test_what_led_to_a_checkpoint_is_on_the_disk_with_it(options, monkeypatch):
         found.append(steps().get("fim/saturated"))
 
     monkeypatch.setattr(LastCheckpoint, "_save", look)
-    assert run(*options, "--save_every=2") == 0
+    quiet = ["--log_every_n_steps=1000", "--fisher.image_every_n_steps=0", "--limit_val_batches=0"]
+    assert run(*options, "--save_every=2", *quiet) == 0
     assert found[:2] == [[0, 1], [0, 1, 2, 3]]
 
 
