@@ -121,11 +121,10 @@ def train(names: Names, options: list[str]) -> int:
 
 def fit_and_test(run: Run) -> dict[str, float]:
     """Train, then validate (to select by) and test what was learned last."""
-    from callbacks import RunRecord
+    from callbacks import last_validation
 
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-    (record,) = (each for each in run.trainer.callbacks if isinstance(each, RunRecord))
-    validated = record.validated(run.trainer)
+    validated = last_validation(run.trainer)
     if not validated and run.trainer.limit_val_batches:  # training did not end with a validation
         (found,) = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
         validated = dict(found)

@@ -62,19 +62,15 @@ class RunRecord(Callback):
     """
 
     def __init__(self) -> None:
-        self._step = -1
-        self._metrics: dict[str, float] = {}
-
-    def validated(self, trainer: Trainer) -> dict[str, float]:
-        """Metrics of the model as it is now; empty if it was not validated since it changed."""
-        return self._metrics if self._step == trainer.global_step else {}
+        self.step = -1
+        self.metrics: dict[str, float] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics."""
         if not trainer.sanity_checking:
             found = trainer.callback_metrics.items()
-            self._metrics = {name: float(value) for name, value in found if name[:3] == "val"}
-            self._step = trainer.global_step
+            self.metrics = {name: float(value) for name, value in found if name[:3] == "val"}
+            self.step = trainer.global_step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After training, write at the number of steps."""
@@ -94,25 +90,24 @@ class RunRecord(Callback):
                 if isinstance(logger, RunLogger):
                     logger.forget_from(checkpoint["global_step"])
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """What led to a checkpoint is on the disk before it."""
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                logger.experiment.flush()
-
     def state_dict(self) -> dict[str, Any]:
         """The latest validation."""
-        return {"step": self._step, "metrics": self._metrics}
+        return {"step": self.step, "metrics": self.metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As it was."""
-        self._step, self._metrics = state_dict["step"], state_dict["metrics"]
+        self.step, self.metrics = state_dict["step"], state_dict["metrics"]
 
     def _write_at_global_step(self, trainer: Trainer) -> None:
         # Lightning's count for loggers is one behind in a resumed run that has no step left.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def last_validation(trainer: Trainer) -> dict[str, float]:
+    """Metrics of the model as it is now; empty if it was not validated since it changed."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    records = (each for each in callbacks if isinstance(each, RunRecord))
+    return next((r.metrics for r in records if r.step == trainer.global_step), {})
 
 
 def _drop_events(path: Path, step: int) -> None:

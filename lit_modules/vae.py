@@ -60,7 +60,8 @@ class DiscreteVAE(ReplayedSteps):
         temperature_rate: r in τ = exp(-r step).
         min_temperature: lower limit of τ.
         temperature_steps: steps between changes of τ.
-        nll_samples: importance samples per image for test/nll.
+        nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
+            and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
         capture: replay training steps as CUDA graphs, many times faster for a model this small,
             with the same results. None: wherever that is possible. A replayed step does not call

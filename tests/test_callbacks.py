@@ -7,9 +7,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from cases_callbacks import Memory, Small, loader
+from cases_cli import run
 
-from callbacks import AtomicCheckpointIO, GraphFigures, VAEFigures
+from callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
 from callbacks.figures import heat_map, tile
+from callbacks.progress import line_of_test
 
 
 def test_tiles_and_heat_maps():
@@ -115,6 +117,34 @@ def test_figures_count_the_categories():
     usage = logger.images["latents/usage"]
     assert usage.shape == (24, 72, 3)  # 2 latents, 6 categories, zero scores: uniform
     assert abs(int(usage.mean()) - 255 // 6) <= 1
+
+
+class Tested(Small):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0, 5), (1000, 0)])
+def test_a_long_test_says_how_far_it_has_come(seconds, lines, capsys):
+    trainer = L.Trainer(
+        logger=False, callbacks=[ProgressLines(test_seconds=seconds)], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, accelerator="cpu",
+    )  # fmt: skip
+    trainer.test(Tested("softmax"), loader(), verbose=False)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == lines
+    assert all(f"test  batch {n} of 5" in line for n, line in enumerate(printed, 1))
+
+
+def test_the_line_of_a_test():
+    assert line_of_test(20, 100, 30.0) == "test  batch 20 of 100  about 120 s left"
+    assert line_of_test(20, float("inf"), 30.0) == "test  batch 20"
+
+
+def test_a_run_without_a_terminal_prints_lines_while_it_tests(workspace, capfd, monkeypatch):
+    monkeypatch.setattr(ProgressLines.__init__, "__defaults__", (0.0,))
+    assert run(*workspace) == 0
+    assert "test  batch 1 of 2" in capfd.readouterr().out
 
 
 def test_a_failed_save_leaves_the_file_before(tmp_path, monkeypatch):

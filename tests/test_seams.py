@@ -13,7 +13,6 @@ from callbacks.figures import figures_for
 from datamodules import CommunityGraphDataModule, MNISTDataModule
 from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
