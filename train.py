@@ -195,6 +195,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     from lightning.pytorch import Trainer, seed_everything
 
     from callbacks import check_same, find_checkpoint, open_run, standard_options
+    from lit_modules.checks import require_precision
 
     if str(config.trainer.strategy).endswith("fork"):
         torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
@@ -205,6 +206,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
     Trainer(**options | {"logger": False})  # wrong flags fail here, before anything is written
+    require_precision(options["precision"])
     home = Path(options["default_root_dir"], name, config.model.head)
     if command == "test" and wanted is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")

@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from cases_cli import run
 from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
 
 from callbacks import FisherMonitor, GraphFigures
@@ -71,10 +73,10 @@ def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data, tmp_path):  #
     graph = kind is GraphByHand
     model = kind(num_nodes=6) if graph else kind(num_latents=2, num_categories=3)
     curve = Curve()
-    for run in (1, 2):
+    for runs in (1, 2):
         trainer = make_trainer(4, logger=curve, callbacks=[FisherMonitor()])
         trainer.fit(model, datamodule=pairs(tmp_path) if graph else images(data))
-        assert (trainer.global_step, model.stepped) == (4, 4 * run)
+        assert (trainer.global_step, model.stepped) == (4, 4 * runs)
         assert not model.automatic_optimization and not model.replays
     assert list(curve.series("fim/saturated")) == [1, 3]  # the second step of each batch
 
@@ -262,6 +264,18 @@ def test_weights_of_16_bits_are_refused(kind, precision, data, tmp_path):
         make_trainer(precision=precision).fit(
             kind(), datamodule=pairs(tmp_path) if graph else images(data)
         )
+
+
+def test_weights_of_16_bits_are_refused_in_one_line(workspace, capfd):
+    assert run(*workspace, "--precision=bf16-true") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'bf16-true'" in line and "choose from 32-true" in line
+    assert not Path("runs").exists()
+
+
+def test_a_command_line_may_validate_by_the_clock(workspace, capfd):
+    assert run(*workspace, "--val_check_interval=00:00:15:00") == 0
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
