@@ -129,10 +129,14 @@ class ReplayedSteps(LightningModule):
         if self.replays:  # in the run before
             self.replays, self.automatic_optimization = False, True
         reason = "capture is False" if self.capture is False else self.why_not_replayed()
-        if type(self).training_step is not ReplayedSteps.training_step:
-            reason = f"{type(self).__name__} has a training_step of its own"
-        if not self.automatic_optimization:
-            reason = f"{type(self).__name__} optimizes by hand"
+        name, own_step = type(self).__name__, type(self).training_step
+        if own_step is not ReplayedSteps.training_step:
+            reason = f"{name} has a training_step of its own"
+        elif not self.automatic_optimization:
+            raise ValueError(
+                f"{name} sets automatic_optimization to False, and has no training_step of its own "
+                "that would optimize"
+            )
         if self.capture and reason:
             rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
         if reason is None:
