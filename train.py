@@ -115,18 +115,19 @@ def train(names: Names, options: list[str]) -> int:
             print(f"{stop}; go on with: {cli.how_to_go_on(run.folder, stop.path)}")
         return 128 + stop.signum
     if run.trainer.is_global_zero:
-        report(run.trainer, metrics, run.folder, keep=names.command == "fit")
+        report(run.trainer, metrics, run.folder, config.seed, keep=names.command == "fit")
     return 0
 
 
 def fit_and_test(run: Run) -> dict[str, float]:
     """Train, then validate (to select by) and test what was learned last."""
+    from callbacks import last_validation
+
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
-    validated: dict[str, float] = {}
-    if run.trainer.limit_val_batches:  # validation within training need not end with it
-        loggers, run.trainer.loggers = run.trainer.loggers, []  # their curves are complete
+    validated = last_validation(run.trainer)
+    if not validated and run.trainer.limit_val_batches:  # training did not end with a validation
         (found,) = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
-        validated, run.trainer.loggers = dict(found), loggers
+        validated = dict(found)
     return validated | test(run, None)
 
 
@@ -194,6 +195,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     from lightning.pytorch import Trainer, seed_everything
 
     from callbacks import check_same, find_checkpoint, open_run, standard_options
+    from lit_modules.checks import require_precision
 
     if str(config.trainer.strategy).endswith("fork"):
         torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
@@ -204,6 +206,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
     Trainer(**options | {"logger": False})  # wrong flags fail here, before anything is written
+    require_precision(options["precision"])
     home = Path(options["default_root_dir"], name, config.model.head)
     if command == "test" and wanted is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")

@@ -19,6 +19,7 @@ from .checkpoints import (
 from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
+from .record import RunLogger, RunRecord, last_validation
 from .report import report, show_metrics
 from .standard import standard_options
 
@@ -32,11 +33,14 @@ __all__ = [
     "GraphFigures",
     "LastCheckpoint",
     "ProgressLines",
+    "RunLogger",
+    "RunRecord",
     "Stopped",
     "VAEFigures",
     "check_same",
     "compare",
     "find_checkpoint",
+    "last_validation",
     "load_checkpoint",
     "open_run",
     "report",

@@ -108,8 +108,8 @@ class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, from which a run can continue.
 
     It is written every n steps, after the last step, and when SIGINT or SIGTERM asks to stop: the
-    step in progress is finished, saved, and :class:`Stopped` raised. A second SIGINT does not
-    wait.
+    step in progress is finished, with all the batches it accumulates, saved, and :class:`Stopped`
+    raised, on all ranks alike. A second SIGINT does not wait.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -122,6 +122,7 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
+        self._unasked = 0  # steps since the ranks agreed whether to stop
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -135,7 +136,11 @@ class LastCheckpoint(Checkpoint):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test can take minutes; nothing is lost when it stops."""
-        if trainer.world_size == 1:
+        self._signals.listen()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """So can a validation that is not part of training."""
+        if trainer.state.fn == "validate":
             self._signals.listen()
 
     def on_train_batch_end(
@@ -148,7 +153,7 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         """Save if it is time, or if a signal came."""
         step = trainer.global_step
-        stop = self._must_stop(trainer, batch_idx)
+        stop = self._must_stop(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         if stop or due or (step == trainer.max_steps != self._saved_step):
             self._save(trainer)
@@ -165,13 +170,26 @@ class LastCheckpoint(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """Stop if a signal came."""
-        if self._signals.signum:
-            raise Stopped(self._signals.signum, trainer.global_step, self.path)
+        self._stop_if_asked(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Stop if a signal came; within training that waits for the end of a step."""
+        if trainer.state.fn == "validate":
+            self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training may end for other reasons than the number of steps."""
+        """Training may end for other reasons than the number of steps; a signal may be late."""
         if trainer.global_step > self._saved_step:
             self._save(trainer)
+        self._stop_if_asked(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -181,13 +199,24 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         trainer.save_checkpoint(self.path)
 
-    def _must_stop(self, trainer: Trainer, batch_idx: int) -> bool:
-        """Whether a signal came on any rank; ranks agree every ten steps, as asking costs time."""
-        if trainer.world_size == 1:
-            return bool(self._signals.signum)
-        if batch_idx % 10:
+    def _must_stop(self, trainer: Trainer) -> bool:
+        """Whether a signal came; ranks agree every ten steps, as asking costs time."""
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return False  # there is half a step, which cannot be saved
+        self._unasked += 1
+        if trainer.world_size > 1 and self._unasked < 10:
             return False
-        return trainer.strategy.reduce_boolean_decision(bool(self._signals.signum), all=False)
+        self._unasked = 0
+        return self._any_rank_asked(trainer)
+
+    def _any_rank_asked(self, trainer: Trainer) -> bool:
+        asked = bool(self._signals.signum)
+        return trainer.strategy.reduce_boolean_decision(asked, all=False)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if self._any_rank_asked(trainer):
+            signum = self._signals.signum or signal.SIGTERM
+            raise Stopped(signum, trainer.global_step, self.path)
 
 
 def find_checkpoint(home: Path, wanted: str) -> Path:

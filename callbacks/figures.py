@@ -18,15 +18,19 @@ _BLUE = (0.2, 0.3, 0.6)
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
-    """Give an image (H, W) or (H, W, 3) in [0, 1] to every logger that takes images."""
+    """Give an image (H, W, 1 or 3) in [0, 1] to every logger that takes images."""
     pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().numpy()
-    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "add_image"):
             experiment.add_image(tag, pixels, step, dataformats="HWC")
         elif hasattr(logger, "log_image"):
             logger.log_image(tag, [pixels], step=step)
+
+
+def step_of(trainer: Trainer) -> int:
+    """The step under which Lightning writes the metrics of a validation."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 12) -> Tensor:
@@ -37,10 +41,16 @@ def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 
 
 
 def tile(images: Tensor, columns: int) -> Tensor:
-    """Images (n, 1, H, W) side by side, row by row: (n / columns * H, columns * W)."""
-    height, width = images.shape[-2:]
-    grid = images.reshape(-1, columns, height, width)
-    return grid.transpose(1, 2).reshape(-1, columns * width)
+    """Images (n, C, H, W) or (n, H, W), row by row: (n / columns * H, columns * W, 1 or 3).
+
+    Three channels are colours; of any other number the mean is shown.
+    """
+    images = images.unsqueeze(1) if images.ndim == 3 else images
+    if images.shape[1] != 3:
+        images = images.mean(1, keepdim=True)
+    channels, height, width = images.shape[1:]
+    grid = images.reshape(-1, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    return grid.reshape(-1, columns * width, channels)
 
 
 class VAEFigures(Callback):
@@ -48,7 +58,8 @@ class VAEFigures(Callback):
 
     ``images/reconstructions``: inputs above, reconstructions below; ``images/prior``: decoded
     draws from the prior; ``latents/usage``: the mean probability of each category (columns) of
-    each latent (rows) over the validation set, black = never, white = always.
+    each latent (rows) over the validation set, black = never, white = always. Images are
+    (C, H, W), with three channels in colour.
 
     A model without ``reconstruct``, ``sample_prior`` or a head just gets fewer pictures.
 
@@ -66,14 +77,18 @@ class VAEFigures(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call of a model that may be compiled."""
-        try:
-            self._probe = HeadProbe(pl_module).attach()
-        except ValueError:  # no head in there
-            self._probe = None
+        self._attach(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach for a validation that is not part of training."""
+        if self._probe is None:
+            self._attach(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the epoch before."""
+        """Forget the epoch before, and what the heads saw in training."""
         self._usage, self._inputs = {}, None
+        if self._probe is not None:
+            self._probe.scores = {}
 
     def on_validation_batch_end(
         self,
@@ -92,10 +107,11 @@ class VAEFigures(Callback):
             self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
         if self._probe is None:
             return
-        for name, scores in self._probe.scores.items():
+        scores_by_name, self._probe.scores = self._probe.scores, {}  # a batch may have none
+        for name, scores in scores_by_name.items():
             head = self._probe.heads[name]
-            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores)).sum(0)
-            self._usage[name] = self._usage.get(name, torch.zeros_like(probs)) + probs  # (N, K)
+            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores))
+            self._usage[name] = self._usage.get(name, 0) + probs.float().sum(0)  # (N, K)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw. The draws come from a forked random state: training never notices."""
@@ -113,24 +129,34 @@ class VAEFigures(Callback):
         """Detach."""
         if self._probe is not None:
             self._probe.detach()
+            self._probe = None
+
+    def _attach(self, model: LightningModule) -> None:
+        try:
+            self._probe = HeadProbe(model).attach()
+        except ValueError:  # no head in there
+            self._probe = None
 
     def _draw_usage(self, trainer: Trainer) -> None:
-        for name, usage in self._usage.items():
-            summed = trainer.strategy.reduce(usage, reduce_op="sum")
+        # A rank may have seen nothing, but must take part. Rank 0 has seen something if any has.
+        shapes = {name: tuple(each.shape) for name, each in self._usage.items()}
+        for name, shape in trainer.strategy.broadcast(shapes).items():
+            nothing = torch.zeros(shape, device=trainer.strategy.root_device)
+            summed = trainer.strategy.reduce(self._usage.get(name, nothing), reduce_op="sum")
             assert isinstance(summed, Tensor)
             share = summed / summed.sum(-1, keepdim=True)
-            tag = "latents/usage" if len(self._usage) == 1 else f"latents/{name}/usage"
-            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), trainer.global_step)
+            tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
+            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), step_of(trainer))
 
     def _draw_images(self, trainer: Trainer, model: Any) -> None:
         if self._inputs is not None and hasattr(model, "reconstruct"):
             images: Tensor = model.reconstruct(self._inputs)
             inputs = self._inputs.reshape(images.shape).to(images.dtype)
             both = tile(torch.cat([inputs, images]), images.shape[0])
-            add_image(trainer.loggers, "images/reconstructions", both, trainer.global_step)
+            add_image(trainer.loggers, "images/reconstructions", both, step_of(trainer))
         if hasattr(model, "sample_prior"):
             samples = tile(model.sample_prior(self.num_images), self.num_images)
-            add_image(trainer.loggers, "images/prior", samples, trainer.global_step)
+            add_image(trainer.loggers, "images/prior", samples, step_of(trainer))
 
 
 class GraphFigures(Callback):
@@ -151,9 +177,10 @@ class GraphFigures(Callback):
         if truth is not None:
             gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
             pictures += [gap, heat_map(truth, "gray", 0, 1)]
-        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), trainer.global_step)
+        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), step_of(trainer))
 
 
 def figures_for(model: LightningModule) -> Callback:
     """The pictures that suit a model."""
-    return GraphFigures() if hasattr(model, "theta") else VAEFigures()
+    # hasattr would compute theta, which a model may not know before it has seen a batch.
+    return GraphFigures() if "theta" in dir(model) else VAEFigures()

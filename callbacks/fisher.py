@@ -259,7 +259,8 @@ def _takes_time(trainer: Trainer) -> bool:
 
 def _observers(module: LightningModule) -> list[Any] | None:
     """What a module that replays its steps tells of each of them; None for any other."""
-    return None if module.automatic_optimization else getattr(module, "step_observers", None)
+    replays = getattr(module, "replays", False)
+    return getattr(module, "step_observers", None) if replays else None
 
 
 def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]) -> None:

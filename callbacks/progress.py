@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, elsewhere one line at each validation."""
+"""Progress: a bar on a terminal; elsewhere a line at each validation, and some during a test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ class StepBar(RichProgressBar):
 
 
 class ProgressLines(Callback):
-    """Prints step, speed and the validation metrics, one line at a time: for logs and pipes."""
+    """Prints step, speed and the validation metrics, one line at a time: for logs and pipes.
+
+    A test prints how far it has come, and how long it will take.
+
+    Args:
+        test_seconds: time between two lines of a test; a test that is over before prints none.
+    """
+
+    def __init__(self, test_seconds: float = 10.0) -> None:
+        self.test_seconds = test_seconds
+        self._said = 0.0  # when the latest line of a test was printed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -42,6 +52,35 @@ class ProgressLines(Callback):
         rate = (trainer.global_step - self._first) / max(time.monotonic() - self._began, 1e-9)
         metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
         print(progress_line(trainer.global_step, rate, metrics), flush=True)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._began = self._said = time.monotonic()
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Print a line if the latest is some time ago."""
+        now = time.monotonic()
+        if now - self._said < self.test_seconds or not trainer.is_global_zero:
+            return
+        self._said = now
+        batches = trainer.num_test_batches[dataloader_idx]
+        print(line_of_test(batch_idx + 1, batches, now - self._began), flush=True)
+
+
+def line_of_test(done: int, batches: float, seconds: float) -> str:
+    """How far a test has come after so many seconds, in one line."""
+    if batches == float("inf"):
+        return f"test  batch {done}"
+    left = seconds * (batches - done) / done
+    return f"test  batch {done} of {batches:.0f}  about {left:.0f} s left"
 
 
 def progress_line(step: int, rate: float, metrics: Mapping[str, Any]) -> str:

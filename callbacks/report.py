@@ -11,13 +11,23 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+from .record import RunLogger, write_hparams
+
 _MANY = 0.5  # share of saturated scores worth a sentence
 
 
-def report(trainer: Trainer, metrics: dict[str, float], folder: Path, keep: bool = True) -> None:
+def report(
+    trainer: Trainer, metrics: dict[str, float], folder: Path, seed: int, keep: bool = True
+) -> None:
     """Print the metrics and where to look further; fill TensorBoard's hparams tab."""
     show_metrics(metrics, folder, trainer.default_root_dir, keep)
-    _fill_hparams_tab(trainer, metrics)
+    tested = [name for name in metrics if name.startswith("test/")]
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            write_hparams(logger, hparams_of(trainer, seed), tested)
+            logger.experiment.flush()
+        if isinstance(logger, RunLogger):
+            logger.close()
 
 
 def show_metrics(
@@ -69,14 +79,14 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
     return sentences
 
 
-def _fill_hparams_tab(trainer: Trainer, metrics: dict[str, float]) -> None:
-    # They go to step 0, where what was logged during training has another value already.
-    metrics = {name: value for name, value in metrics.items() if name.startswith("test/")}
-    hparams: dict[str, Any] = {}
-    for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
-        hparams |= dict(getattr(part, "hparams", {}))
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(hparams, metrics)
-            logger.save()
-            logger.experiment.flush()
+def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
+    """What made a run what it is: its seed and steps, and the options of its model and data.
+
+    An option of the data that the run or the model has too is called data_<name>.
+    """
+    hparams: dict[str, Any] = {"seed": seed, "steps": trainer.global_step}
+    hparams |= dict(trainer.lightning_module.hparams)
+    for name, value in getattr(getattr(trainer, "datamodule", None), "hparams", {}).items():
+        same = name in hparams and name != "seed" and hparams[name] == value
+        hparams[name if name not in hparams or same else f"data_{name}"] = value
+    return hparams

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from .checkpoints import AtomicCheckpointIO, LastCheckpoint
 from .figures import figures_for
 from .fisher import FisherMonitor
 from .progress import ProgressLines, StepBar
+from .record import RunLogger, RunRecord
 
 
 def standard_options(
@@ -34,6 +34,7 @@ def standard_options(
         save_every: steps between checkpoints.
     """
     callbacks: list[Callback] = [fisher, figures_for(model), *_as_list(options["callbacks"])]
+    callbacks.append(RunRecord())
     bar = options["enable_progress_bar"] is not False
     if bar:
         callbacks.append(StepBar() if sys.stdout.isatty() else ProgressLines())
@@ -42,7 +43,7 @@ def standard_options(
     logger = options["logger"]
     if logger is None:
         # The folder's name in full, so that "name" adds none.
-        logger = TensorBoardLogger(folder.parent, "", folder.name, default_hp_metric=False)
+        logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
     return options | {
         "callbacks": callbacks,
         "enable_progress_bar": bar and sys.stdout.isatty(),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from catnat.capture import Backlog, StepGraph
 from catnat.transfer import send
 
+from .checks import require_precision
 from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 STEPS_PER_BATCH = 20  # Lightning's own work for a batch takes as long as a replayed step
@@ -49,7 +50,9 @@ class ReplayedSteps(LightningModule):
     Random states are part of a checkpoint, so that a resumed run draws what it would have drawn;
     every rank has noise of its own.
 
-    A subclass has :meth:`step_loss` and uses :meth:`optimizer_options` for its optimizer.
+    A subclass has :meth:`step_loss` and uses :meth:`optimizer_options` and :func:`keep_kernels`
+    for its optimizer. One with a ``training_step`` of its own, or that optimizes by hand
+    (``automatic_optimization = False``), is left to do so.
 
     Args:
         capture: None for wherever possible, False for never, True to be told why not.
@@ -60,8 +63,9 @@ class ReplayedSteps(LightningModule):
         super().__init__()
         self.capture, self.gradient_clip = capture, gradient_clip
         self.step_observers: list[StepObserver] = []  # of replayed steps
+        self.replays = False  # whether this run replays its steps; decided in setup
         self._several = False  # whether a batch of Lightning's holds several
-        self._val_check_interval: int | float = 1.0  # what the user said
+        self._val_check_interval: int | None = None  # what the user said, where it is changed
         self._graph: StepGraph[tuple[Tensor, list[Any]]] | None = None
         self._backlog: Backlog | None = None
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
@@ -80,7 +84,7 @@ class ReplayedSteps(LightningModule):
 
     def optimizer_options(self, name: str) -> dict[str, bool]:
         """What "adam" or "sgd" need in order to be fast, or replayed: their state on the device."""
-        if not self.automatic_optimization:
+        if self.replays:
             return _REPLAYED[name]
         if self._trainer is None or self.trainer.precision != "32-true":
             return {}  # where gradients are scaled, the fused ones cannot clip them
@@ -96,7 +100,7 @@ class ReplayedSteps(LightningModule):
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if self.automatic_optimization:
+            if not self.replays:
                 group["lr"] = rate
             elif isinstance(group["lr"], Tensor) and group["lr"].device == self.device:
                 group["lr"].fill_(rate)
@@ -119,29 +123,41 @@ class ReplayedSteps(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Decide whether steps are replayed."""
+        require_precision(self.trainer.precision)
         if stage != "fit":
             return
+        if self.replays:  # in the run before
+            self.replays, self.automatic_optimization = False, True
         reason = "capture is False" if self.capture is False else self.why_not_replayed()
-        if type(self).training_step is not ReplayedSteps.training_step:
-            reason = f"{type(self).__name__} has a training_step of its own"
+        name, own_step = type(self).__name__, type(self).training_step
+        if own_step is not ReplayedSteps.training_step:
+            reason = f"{name} has a training_step of its own"
+        elif not self.automatic_optimization:
+            raise ValueError(
+                f"{name} sets automatic_optimization to False, and has no training_step of its own "
+                "that would optimize"
+            )
         if self.capture and reason:
             rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
-        self.automatic_optimization = reason is not None
+        if reason is None:
+            self.replays, self.automatic_optimization = True, False
         self._graph = None if reason else StepGraph(self._optimize)
         data: Any = getattr(self.trainer, "datamodule", None)
         self._several = reason is None and hasattr(data, "steps_per_batch")
         self._backlog = None
         if self.trainer.strategy.root_device.type == "cuda":
             self._backlog = Backlog(_STEPS_AHEAD // (STEPS_PER_BATCH if self._several else 1))
-        self._val_check_interval = every = self.trainer.val_check_interval
         if self._several:
             data.steps_per_batch = STEPS_PER_BATCH
+            # A Trainer that validates by the clock has none.
+            every = getattr(self.trainer, "val_check_interval", None)
             if isinstance(every, int):  # Lightning counts batches, users mean steps.
+                self._val_check_interval = every
                 self.trainer.val_check_interval = max(1, every // STEPS_PER_BATCH)
 
     def on_train_start(self) -> None:
         """Go on counting, and drawing, where a resumed run stopped."""
-        if not self.automatic_optimization:
+        if self.replays:
             count_steps(self.trainer, 0)
         if self._noise_to_restore is not None:
             set_noise_state(self._noise_to_restore, self.device, self.global_rank)
@@ -155,7 +171,7 @@ class ReplayedSteps(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One loss, or as many steps as there are batches in this one; now and then logged."""
-        if not self.automatic_optimization:
+        if self.replays:
             return self._replay(batch)
         loss = self.step_loss(batch)
         every: int = getattr(self.trainer, "log_every_n_steps", 0)
@@ -173,7 +189,9 @@ class ReplayedSteps(LightningModule):
         if stage == "fit" and self._several:
             data: Any = getattr(self.trainer, "datamodule", None)
             data.steps_per_batch = None
-            self.trainer.val_check_interval = self._val_check_interval
+            if self._val_check_interval is not None:
+                self.trainer.val_check_interval = self._val_check_interval
+                self._val_check_interval = None
 
     @contextmanager
     def evaluation_noise(self, batch_idx: int) -> Iterator[None]:
@@ -186,12 +204,8 @@ class ReplayedSteps(LightningModule):
         checkpoint["noise"] = noise_state(self.device, self.all_gather)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the random states; optimizers name kernels, which depend on the device."""
+        """Remember the random states."""
         self._noise_to_restore = checkpoint.get("noise")
-        for state in checkpoint.get("optimizer_states", ()):
-            for group in state["param_groups"]:
-                name = "adam" if "betas" in group else "sgd"
-                group |= {"fused": None, "capturable": False} | self.optimizer_options(name)
 
     def _replay(self, batch: Any) -> Tensor:
         """Steps on one batch, or on several stacked along a first dimension."""
@@ -242,6 +256,28 @@ class ReplayedSteps(LightningModule):
             self._sent = None
             for logger in self.loggers:
                 logger.log_metrics({"train/loss": receive().item()} | settings, step)
+
+
+def keep_kernels(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, which from now on keeps its own kernels when it loads a state.
+
+    Saved groups name the kernels of the device they were saved on. The kernels of this optimizer
+    are those of the device it is on.
+    """
+    optimizer.register_load_state_dict_pre_hook(_with_kernels_of)
+    return optimizer
+
+
+def _with_kernels_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    saved, own = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(own):
+        return state  # torch says what is wrong with it
+    kernels = ("fused", "capturable", "foreach")
+    groups = [
+        group | {name: mine[name] for name in kernels if name in mine}
+        for group, mine in zip(saved, own, strict=True)
+    ]
+    return state | {"param_groups": groups}
 
 
 def why_not(module: LightningModule) -> str | None:

@@ -14,8 +14,9 @@ from catnat.losses import energy_from_terms, energy_terms
 from catnat.metrics import edge_metrics, prediction_metrics
 from catnat.networks import GCN, as_predictor
 
-from .capture import ReplayedSteps
+from .capture import ReplayedSteps, keep_kernels
 from .checks import require_positive
+from .means import RowMeans
 
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
@@ -47,8 +48,8 @@ class GraphStructureLearner(ReplayedSteps):
     ``psi_warmup_steps`` (a wrong psi would drive all edges to zero, where saturating heads stay).
 
     A batch is (x, y), x (B, N, in_features) and y (B, N, out_features). Subclasses override
-    :meth:`scores` or :meth:`loss`. With several ranks each draws graphs of its own: the expected
-    gradient is the same as with shared ones, and its variance lower.
+    :meth:`scores`, which may read the batch, or :meth:`loss`. With several ranks each draws graphs
+    of its own: the expected gradient is the same as with shared ones, and its variance lower.
 
     Logged: train/loss; val/loss; and for val/ and test/: energy_score, energy_score_2x (the
     paper's table has twice its formula), pp_mae (of the median of M samples), pp_mse (of their
@@ -149,6 +150,8 @@ class GraphStructureLearner(ReplayedSteps):
         self._left: float | None = None  # share of the learning rates, in the step before
         self._num_steps = 0.0
         self._prediction, self._edges = prediction_metrics(), edge_metrics()
+        self._means = RowMeans(self.device)
+        self._latest: Any = None  # the batch that was evaluated last
 
     def _initial_scores(self, low: float, high: float) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
@@ -189,17 +192,22 @@ class GraphStructureLearner(ReplayedSteps):
 
     @property
     def theta(self) -> Tensor:
-        """Probabilities of the edges as they are now, (N, N) without gradient."""
+        """Probabilities of the edges as they are now, (N, N) without gradient.
+
+        Where :meth:`scores` reads the batch, they are those of the batch that was evaluated last.
+        """
+        batch = self.transfer_batch_to_device(self._latest, self.device, 0)
         with torch.no_grad():
-            return self.head.probs(self.scores(None))[..., 1]
+            return self.head.probs(self.scores(batch))[..., 1]
 
     # -- training --------------------------------------------------------------------------
 
     def step_loss(self, batch: Any) -> Tensor:
         """The loss of a step, as device work alone: no waiting for the host, no logging."""
-        fixed = self.scores(batch).detach()
+        scores = self.scores(batch)
+        fixed = scores.detach()
         # Plus exactly zero, whose gradient is zero too while psi is trained alone.
-        scores = fixed + self.theta_moves * (self.scores(batch) - fixed)
+        scores = fixed + self.theta_moves * (scores - fixed)
         return self.loss(batch, self.head(scores))
 
     def why_not_replayed(self) -> str | None:
@@ -220,7 +228,7 @@ class GraphStructureLearner(ReplayedSteps):
             for params, rate in zip((others, psi), self.learning_rates, strict=True)
         ]
         options: dict[str, Any] = self.optimizer_options("adam")
-        return torch.optim.Adam(groups, **options)
+        return keep_kernels(torch.optim.Adam(groups, **options))
 
     def on_train_start(self) -> None:
         """Find out how long the run is."""
@@ -244,15 +252,18 @@ class GraphStructureLearner(ReplayedSteps):
 
     def on_validation_epoch_start(self) -> None:
         """Forget earlier sums."""
-        self._prediction.reset()
+        self._forget(loss=())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One pass."""
+        if self._is_empty(batch):
+            return
         with self.evaluation_noise(batch_idx):
-            q = self(batch)
+            scores = self.scores(batch)
+            q = self.head(scores)
             loss = self.loss(batch, q)
             self._predict(batch, q)
-        self.log("val/loss", loss, batch_size=len(batch[0]), sync_dist=True)
+        self._add(batch, scores, q, loss=loss)
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of all pairs of all ranks."""
@@ -260,35 +271,62 @@ class GraphStructureLearner(ReplayedSteps):
 
     def on_test_epoch_start(self) -> None:
         """Forget earlier sums."""
-        self._prediction.reset()
+        self._forget()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``test_passes`` passes."""
-        q = self(batch)
+        if self._is_empty(batch):
+            return
+        scores = self.scores(batch)
+        q = self.head(scores)
         with self.evaluation_noise(batch_idx):
             for _ in range(self.test_passes):
                 self._predict(batch, q)
+        self._add(batch, scores, q)
 
     def on_test_epoch_end(self) -> None:
         """Log the metrics of all pairs of all ranks."""
         self._log_metrics("test")
+
+    def _forget(self, **shapes: tuple[int, ...]) -> None:
+        self._prediction.reset()
+        theta = (self.num_nodes, self.num_nodes)
+        self._means = RowMeans(self.device, saturated=(), theta=theta, **shapes)
+
+    def _is_empty(self, batch: Any) -> bool:
+        """Whether there is no pair for this rank; its metrics still count as updated."""
+        _, y = batch
+        if not len(y):
+            self._prediction.update(y.expand(self.num_samples, *y.shape), y)
+        return not len(y)
 
     def _predict(self, batch: Any, q: HeadCategorical) -> None:
         x, y = batch
         graphs = sample_graphs(q.probs[..., 1], self.num_samples)
         self._prediction.update(self.predictor(x, graphs), y)
 
+    def _add(self, batch: Any, scores: Tensor, q: HeadCategorical, **values: Tensor) -> None:
+        """Add what is the same for all pairs of a batch to the sums of this epoch."""
+        self._latest, pairs = batch, len(batch[1])
+        values["saturated"] = self.head.saturated(scores).float().mean()
+        values["theta"] = q.probs[..., 1]
+        sums = {name: each.detach().double() * pairs for name, each in values.items()}
+        self._means.add(pairs, **sums)
+
     def _log_metrics(self, stage: str) -> None:
-        values: dict[str, Tensor] = self._prediction.compute()
+        means = {name: each.float() for name, each in self._means.compute(self.trainer).items()}
+        if not means:
+            return  # a subclass evaluates in its own way
+        theta = means.pop("theta")
+        values: dict[str, Tensor] = self._prediction.compute() | means
         values["energy_score_2x"] = 2 * values["energy_score"]
-        values["saturated"] = self.head.saturated(self.scores(None)).float().mean()
         data = getattr(self.trainer, "datamodule", None)
         optimal = getattr(data, "optimal", None)
         if stage == "test" and optimal is not None:
             values["gap_2x"] = values["energy_score_2x"] - optimal["energy_score_2x"]
         if (truth := getattr(data, "edge_probs", None)) is not None:
             self._edges.reset()
-            self._edges.update(self.theta, truth.to(self.device))
+            self._edges.update(theta, truth.to(self.device))
             values |= self._edges.compute()
         self.log_dict({f"{stage}/{name}": each for name, each in values.items()}, sync_dist=True)
 

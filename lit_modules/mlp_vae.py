@@ -41,7 +41,8 @@ class MLPDiscreteVAE(DiscreteVAE):
         baseline: "constant", or "leave-one-out": of M samples, the mean of the other M - 1.
         baseline_value: b for the constant baseline.
         num_samples: M, samples per image and step; at least 2 for leave-one-out.
-        nll_samples: importance samples per image for test/nll.
+        nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
+            and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
         capture: as in :class:`DiscreteVAE`.
     """

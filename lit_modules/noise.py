@@ -24,8 +24,14 @@ def noise_state(device: torch.device, gather: Callable[[Tensor], Any]) -> dict[s
 
 
 def set_noise_state(states: dict[str, Tensor], device: torch.device, rank: int) -> None:
-    """Undo what happened since :func:`noise_state`; a rank that was not there is left alone."""
+    """Undo what happened since :func:`noise_state`.
+
+    A rank that was not there gets noise of its own, which follows from the state of rank 0.
+    """
     if rank >= len(states["cpu"]):
+        torch.set_rng_state(states["cpu"][0].clone())
+        torch.manual_seed(int(torch.randint(2**62, ())))
+        separate_noise(rank)
         return
     torch.set_rng_state(states["cpu"][rank].clone())
     if device.type == "cuda" and "cuda" in states:

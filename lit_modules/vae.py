@@ -17,8 +17,9 @@ from catnat import HeadCategorical, make_head
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
 
-from .capture import ReplayedSteps
+from .capture import ReplayedSteps, keep_kernels
 from .checks import require_positive
+from .means import RowMeans
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -59,7 +60,8 @@ class DiscreteVAE(ReplayedSteps):
         temperature_rate: r in τ = exp(-r step).
         min_temperature: lower limit of τ.
         temperature_steps: steps between changes of τ.
-        nll_samples: importance samples per image for test/nll.
+        nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
+            and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
         capture: replay training steps as CUDA graphs, many times faster for a model this small,
             with the same results. None: wherever that is possible. A replayed step does not call
@@ -116,8 +118,8 @@ class DiscreteVAE(ReplayedSteps):
         # part of a checkpoint.
         self.register_buffer("temperature", torch.ones(()), persistent=False)
         self._temperature = 1.0  # the same number where reading it waits for nothing
-        self._totals: dict[str, Tensor] = {}
-        self._prior_noise = torch.Generator().manual_seed(0)
+        self._means = RowMeans(self.device)
+        self._prior_draws = 0  # how often; a generator could not be pickled
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
@@ -162,7 +164,9 @@ class DiscreteVAE(ReplayedSteps):
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents drawn from the prior, (n, 1, 28, 28); leaves torch's seed be."""
         K = self.head.num_categories
-        index = torch.randint(K, (n, self.num_latents), generator=self._prior_noise)
+        noise = torch.Generator().manual_seed(self._prior_draws)
+        self._prior_draws += 1
+        index = torch.randint(K, (n, self.num_latents), generator=noise)
         with evaluating(self):
             z = F.one_hot(index.to(self.device), K)
             return self.decode(z.to(self.temperature.dtype)).sigmoid()
@@ -185,7 +189,7 @@ class DiscreteVAE(ReplayedSteps):
         """Adam or SGD, with a decaying learning rate if asked for."""
         kind = _OPTIMIZERS[self.optimizer_name]
         options = self.optimizer_options(self.optimizer_name)
-        optimizer: Optimizer = kind(self.parameters(), lr=self.learning_rate, **options)
+        optimizer = keep_kernels(kind(self.parameters(), lr=self.learning_rate, **options))
         if self.lr_decay == 1:
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
@@ -217,10 +221,12 @@ class DiscreteVAE(ReplayedSteps):
 
     def on_validation_epoch_start(self) -> None:
         """Forget earlier sums."""
-        self._totals = {}
+        self._means = RowMeans(self.device, loss=(), elbo=(), kl=())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
+        if not len(images(batch)):
+            return  # this rank's share of the last batch
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss, reconstruction = (
@@ -232,14 +238,17 @@ class DiscreteVAE(ReplayedSteps):
 
     def on_validation_epoch_end(self) -> None:
         """Log means over all images of all ranks."""
-        self._log_means("val", self._means())
+        self._log_means("val", self._means.compute(self.trainer))
 
     def on_test_epoch_start(self) -> None:
         """Forget earlier sums."""
-        self._totals = {}
+        usage = (self.num_latents, self.head.num_categories)
+        self._means = RowMeans(self.device, nll=(), elbo=(), kl=(), saturated=(), usage=usage)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
+        if not len(images(batch)):
+            return  # this rank's share of the last batch
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
@@ -250,7 +259,8 @@ class DiscreteVAE(ReplayedSteps):
 
     def on_test_epoch_end(self) -> None:
         """Log means over all images of all ranks, and what follows from them."""
-        self._log_means("test", self._test_metrics(self._means()))
+        means = self._means.compute(self.trainer)
+        self._log_means("test", self._test_metrics(means) if means else {})
 
     def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         usage = means.pop("usage")  # mean q(z | x), (N, K)
@@ -279,21 +289,9 @@ class DiscreteVAE(ReplayedSteps):
 
     def _add(self, **values: Tensor) -> None:
         """Add values of images, each (B, *), to the sums of this epoch."""
-        values["count"] = torch.ones_like(values["kl"])
-        for name, value in values.items():
-            self._totals[name] = self._totals.get(name, 0) + value.double().sum(0)
-
-    def _means(self) -> dict[str, Tensor]:
-        totals = list(self._totals.values())
-        flat = torch.cat([each.flatten() for each in totals])
-        flat = self.trainer.strategy.reduce(flat, reduce_op="sum")
-        parts = flat.split([each.numel() for each in totals])
-        sums = {
-            name: part.view_as(each)
-            for (name, each), part in zip(self._totals.items(), parts, strict=True)
-        }
-        count = sums.pop("count")
-        return {name: each / count for name, each in sums.items()}
+        self._means.add(
+            len(values["kl"]), **{name: each.double().sum(0) for name, each in values.items()}
+        )
 
     def _log_means(self, stage: str, means: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": m.float() for name, m in means.items()}, sync_dist=True)

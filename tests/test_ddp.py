@@ -12,7 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
+from callbacks import FisherMonitor, VAEFigures
 from datamodules import CommunityGraphDataModule, MNISTDataModule
 from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
@@ -43,7 +45,7 @@ class SmoothVAE(Recorder, MLPDiscreteVAE):
         return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
 
 
-def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=None):
+def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=None, **options):
     folder.mkdir(exist_ok=True)
     model.folder = folder
     data = data or MNISTDataModule(str(root), batch_size=10 // devices, download=False)
@@ -53,25 +55,28 @@ def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=Non
         strategy="ddp_fork" if devices > 1 else "auto",
         max_steps=steps,
         max_epochs=-1,
-        logger=False,
-        callbacks=list(save),
         enable_checkpointing=bool(save),
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"logger": False, "callbacks": list(save)} | options,
     )
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer, data
+
+
+def write_images(root, train, test):
+    root.mkdir()
+    for name, n in (("train", train), ("t10k", test)):
+        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
+        path = root / f"{name}-images-idx3-ubyte"
+        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
 
 
 def work(folder):
     """All runs; the one process last, because forking after a backward pass may hang."""
     torch.set_num_threads(1)
     root = folder / "data"
-    root.mkdir()
-    for name, n in (("train", 60), ("t10k", 13)):  # 50 to train on, 10 to validate, 13 to test
-        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
-        path = root / f"{name}-images-idx3-ubyte"
-        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
+    write_images(root, 67, 11)  # 55 to train on, 12 to validate, 11 to test
 
     seed_everything(1, verbose=False)
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
@@ -92,12 +97,38 @@ def work(folder):
             trainer.test(model, data, verbose=False)  # 5 pairs: shares of 3 and 2
             torch.save(dict(trainer.callback_metrics), folder / name / "metrics.pt")
 
+    evaluate_one_item(folder)
     for devices in (2, 1):
         seed_everything(1, verbose=False)
         model = SmoothVAE("natural", nll_samples=2, learning_rate=1e-4)
         trainer, data = run(model, root, folder / f"on{devices}", devices)
-        trainer.test(model, data, verbose=False)  # 13 images: shares of 7 and 6
-        torch.save(dict(trainer.callback_metrics), folder / f"on{devices}" / "metrics.pt")
+        validated = dict(trainer.callback_metrics)
+        trainer.test(model, data, verbose=False)  # 11 images: shares of 6 (5, 1) and 5 (5, 0)
+        metrics = validated | trainer.callback_metrics
+        torch.save(metrics, folder / f"on{devices}" / "metrics.pt")
+
+
+def evaluate_one_item(folder):
+    """One to validate on and one to test: nothing for the second rank, pictures included."""
+    root = folder / "few"
+    write_images(root, 6, 1)
+    for name in ("few-vae", "few-graph"):
+        if name == "few-vae":
+            model = DiscreteVAE("natural", nll_samples=2)
+            data = MNISTDataModule(str(root), batch_size=2, download=False)
+        else:
+            model = GraphStructureLearner(num_nodes=6, test_passes=1)
+            data = CommunityGraphDataModule(
+                communities=1, num_pairs=19, batch_size=5, root=str(root)
+            )
+        trainer, _ = run(
+            model, root, folder / name, 2, data=data, steps=2, log_every_n_steps=1,
+            callbacks=[FisherMonitor(), VAEFigures()], logger=CSVLogger(folder / name),
+            val_check_interval=1, check_val_every_n_epoch=None,
+        )  # fmt: skip
+        validated = dict(trainer.callback_metrics)
+        trainer.test(model, data, verbose=False)
+        torch.save(validated | trainer.callback_metrics, folder / name / "metrics.pt")
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +185,10 @@ def test_two_processes_learn_what_one_learns(folder):
 def test_two_processes_measure_what_one_measures(folder):
     one, two = (torch.load(folder / f"on{n}" / "metrics.pt", weights_only=True) for n in (1, 2))
     assert two.keys() >= one.keys() >= {"test/nll", "test/elbo", "test/kl", "test/elbo_table"}
-    for name in ("test/kl", "test/information", "test/saturated", "test/collapsed"):
+    for name in ("val/kl", "test/kl", "test/information", "test/saturated", "test/collapsed"):
         torch.testing.assert_close(two[name], one[name])
+    for name in ("val/loss", "val/elbo", "test/elbo"):
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=0)
     torch.testing.assert_close(two["test/nll"], one["test/nll"], rtol=1e-3, atol=0)
 
 
@@ -164,6 +197,40 @@ def test_graph_metrics_cover_the_pairs_of_both(folder):
     assert all(value.isfinite() for value in metrics.values())
     assert metrics["test/energy_score_2x"] == pytest.approx(2 * metrics["test/energy_score"].item())
     assert metrics["test/dead_edges"] == 0 and 0 < metrics["test/theta_mae"] < 1
+
+
+@pytest.mark.parametrize("name", ["few-vae", "few-graph"])
+def test_a_rank_may_have_nothing_to_evaluate(folder, name):
+    metrics = torch.load(folder / name / "metrics.pt", weights_only=True)
+    assert {"val/loss"} < metrics.keys() and any(each.startswith("test/") for each in metrics)
+    assert all(value.isfinite() for value in metrics.values()), metrics
+
+
+LATE_SIGNAL = """
+import os, signal
+from lit_modules import DiscreteVAE
+
+def step(self, batch, batch_idx, original=DiscreteVAE.{step}):
+    if self.global_rank == 0 and self.global_step == 3 and batch_idx == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(self, batch, batch_idx)
+
+DiscreteVAE.{step} = step
+"""
+
+
+@pytest.mark.parametrize("step", ["validation_step", "test_step"])
+def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
+    """Rank 0 alone gets it; no rank is left waiting for another."""
+    Path("late_signal.py").write_text(LATE_SIGNAL.format(step=step))
+    train = Path(__file__).resolve().parent.parent / "train.py"
+    argv = [sys.executable, str(train), "--import=late_signal", *workspace, "--batch_size=3"]
+    argv += ["--devices=2", "--strategy=ddp", "--accelerator=cpu", "--val_check_interval=3"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stderr == ""
+    assert "stopped by SIGTERM after step 3; go on with" in done.stdout.splitlines()[-1]
+    assert not Path("runs/vae/natural/version_0/metrics.json").exists()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """A run that was stopped and resumed ends, bit for bit, where an uninterrupted one ends."""
 
+import os
+import signal
 import struct
 import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from callbacks import LastCheckpoint, Stopped
 from datamodules import MNISTDataModule
 from lit_modules import DiscreteVAE, MLPDiscreteVAE
 
@@ -144,3 +147,37 @@ def test_loading_for_evaluation_leaves_the_random_state_alone(root, straight):
     path = folder / "step=5.ckpt"
     trainer.test(model, data, ckpt_path=path, weights_only=True, verbose=False)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Kill(Callback):
+    """Sends SIGTERM to this process while a batch is under way."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("at", [4, 6, 8])
+def test_a_signal_waits_for_all_batches_of_a_step(root, tmp_path, at):
+    """Batches 0 to 2, 3 to 4 (the end of the epoch), 5 to 7 and 8 to 9 make a step each."""
+    build, variant = MODELS["vae"]
+    options = {"max_steps": 6, "accumulate_grad_batches": 3}
+    seed_everything(1, verbose=False)
+    straight = build()
+    run(root, straight, variant, **options)
+
+    seed_everything(1, verbose=False)
+    callbacks = [Kill(at), LastCheckpoint(tmp_path)]
+    with pytest.raises(Stopped) as stop:
+        run(root, build(), variant, callbacks=callbacks, **options)
+    step = {4: 2, 6: 3, 8: 4}[at]
+    assert stop.value.step == step
+    path = tmp_path / "last.ckpt"
+    assert torch.load(path, weights_only=True)["global_step"] == step
+    seed_everything(99, verbose=False)
+    resumed = build()
+    assert run(root, resumed, variant, ckpt_path=path, **options).global_step == 6
+    assert_same(straight, resumed)

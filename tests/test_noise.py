@@ -1,0 +1,51 @@
+"""Noise of ranks: each has its own, and a resumed run draws what it would have drawn."""
+
+import pytest
+import torch
+
+from lit_modules.noise import noise_state, separate_noise, set_noise_state
+
+CPU = torch.device("cpu")
+
+
+def saved(seed, ranks):
+    """The state that a run on so many ranks saves."""
+    states = []
+    for rank in range(ranks):
+        torch.manual_seed(seed)
+        separate_noise(rank)
+        torch.rand(7)  # some steps
+        states.append(noise_state(CPU, lambda state: state)["cpu"])
+    return {"cpu": torch.cat(states)}
+
+
+def draws(states, ranks, seed=99):
+    """What each rank of a resumed run draws first; all of them were seeded alike before."""
+    found = []
+    for rank in range(ranks):
+        torch.manual_seed(seed)
+        set_noise_state(states, CPU, rank)
+        found.append(torch.rand(4).tolist())
+    return found
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 1)])
+def test_every_rank_of_a_resumed_run_has_noise_of_its_own(before, now):
+    found = draws(saved(5, before), now)
+    assert len({tuple(each) for each in found}) == now
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_new_ranks_draw_the_same_whenever_a_checkpoint_is_loaded(before):
+    states = saved(5, before)
+    assert draws(states, 4, seed=99) == draws(states, 4, seed=1)
+    assert draws(saved(6, before), 4)[3] != draws(states, 4)[3], "it follows from the checkpoint"
+
+
+def test_ranks_that_were_there_go_on():
+    states = saved(5, 2)
+    for rank in range(2):
+        torch.manual_seed(5)
+        separate_noise(rank)
+        torch.rand(7)
+        assert torch.rand(4).tolist() == draws(states, 4)[rank]

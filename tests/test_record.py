@@ -1,0 +1,155 @@
+"""What TensorBoard shows of a run: every value once, also of runs that were resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cases_cli import run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+import train
+from callbacks import RunRecord, last_validation
+
+FOLDER = Path("runs/vae/natural/version_0")
+
+
+@pytest.fixture
+def options(workspace):
+    return [*workspace, "--max_steps=5", "--val_check_interval=3", "--log_every_n_steps=1"]
+
+
+def events(folder=FOLDER):
+    return EventAccumulator(str(folder), {"scalars": 0, "images": 0}).Reload()
+
+
+def steps(folder=FOLDER):
+    """Steps of every scalar and picture, as they stand in the files: nothing purged on reading."""
+    kinds = {"scalars": 0, "images": 0}
+    found = EventAccumulator(str(folder), kinds, purge_orphaned_data=False).Reload()
+    tags = found.Tags()
+    scalars = {tag: [each.step for each in found.Scalars(tag)] for tag in tags["scalars"]}
+    return scalars | {tag: [each.step for each in found.Images(tag)] for tag in tags["images"]}
+
+
+def hparams(folder=FOLDER):
+    """Hyperparameters by name, and the metrics beside them."""
+    content = events(folder).PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(content["_hparams_/session_start_info"])
+    experiment = HParamsPluginData.FromString(content["_hparams_/experiment"])
+    shown = {
+        name: value.string_value or value.number_value
+        for name, value in start.session_start_info.hparams.items()
+    }
+    return shown, [each.name.tag for each in experiment.experiment.metric_infos]
+
+
+def assert_each_once(found):
+    assert all(len(set(each)) == len(each) for each in found.values()), found
+
+
+def test_a_run_is_one_file_with_every_value_once(options):
+    assert run(*options) == 0
+    assert len(list(FOLDER.rglob("events.*"))) == 1
+    found = steps()
+    assert_each_once(found)
+    assert found["train/loss"] == found["fim/saturated"] == [0, 1, 2, 3, 4]
+    assert found["test/nll"] == [5]
+    kept = json.loads((FOLDER / "metrics.json").read_text())
+    (tested,) = events().Scalars("test/nll")
+    assert tested.value == pytest.approx(kept["test/nll"])
+
+
+@pytest.mark.parametrize(("every", "wanted"), [(3, [2, 5]), (5, [4]), (2, [1, 3, 5])])
+def test_the_last_validation_is_written_once(options, every, wanted):
+    """Within training at the number of its last step, which counts from 0; after it, at the end."""
+    assert run(*options, f"--val_check_interval={every}") == 0
+    found = steps()
+    for tag in ("val/loss", "images/reconstructions", "images/prior", "latents/usage"):
+        assert found[tag] == wanted, tag
+    kept = json.loads((FOLDER / "metrics.json").read_text())
+    assert events().Scalars("val/loss")[-1].value == pytest.approx(kept["val/loss"])
+
+
+def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatch):
+    from lit_modules import DiscreteVAE
+
+    def dies(self, step, original=DiscreteVAE.prepare_step):
+        if step == 6:
+            raise ArithmeticError
+        original(self, step)
+
+    options = [*options, "--max_steps=8", "--save_every=4"]
+    with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
+        patch.setattr(DiscreteVAE, "prepare_step", dies)
+        run(*options)
+    assert steps()["train/loss"] == [0, 1, 2, 3, 4, 5]
+    (events_before,) = FOLDER.glob("events.*")
+    with open(events_before, "r+b") as file:
+        file.truncate(events_before.stat().st_size - 5)  # killed while it wrote
+    assert run(*options, "--ckpt_path=last") == 0
+    found = steps()
+    assert_each_once(found)
+    assert found["train/loss"] == found["fim/saturated"] == list(range(8))
+    assert found["val/loss"] == [2, 5, 8]
+    assert found["test/nll"] == [8]
+
+
+def test_a_run_that_goes_on_shows_its_new_end(options):
+    assert run(*options) == 0
+    assert run(*options, "--max_steps=7", "--ckpt_path=last") == 0
+    found = steps()
+    assert_each_once(found)
+    assert found["val/loss"] == [2, 5, 7]
+    assert found["test/nll"] == [7]
+    assert hparams()[0]["steps"] == 7
+
+
+def test_a_run_that_died_in_its_test_shows_it_once(options):
+    assert run(*options) == 0
+    before = json.loads((FOLDER / "metrics.json").read_text())
+    (FOLDER / "metrics.json").unlink()
+    assert run(*options, "--ckpt_path=last") == 0
+    found = steps()
+    assert_each_once(found)
+    assert found["val/loss"] == [2, 5] and found["test/nll"] == [5]
+    assert json.loads((FOLDER / "metrics.json").read_text()) == pytest.approx(before)
+
+
+def test_hparams_show_the_run(options):
+    assert (
+        run(*options, "--seed=7", "--num_latents=4", "--data.seed=3", "--learning_rate=.002") == 0
+    )
+    shown, metrics = hparams()
+    wanted = {"seed": 7, "data_seed": 3, "steps": 5, "source": "files", "head": "natural",
+              "num_latents": 4, "num_categories": 8, "learning_rate": 0.002, "variant": "gray",
+              "batch_size": 10}  # fmt: skip
+    assert {name: shown[name] for name in wanted} == wanted
+    assert "test/nll" in metrics and "val/loss" not in metrics
+
+
+def test_hparams_of_a_graph(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model=gsl", "--num_pairs=60", "--batch_size=8", "--communities=1", "--max_steps=2",
+            "--test_passes=1", "--seed=7", "--theta=.5"]  # fmt: skip
+    assert train.main(argv) == 0
+    shown, metrics = hparams(Path("runs/gsl/natural/version_0"))
+    wanted = {"seed": 7, "data_seed": 0, "steps": 2, "theta": 0.5, "in_features": 4}
+    assert {name: shown[name] for name in wanted} == wanted
+    assert "data_in_features" not in shown, "both say the same"
+    assert "test/gap_2x" in metrics
+
+
+def test_metrics_are_remembered_only_of_the_model_as_it_is():
+    class At:
+        global_step, sanity_checking, callback_metrics = 3, False, {"val/loss": 1.0, "train/x": 2.0}
+        callbacks = [RunRecord()]
+
+    assert last_validation(At) == {}
+    At.callbacks[0].on_validation_end(At, None)
+    assert last_validation(At) == {"val/loss": 1.0}
+    state, At.callbacks = At.callbacks[0].state_dict(), [RunRecord()]
+    At.callbacks[0].load_state_dict(state)
+    assert last_validation(At) == {"val/loss": 1.0}
+    At.global_step = 4
+    assert last_validation(At) == {}

@@ -1,0 +1,302 @@
+"""What users change in the models: how they optimize, what scores read, precision, strategies."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases_cli import run
+from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
+
+from callbacks import FisherMonitor, GraphFigures
+from callbacks.figures import figures_for
+from datamodules import CommunityGraphDataModule, MNISTDataModule
+from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def images(data):
+    return MNISTDataModule(str(data), batch_size=10, download=False)
+
+
+def pairs(folder):
+    return CommunityGraphDataModule(communities=1, num_pairs=60, batch_size=8, root=str(folder))
+
+
+def make_trainer(steps=3, **options):
+    options = {"logger": False, "callbacks": [], "enable_checkpointing": False} | options
+    return pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+# -- optimizing by hand --------------------------------------------------------------------------
+
+
+class ByHand:
+    """Mixed into a model: two optimizer steps on each batch."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.stepped = 0
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.step_loss(batch))
+            optimizer.step()
+            self.stepped += 1
+
+
+class VAEByHand(ByHand, DiscreteVAE):
+    pass
+
+
+class GraphByHand(ByHand, GraphStructureLearner):
+    pass
+
+
+@pytest.mark.parametrize("kind", [VAEByHand, GraphByHand])
+def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data, tmp_path):  # noqa: F811
+    """Also where other models would be replayed, twice in a row, and while it is monitored."""
+    graph = kind is GraphByHand
+    model = kind(num_nodes=6) if graph else kind(num_latents=2, num_categories=3)
+    curve = Curve()
+    for runs in (1, 2):
+        trainer = make_trainer(4, logger=curve, callbacks=[FisherMonitor()])
+        trainer.fit(model, datamodule=pairs(tmp_path) if graph else images(data))
+        assert (trainer.global_step, model.stepped) == (4, 4 * runs)
+        assert not model.automatic_optimization and not model.replays
+    assert list(curve.series("fim/saturated")) == [1, 3]  # the second step of each batch
+
+
+def test_a_subclass_that_optimizes_by_hand_is_told_why_it_is_not_replayed(data):
+    with pytest.warns(UserWarning, match="VAEByHand has a training_step of its own"):
+        make_trainer(2).fit(VAEByHand(capture=True), datamodule=images(data))
+
+
+def test_a_subclass_that_would_never_optimize_is_told(data):
+    """Its run would never end: no step is ever counted."""
+
+    class Idle(DiscreteVAE):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ValueError, match="Idle sets automatic_optimization to False, and has no"):
+        make_trainer(2).fit(Idle(), datamodule=images(data))
+
+
+def test_a_model_that_was_replayed_may_be_trained_without_that(without_cuda, data):  # noqa: F811
+    model = DiscreteVAE(num_latents=2, num_categories=3)
+    make_trainer(4).fit(model, datamodule=images(data))
+    assert model.replays
+    model.capture = False
+    make_trainer(4).fit(model, datamodule=images(data))
+    assert not model.replays and model.automatic_optimization
+
+
+# -- optimizers of the user's --------------------------------------------------------------------
+
+
+class OwnOptimizer(DiscreteVAE):
+    """Its groups have names that no optimizer here has."""
+
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), lr=1e-3, foreach=False)
+
+
+def test_resuming_leaves_the_optimizer_of_a_subclass_alone(data, tmp_path):
+    trainer = make_trainer(2)
+    trainer.fit(OwnOptimizer(), datamodule=images(data))
+    before = trainer.optimizers[0].param_groups[0]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer = make_trainer(3)
+    trainer.fit(OwnOptimizer(), datamodule=images(data), ckpt_path=tmp_path / "a.ckpt")
+    after = trainer.optimizers[0].param_groups[0]
+    assert {**after, "params": 0} == {**before, "params": 0}
+    assert "fused" not in after
+
+
+class PlainAdam(DiscreteVAE):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
+
+
+def test_an_adam_of_the_users_is_not_fused_by_resuming(data, tmp_path):
+    trainer = make_trainer(2)
+    trainer.fit(PlainAdam(), datamodule=images(data))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer = make_trainer(3)
+    trainer.fit(PlainAdam(), datamodule=images(data), ckpt_path=tmp_path / "a.ckpt")
+    assert trainer.optimizers[0].param_groups[0]["fused"] is None
+
+
+def test_our_optimizers_keep_the_kernels_of_their_device_when_they_resume(data, tmp_path):
+    trainer = make_trainer(2)
+    trainer.fit(DiscreteVAE(), datamodule=images(data))
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    for group in saved["optimizer_states"][0]["param_groups"]:
+        group |= {"fused": None, "capturable": True}  # as in a run on another kind of device
+    torch.save(saved, path)
+    trainer = make_trainer(3)
+    trainer.fit(DiscreteVAE(), datamodule=images(data), ckpt_path=path)
+    group = trainer.optimizers[0].param_groups[0]
+    assert group["fused"] is True and group["capturable"] is False
+    assert trainer.global_step == 3
+
+
+# -- scores that read the batch --------------------------------------------------------------------
+
+
+class ReadsTheBatch(GraphStructureLearner):
+    """The graph depends on the mean of x."""
+
+    def scores(self, batch):
+        x, _ = batch
+        return self.edge_scores + 0.1 * x.mean()
+
+
+def test_scores_of_edges_may_read_the_batch(tmp_path):
+    model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Curve(), pairs(tmp_path)
+    trainer = make_trainer(
+        4, logger=curve, callbacks=[FisherMonitor(), figures_for(model)],
+        val_check_interval=2, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=data)
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    # One batch of six pairs.
+    with torch.no_grad():
+        theta = model.head.probs(model.scores(data.test_dataloader().items))[..., 1]
+    assert torch.allclose(model.theta, theta)
+    wanted = (theta - data.edge_probs).abs().mean().item()
+    assert tested["test/theta_mae"] == pytest.approx(wanted, abs=1e-6)
+    assert all(torch.tensor(value).isfinite() for value in tested.values())
+    assert list(curve.series("val/loss")) == [1, 3]
+
+
+def test_theta_metrics_are_those_of_the_mean_over_all_pairs(tmp_path):
+    class OneEdge(GraphStructureLearner):
+        def scores(self, batch):
+            return self.edge_scores + batch[0].mean()
+
+    model, data = OneEdge("sigmoid", num_nodes=6, test_passes=1), pairs(tmp_path)
+    data.prepare_data()
+    data.setup()
+    x, y = data._parts["test"]
+    batches = [(x[:5], y[:5]), (x[5:], y[5:])]
+    data.test_dataloader = lambda: torch.utils.data.DataLoader(batches, batch_size=None)
+    (tested,) = make_trainer().test(model, datamodule=data, verbose=False)
+    with torch.no_grad():
+        each = [model.head.probs(model.scores(batch))[..., 1] for batch in batches]
+    theta = (5 * each[0] + each[1]) / 6
+    assert not torch.allclose(each[0], each[1])
+    wanted = (theta - data.edge_probs).abs().mean().item()
+    assert tested["test/theta_mae"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_pictures_of_a_graph_need_no_batch_to_be_chosen():
+    assert isinstance(figures_for(ReadsTheBatch(num_nodes=3)), GraphFigures)
+
+
+# -- a validation_step of one's own ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
+def test_a_subclass_may_validate_in_its_own_way(kind, data, tmp_path):
+    class Own(kind):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", 7.0)
+
+        def test_step(self, batch, batch_idx):
+            self.log("test/mine", 8.0)
+
+    graph = kind is GraphStructureLearner
+    model = Own(num_nodes=6) if graph else Own()
+    data = pairs(tmp_path) if graph else images(data)
+    trainer = make_trainer(2, val_check_interval=2, check_val_every_n_epoch=None)
+    trainer.fit(model, datamodule=data)
+    assert trainer.callback_metrics["val/loss"] == 7
+    assert trainer.test(model, datamodule=data, verbose=False) == [{"test/mine": 8.0}]
+
+
+# -- the Trainer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", ["00:00:15:00", {"minutes": 15}])
+def test_validation_may_go_by_the_clock(without_cuda, interval, data):  # noqa: F811
+    for capture in (False, None):
+        model = DiscreteVAE(num_latents=2, num_categories=3, capture=capture)
+        trainer = make_trainer(val_check_interval=interval, check_val_every_n_epoch=None)
+        trainer.fit(model, datamodule=images(data))
+        assert trainer.global_step == 3
+        assert "val/loss" not in trainer.callback_metrics, "fifteen minutes have not passed"
+
+
+def draw(rank, models, folder):
+    """What a process of ddp_spawn does, but for the training."""
+    torch.save([model.sample_prior(2) for model in models], folder / "drawn.pt")
+
+
+def test_models_reach_a_spawned_process(tmp_path):
+    """That is how ddp_spawn begins."""
+    models = [DiscreteVAE(), MLPDiscreteVAE()]
+    torch.multiprocessing.spawn(draw, (models, tmp_path), nprocs=1)
+    drawn = torch.load(tmp_path / "drawn.pt", weights_only=True)
+    for model, images_there in zip(models, drawn, strict=True):
+        assert torch.allclose(model.sample_prior(2), images_there, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner])
+def test_models_can_be_pickled_and_copied(kind):
+    model = kind()
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        ours, theirs = model.state_dict(), twin.state_dict()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
+def test_weights_of_16_bits_are_refused(kind, precision, data, tmp_path):
+    graph = kind is GraphStructureLearner
+    with pytest.raises(ValueError, match=f"'{precision}' .*choose from 32-true, 64-true, 16-mixed"):
+        make_trainer(precision=precision).fit(
+            kind(), datamodule=pairs(tmp_path) if graph else images(data)
+        )
+
+
+def test_weights_of_16_bits_are_refused_in_one_line(workspace, capfd):
+    assert run(*workspace, "--precision=bf16-true") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'bf16-true'" in line and "choose from 32-true" in line
+    assert not Path("runs").exists()
+
+
+def test_a_command_line_may_validate_by_the_clock(workspace, capfd):
+    assert run(*workspace, "--val_check_interval=00:00:15:00") == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
+def test_other_precisions_train_and_test(kind, precision, data, tmp_path):
+    graph = kind is GraphStructureLearner
+    model = kind(num_nodes=6, test_passes=1) if graph else kind(nll_samples=2)
+    data = pairs(tmp_path) if graph else images(data)
+    trainer = make_trainer(2, precision=precision, val_check_interval=2)
+    trainer.fit(model, datamodule=data)
+    (tested,) = trainer.test(model, datamodule=data, verbose=False)
+    assert all(torch.tensor(value).isfinite() for value in tested.values())
