@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoints import (
     AtomicCheckpointIO,
+    BestCheckpoint,
     LastCheckpoint,
     Stopped,
     check_same,
+    check_source,
+    closing_runs,
     compare,
     find_checkpoint,
     load_checkpoint,
@@ -20,13 +23,14 @@ from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
 from .progress import ProgressLines
 from .report import report, show_metrics
-from .standard import standard_options
+from .standard import check_options, standard_options
 
 if TYPE_CHECKING:
     from .fisher_sb3 import FisherMonitorSB3
 
 __all__ = [
     "AtomicCheckpointIO",
+    "BestCheckpoint",
     "FisherMonitor",
     "FisherMonitorSB3",
     "GraphFigures",
@@ -34,7 +38,10 @@ __all__ = [
     "ProgressLines",
     "Stopped",
     "VAEFigures",
+    "check_options",
     "check_same",
+    "check_source",
+    "closing_runs",
     "compare",
     "find_checkpoint",
     "load_checkpoint",

