@@ -129,9 +129,10 @@ def record_beside(ckpt_path: Path) -> Path | None:
 
 def _add_names_of_file(names: argparse.Namespace, path: str) -> None:
     config = read_yaml(path)
-    model = config.get("model") or {}
-    if not isinstance(model, dict):
-        raise UsageError(f"--config {path} should read like what --print_config prints")
+    for group in (*SHORT, "fisher"):
+        if not isinstance(config.get(group, {}), dict):
+            raise UsageError(f"--config {path}: {group} should hold options, got {config[group]!r}")
+    model = config.get("model", {})
     for what, value in (("name", model.get("name")), ("head", model.get("head"))):
         if not isinstance(value, str | None):
             raise UsageError(f"--config {path}: model.{what} should be a name, got {value!r}")
@@ -221,8 +222,13 @@ def how_to_go_on(folder: Path, path: str) -> str:
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     """Parse options whose group may be left out."""
+    words = list(_full_names(argv, option_names(parser), _links(parser)))
+    asked = (n for n, word in enumerate(words) if word.partition("=")[0].endswith(".help"))
+    if (first := next(asked, None)) is not None:
+        # The page of one class: other options have no say.
+        words = words[first : first + (1 if "=" in words[first] else 2)]
     try:
-        return parser.parse_args(list(_full_names(argv, option_names(parser), _links(parser))))
+        return parser.parse_args(words)
     except argparse.ArgumentError as error:
         raise UsageError(_plain(str(error), parser)) from error
 
@@ -304,10 +310,20 @@ def _plain(message: str, parser: ArgumentParser) -> str:
     if group := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
         name = ".".join(group.groups())
         return f"unknown option {name}{hint(name, option_names(parser))}"
+    if option := re.fullmatch(r"Option '(\S+)' is not accepted", message):
+        full = {short_name(name): name for name in option_names(parser)}
+        close = difflib.get_close_matches(option[1], full, 1)
+        return (
+            f"unknown option {option[1]}{hint(full[close[0]], [full[close[0]]]) if close else ''}"
+        )
     key = re.search(r'[Pp]arser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:
         return re.sub(r'Parser key "([^"]+)":', r"--\1:", message)
+    if known := re.search(r"given class_path '(?:\w+\.)*(\w+)':\s+(.*)", message):
+        return _problem_of_class(key[1], *known.groups())
+    if part := re.match(r"NestedArg\(key='([^']+)'", value[1]):
+        return f"--{key[1]}.{part[1]} needs a class that has it: --{key[1]} CLASS"
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"[^\s,']+", literals)))
     if choices:
@@ -315,7 +331,18 @@ def _plain(message: str, parser: ArgumentParser) -> str:
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
     kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
     wanted = " or ".join(kind for kind in kinds if kind != "NoneType")
+    if "Expected a dot import path" in message:
+        wanted = " or ".join(filter(None, ("the name of a class", wanted)))
     return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
+
+
+def _problem_of_class(option: str, name: str, problem: str) -> str:
+    """One line about an option whose value is an object of a class."""
+    if missing := re.search(r"arguments are required: (.*)", problem):
+        return f"--{option} {name} needs --{option}.{missing[1].replace(', ', f' and --{option}.')}"
+    if unknown := re.search(r"Option '(\S+)' is not accepted", problem):
+        return f"--{option} {name} has no option {unknown[1]}; see --{option}.help {name}"
+    return f"--{option} {name}: {problem}"
 
 
 def group_help(parser: ArgumentParser, group: str) -> str:

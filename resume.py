@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 HOW_LONG = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
-WHEN_VALIDATED = ("trainer.val_check_interval", "trainer.check_val_every_n_epoch")
 
 # Options that may differ from those the run was started with; a group's name stands for all of it.
 MAY_CHANGE = (
@@ -32,7 +31,8 @@ MAY_CHANGE = (
     "data.root",
     "data.download",
     # What is watched, written and tested: training is the same, whoever looks on.
-    *WHEN_VALIDATED,
+    "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch",
     "trainer.callbacks",
     "trainer.logger",
     "trainer.log_every_n_steps",
@@ -88,8 +88,9 @@ def continued(
         before = cli.parse(parser, [f"--config={record}"])
         for name in inside if strict else ():  # somebody may have edited the file
             _check(path, name, inside[name], before[name], str(record))
-    if given.intersection(HOW_LONG):
-        _forget_length(before, given, config)
+    if given.intersection(HOW_LONG):  # who says one of them leaves the others open
+        for name in HOW_LONG:
+            before[name] = config[name]
     for name in sorted(given):
         if strict:
             _check(path, name, before[name], config[name], "the command line")
@@ -102,11 +103,6 @@ def continued(
 def may_change(name: str) -> bool:
     """Whether an option may differ from what the run was started with."""
     return any(name == each or name.startswith(f"{each}.") for each in MAY_CHANGE)
-
-
-def default_interval(max_steps: int) -> int:
-    """Steps from one validation to the next, where nobody said."""
-    return 500 if max_steps < 1 else min(500, max_steps)
 
 
 def _hyperparameters(checkpoint: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
@@ -146,12 +142,3 @@ def _agrees(said: Any, made: Any) -> bool:
     if isinstance(said, list | tuple) and isinstance(made, list | tuple):
         return list(said) == list(made)
     return bool(said == made)
-
-
-def _forget_length(before: Namespace, given: set[str], config: Namespace) -> None:
-    """Who says one of steps, epochs and time leaves the others open, as in a new run."""
-    same = default_interval(before.trainer.max_steps) == before.trainer.val_check_interval
-    if same and not given.intersection(WHEN_VALIDATED):
-        before.trainer.val_check_interval = None
-    for name in HOW_LONG:
-        before[name] = config[name]

@@ -206,6 +206,7 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
     import torch
 
     trainer, note = config.trainer, ""
+    check_numbers(trainer)
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
@@ -213,11 +214,28 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
             note = (
                 f", {recipe.steps_on_cpu} steps on this CPU; the recipe: --max_steps {recipe.steps}"
             )
-    if isinstance(trainer.val_check_interval, float) and not trainer.check_val_every_n_epoch:
-        trainer.check_val_every_n_epoch = 1  # a fraction is one of an epoch
-    if trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None:
-        trainer.val_check_interval = resume.default_interval(trainer.max_steps)
     return note
+
+
+def say_when_to_validate(options: dict[str, Any]) -> None:
+    """Set what nobody said of validation; a longer run gets another interval than a short one."""
+    interval, most = options["val_check_interval"], options["max_steps"]
+    if isinstance(interval, float) and not options["check_val_every_n_epoch"]:
+        options["check_val_every_n_epoch"] = 1  # a fraction is one of an epoch
+    if interval is None and options["check_val_every_n_epoch"] is None:
+        options["val_check_interval"] = 500 if most < 1 else min(500, most)
+
+
+def check_numbers(trainer: Namespace) -> None:
+    """Raise for numbers that Lightning takes and fails on later, or takes for something else."""
+    for name in ("val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches"):
+        value = trainer[name]
+        if isinstance(value, int | float) and value <= 0:
+            off = "; --limit_val_batches 0 turns validation off" if "val_" in name else ""
+            raise UsageError(f"--{name} must be positive, got {value}{off}")
+    for name in ("log_every_n_steps", "gradient_clip_val"):
+        if (trainer[name] or 0) < 0:
+            raise UsageError(f"--{name} must not be negative, got {trainer[name]}")
 
 
 def compose(command: str, parser: ArgumentParser, config: Namespace, ckpt_path: Path | None) -> Run:
@@ -235,6 +253,7 @@ def compose(command: str, parser: ArgumentParser, config: Namespace, ckpt_path: 
     # Since 4.49 jsonargparse calls it by the first name.
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
+    say_when_to_validate(options)
     check_options(options)  # before anything is written
     home = Path(options["default_root_dir"], name, config.model.head)
     if command == "test" and ckpt_path is None:

@@ -142,6 +142,19 @@ class LastCheckpoint(Checkpoint):
         self._due = self._stop = False
         self._signals.listen()
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let a checkpoint of a validation look like one of the step before it.
+
+        Lightning continues from both without validating again. But only from the latter does it
+        find the next batch if, from there on, validation comes at other steps.
+        """
+        if trainer.state.fn == "fit" and trainer.validating:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            progress["total"]["completed"] -= 1
+            progress["current"]["completed"] -= 1
+
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test can take minutes; nothing is lost when it stops."""
         if trainer.world_size == 1:
