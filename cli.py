@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Collection, Iterator
@@ -31,8 +32,7 @@ _WIDTH = 100  # of help pages
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
 _NAMES = ("model", "head", "print_config", "help")  # read before there is a parser
 
-# What is wrong with a disk, a folder or its permissions, and not with a program.
-DISK_ERRORS = (
+_DISK_ERRORS = (
     errno.ENOSPC,  # full
     errno.EDQUOT,
     errno.EFBIG,
@@ -385,6 +385,27 @@ def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
         if not str(frame.f_globals.get("__name__")).startswith(raised_in):
             raise
         raise UsageError(error) from error
+
+
+@contextmanager
+def quiet_about_disks() -> Iterator[None]:
+    """A full disk in TensorBoard's thread has no traceback: the main thread raises it again."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not is_disk_error(args.exc_value):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def is_disk_error(error: BaseException | None) -> bool:
+    """Whether a disk, a folder or its permissions are to blame, and not a program."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 def silence() -> None:

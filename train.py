@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in cli.DISK_ERRORS:
+        if not cli.is_disk_error(error):
             raise
         print(f"train.py: {error} (checkpoints written before are intact)", file=sys.stderr)
         return 1
@@ -84,7 +84,7 @@ def start(names: Names, options: list[str]) -> int:
     cli.silence()
     from callbacks import closing_runs
 
-    with closing_runs():
+    with closing_runs(), cli.quiet_about_disks():
         if names.model != "ppo":
             return train(names, options)
         import train_ppo
