@@ -312,10 +312,9 @@ def _plain(message: str, parser: ArgumentParser) -> str:
         return f"unknown option {name}{hint(name, option_names(parser))}"
     if option := re.fullmatch(r"Option '(\S+)' is not accepted", message):
         full = {short_name(name): name for name in option_names(parser)}
-        close = difflib.get_close_matches(option[1], full, 1)
-        return (
-            f"unknown option {option[1]}{hint(full[close[0]], [full[close[0]]]) if close else ''}"
-        )
+        near = difflib.get_close_matches(option[1], full, 1)
+        meant = f"; did you mean {full[near[0]]}?" if near else ""
+        return f"unknown option {option[1]}{meant}"
     key = re.search(r'[Pp]arser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:

@@ -13,14 +13,12 @@ from .checkpoints import (
     Stopped,
     check_same,
     check_source,
-    closing_runs,
     compare,
-    find_checkpoint,
     load_checkpoint,
-    open_run,
 )
 from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
+from .folders import closing_runs, find_checkpoint, open_run
 from .progress import ProgressLines
 from .report import report, show_metrics
 from .standard import check_options, standard_options
