@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cli
+import resume
 from cli import UsageError
 
 if TYPE_CHECKING:  # everything that needs torch is imported late: it takes seconds
@@ -60,20 +61,35 @@ def main(argv: list[str] | None = None) -> int:
         if not argv or argv[0] in ("-h", "--help"):
             return show_help(argv[1:])
         names, options = cli.read_names(argv, NAMES)
-        if names.model == "ppo":
-            import train_ppo
-
-            return train_ppo.main(names, options)
-        return show_help(options, names.model) if names.help else train(names, options)
+        if names.help and names.model != "ppo":
+            return show_help(options, names.model)
+        return start(names, options)
     except UsageError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, a folder that cannot be written
+    except OSError as error:
+        if not cli.is_disk_error(error):
+            raise
         print(f"train.py: {error} (checkpoints written before are intact)", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if getattr(stop, "code", None) == 0:  # --trainer.logger.help CSVLogger
+            return 0
         print("train.py: interrupted", file=sys.stderr)
         return 130
+
+
+def start(names: Names, options: list[str]) -> int:
+    """Run a command line whose names are known, with Lightning or with Stable-Baselines3."""
+    cli.silence()
+    from callbacks import closing_runs
+
+    with closing_runs(), cli.quiet_about_disks():
+        if names.model != "ppo":
+            return train(names, options)
+        import train_ppo
+
+        return train_ppo.main(names, options)
 
 
 def show_help(topics: list[str], model: str = "vae") -> int:
@@ -89,7 +105,6 @@ def show_help(topics: list[str], model: str = "vae") -> int:
 
 def train(names: Names, options: list[str]) -> int:
     """Compose everything, fit, test, report."""
-    cli.silence()
     from callbacks import Stopped, report
 
     cli.import_modules(names.imports)
@@ -98,15 +113,21 @@ def train(names: Names, options: list[str]) -> int:
     parser = build_parser(names.model)
     chosen = [f"--model.name={names.model}", f"--model.head={names.head}"]
     config = cli.parse(parser, [*options, *chosen])
+    ckpt_path = None
+    if config.ckpt_path is not None:
+        given = cli.given(parser, options) | ({"model.head"} if names.head_given else set())
+        with cli.usage_errors():
+            ckpt_path, config = go_on(parser, config, given, names.command == "fit")
     config["import"] = names.imports
     note = fill_in(config, MODELS[names.model])
     if names.print_config:
         print(parser.dump(config), end="")
         return 0
     with cli.usage_errors():
-        run = compose(names.command, parser, config)
+        run = compose(names.command, parser, config, ckpt_path)
     if run.trainer.is_global_zero:
-        print(f"{names.command} {names.model} with {names.head}: {run.folder}{note}", flush=True)
+        head = config.model.head
+        print(f"{names.command} {names.model} with {head}: {run.folder}{note}", flush=True)
     try:
         with cli.usage_errors(("lightning.", "datamodules.", "lit_modules.")):
             metrics = fit_and_test(run) if names.command == "fit" else test(run, run.ckpt_path)
@@ -119,6 +140,17 @@ def train(names: Names, options: list[str]) -> int:
     return 0
 
 
+def go_on(
+    parser: ArgumentParser, config: Namespace, given: set[str], strict: bool
+) -> tuple[Path, Namespace]:
+    """The checkpoint that the command line names, and the configuration that goes on from it."""
+    from callbacks import find_checkpoint, load_checkpoint
+
+    home = Path(config.trainer.default_root_dir, config.model.name, config.model.head)
+    path = find_checkpoint(home, config.ckpt_path)
+    return path, resume.continued(parser, config, given, path, load_checkpoint(path), strict)
+
+
 def fit_and_test(run: Run) -> dict[str, float]:
     """Train, then validate (to select by) and test what was learned last."""
     from callbacks import last_validation
@@ -126,15 +158,15 @@ def fit_and_test(run: Run) -> dict[str, float]:
     run.trainer.fit(run.model, datamodule=run.data, ckpt_path=run.ckpt_path)
     validated = last_validation(run.trainer)
     if not validated and run.trainer.limit_val_batches:  # training did not end with a validation
-        (found,) = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
-        validated = dict(found)
+        found = run.trainer.validate(run.model, datamodule=run.data, verbose=False)
+        validated = dict(found[0])
     return validated | test(run, None)
 
 
 def test(run: Run, ckpt_path: Path | None) -> dict[str, float]:
     """Test metrics of a checkpoint, or of the model as it is."""
     tested = run.trainer.test(run.model, datamodule=run.data, ckpt_path=ckpt_path, verbose=False)
-    return dict(tested[0])
+    return dict(tested[0]) if tested else {}  # --limit_test_batches 0
 
 
 @dataclass
@@ -175,6 +207,7 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
     import torch
 
     trainer, note = config.trainer, ""
+    check_numbers(trainer)
     if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
         on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
         trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
@@ -182,40 +215,59 @@ def fill_in(config: Namespace, recipe: Recipe) -> str:
             note = (
                 f", {recipe.steps_on_cpu} steps on this CPU; the recipe: --max_steps {recipe.steps}"
             )
-    if isinstance(trainer.val_check_interval, float) and not trainer.check_val_every_n_epoch:
-        trainer.check_val_every_n_epoch = 1  # a fraction is one of an epoch
-    if trainer.val_check_interval is None and trainer.check_val_every_n_epoch is None:
-        trainer.val_check_interval = 500 if trainer.max_steps < 1 else min(500, trainer.max_steps)
     return note
 
 
-def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
+def say_when_to_validate(options: dict[str, Any]) -> None:
+    """Set what nobody said of validation; a longer run gets another interval than a short one."""
+    interval, most = options["val_check_interval"], options["max_steps"]
+    if isinstance(interval, float) and not options["check_val_every_n_epoch"]:
+        options["check_val_every_n_epoch"] = 1  # a fraction is one of an epoch
+    if interval is None and options["check_val_every_n_epoch"] is None:
+        options["val_check_interval"] = 500 if most < 1 else min(500, most)
+
+
+def check_numbers(trainer: Namespace) -> None:
+    """Raise for numbers that Lightning takes and fails on later, or takes for something else."""
+    for name in ("val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches"):
+        value = trainer[name]
+        if isinstance(value, int | float) and value <= 0:
+            off = "; --limit_val_batches 0 turns validation off" if "val_" in name else ""
+            raise UsageError(f"--{name} must be positive, got {value}{off}")
+    for name in ("log_every_n_steps", "gradient_clip_val"):
+        if (trainer[name] or 0) < 0:
+            raise UsageError(f"--{name} must not be negative, got {trainer[name]}")
+
+
+def compose(command: str, parser: ArgumentParser, config: Namespace, ckpt_path: Path | None) -> Run:
     """Model, data and Trainer of a configuration, and the folder of the run."""
     import torch
     from lightning.pytorch import Trainer, seed_everything
 
-    from callbacks import check_same, find_checkpoint, open_run, standard_options
+    from callbacks import check_options, check_same, check_source, open_run, standard_options
     from lit_modules.checks import require_precision
 
     if str(config.trainer.strategy).endswith("fork"):
         torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
     seed_everything(config.seed, workers=True, verbose=False)
-    wanted, config.ckpt_path = config.ckpt_path, None  # not part of what is saved
+    config.ckpt_path = None  # not part of what is saved
     saved, name = parser.dump(config), config.model.pop("name")
     # Since 4.49 jsonargparse calls it by the first name.
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
     options = objects.trainer.as_dict()
-    Trainer(**options | {"logger": False})  # wrong flags fail here, before anything is written
+    say_when_to_validate(options)
+    check_options(options)  # before anything is written
     require_precision(options["precision"])
     home = Path(options["default_root_dir"], name, config.model.head)
-    if command == "test" and wanted is None:
+    if command == "test" and ckpt_path is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
-    ckpt_path = find_checkpoint(home, wanted) if wanted else None
     if ckpt_path is not None:
         check_same(ckpt_path, objects.model)
     objects.data.prepare_data()
     objects.data.setup("fit")  # already here, because what is wrong with it is the user's to mend
     objects.data.train_dataloader()
+    if ckpt_path is not None and command == "fit":
+        check_source(ckpt_path, objects.data.hparams.get("source"))
     folder = open_run(home, ckpt_path, saved if command == "fit" else None)
     if command == "test":
         options["logger"] = options["logger"] or False  # only what was asked for is written

@@ -8,26 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoints import (
     AtomicCheckpointIO,
+    BestCheckpoint,
     LastCheckpoint,
     Stopped,
     check_same,
+    check_source,
     compare,
-    find_checkpoint,
     load_checkpoint,
-    open_run,
 )
 from .figures import GraphFigures, VAEFigures
 from .fisher import FisherMonitor
+from .folders import closing_runs, find_checkpoint, open_run
 from .progress import ProgressLines
 from .record import RunLogger, RunRecord, last_validation
 from .report import report, show_metrics
-from .standard import standard_options
+from .standard import check_options, standard_options
 
 if TYPE_CHECKING:
     from .fisher_sb3 import FisherMonitorSB3
 
 __all__ = [
     "AtomicCheckpointIO",
+    "BestCheckpoint",
     "FisherMonitor",
     "FisherMonitorSB3",
     "GraphFigures",
@@ -37,7 +39,10 @@ __all__ = [
     "RunRecord",
     "Stopped",
     "VAEFigures",
+    "check_options",
     "check_same",
+    "check_source",
+    "closing_runs",
     "compare",
     "find_checkpoint",
     "last_validation",

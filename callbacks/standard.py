@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 
-from .checkpoints import AtomicCheckpointIO, LastCheckpoint
+from .checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from .figures import figures_for
 from .fisher import FisherMonitor
 from .progress import ProgressLines, StepBar
@@ -33,34 +33,31 @@ def standard_options(
         folder: of the run.
         save_every: steps between checkpoints.
     """
-    callbacks: list[Callback] = [fisher, figures_for(model), *_as_list(options["callbacks"])]
-    callbacks.append(RunRecord())
+    own = _as_list(options["callbacks"])
+    callbacks: list[Callback] = [fisher, figures_for(model), *own, RunRecord()]
     bar = options["enable_progress_bar"] is not False
-    if bar:
+    own_bar = any(isinstance(each, ProgressBar) for each in own)
+    if bar and not own_bar:
         callbacks.append(StepBar() if sys.stdout.isatty() else ProgressLines())
     if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
-        callbacks += _checkpoints(folder / "checkpoints", save_every)
+        place = folder / "checkpoints"
+        callbacks += [BestCheckpoint(place), LastCheckpoint(place, save_every)]
     logger = options["logger"]
     if logger is None:
         # The folder's name in full, so that "name" adds none.
         logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
     return options | {
         "callbacks": callbacks,
-        "enable_progress_bar": bar and sys.stdout.isatty(),
+        "enable_progress_bar": bar and (own_bar or sys.stdout.isatty()),
         "logger": logger,
         "plugins": [AtomicCheckpointIO(), *_as_list(options["plugins"])],
     }
 
 
-def _checkpoints(folder: Path, save_every: int) -> list[Callback]:
-    best = ModelCheckpoint(
-        folder,
-        "best",
-        monitor="val/loss",
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
-    )
-    return [best, LastCheckpoint(folder, save_every)]
+def check_options(options: dict[str, Any]) -> None:
+    """Raise what a Trainer finds wrong with its options."""
+    # A Trainer adds to the list of callbacks that it is given.
+    Trainer(**options | {"logger": False, "callbacks": _as_list(options["callbacks"])})
 
 
 def _as_list(value: Any) -> list[Any]:

