@@ -173,8 +173,6 @@ def test_a_head_with_parameters_is_trained_and_saved():
     [
         spaces.Box(-1, 1, (2,)),
         spaces.MultiBinary(3),
-        spaces.Discrete(1),
-        spaces.MultiDiscrete([2, 1]),
         spaces.MultiDiscrete([[2, 3], [2, 3]]),
     ],
 )
