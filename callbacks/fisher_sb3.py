@@ -13,7 +13,7 @@ from catnat import CategoricalHead, HeadCategorical, HeadProbe
 from catnat.fisher import off_diagonal_mass
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.buffers import map_observations
-from catnat.sb3.distributions import masked
+from catnat.sb3.distributions import masked, unchecked
 
 from .figures import heat_map
 from .observe import sampled_mean_fisher, summarize
@@ -94,7 +94,7 @@ class FisherMonitorSB3(BaseCallback):
         if not any(isinstance(each, CategoricalHead) for each in policy.modules()):
             return
         chosen = self._choose()
-        with torch.no_grad(), HeadProbe(policy) as probe:
+        with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:  # NaN is for others
             distribution = self._distribution(chosen)
             entropy = distribution.entropy().mean()
         masks = self._masks(chosen, probe)

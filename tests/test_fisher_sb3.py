@@ -31,6 +31,7 @@ from catnat.sb3 import (
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
     HeadPPO,
+    NonFinite,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,6 +168,20 @@ def test_a_policy_whose_actions_have_one_choice_is_left_alone():
     assert monitor.latest == {}
     _, rows = run(monitor=monitor, env={"action_space": spaces.MultiDiscrete([1, 3])})
     assert "fim/saturated" in rows[32] and "train/entropy" in rows[32]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_monitor_does_not_end_a_run_whose_observations_are_nan(head):
+    class Blind(Guess):
+        def step(self, action):
+            observation, *rest = super().step(action)
+            return observation * np.nan, *rest
+
+    monitor = FisherMonitorSB3()
+    model = HeadPPO("MlpPolicy", make_vec_env(Blind, 2), policy_kwargs={"head": head}, **SMALL)
+    with pytest.raises(NonFinite):  # from HeadPPO, after the monitor has looked
+        model.learn(32, monitor)
+    assert math.isnan(monitor.latest["train/entropy"])
 
 
 # -- masks and memory -----------------------------------------------------------------------------
