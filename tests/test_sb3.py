@@ -155,6 +155,22 @@ def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
         assert torch.allclose(entropy, first.entropy() + last.entropy())
 
 
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
+def test_binary_actions_are_trained(algorithm):
+    space = spaces.MultiBinary(3)
+    few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
+    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
+    model = algorithm(HeadActorCriticPolicy, env, policy_kwargs={"head": "sigmoid"}, **few)
+    model.learn(32)
+    assert space.contains(model.predict(BOX.sample())[0])
+    shown, actions = torch.randn(4, 3), torch.randint(2, (4, 3)).float()
+    _, log_prob, entropy = model.policy.evaluate_actions(shown, actions)
+    scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(shown))
+    bernoulli = torch.distributions.Bernoulli(logits=scores)
+    assert torch.allclose(log_prob, bernoulli.log_prob(actions).sum(-1), atol=1e-5)
+    assert torch.allclose(entropy, bernoulli.entropy().sum(-1), atol=1e-5)
+
+
 def test_cnn_and_dict_observations():
     cnn = policy("natural", kind=HeadActorCriticCnnPolicy, observation_space=PICTURE)
     assert cnn.net_arch == [] and cnn.action_net.out_features == 4
@@ -197,12 +213,12 @@ def test_a_head_with_parameters_is_trained_and_saved():
     "space",
     [
         spaces.Box(-1, 1, (2,)),
-        spaces.MultiBinary(3),
+        spaces.MultiBinary([2, 3]),
         spaces.MultiDiscrete([[2, 3], [2, 3]]),
     ],
 )
 def test_other_action_spaces_are_refused(space):
-    with pytest.raises(ValueError, match=r"Discrete or a one-dimensional MultiDiscrete.*got "):
+    with pytest.raises(ValueError, match=r"Discrete action space, or a one-dim.*, got "):
         policy("natural", space)
 
 

@@ -80,7 +80,7 @@ class DeviceRolloutBuffer(RolloutBuffer):
     Args:
         buffer_size: T.
         observation_space: of one environment; ``Dict`` spaces of arrays too.
-        action_space: ``Discrete`` or ``MultiDiscrete``.
+        action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
         device: of the policy.
         gae_lambda: lambda of the generalized advantage estimation.
         gamma: discount.

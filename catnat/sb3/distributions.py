@@ -77,7 +77,7 @@ class HeadDistribution(CategoricalDistribution):
 
 
 class HeadMultiDistribution(MultiCategoricalDistribution):
-    """The actions of a ``MultiDiscrete`` space, each distributed as a head of its own says.
+    """The actions of a ``MultiDiscrete`` or ``MultiBinary`` space, each with a head of its own.
 
     Args:
         heads: one for each action.
@@ -174,10 +174,12 @@ def categories_of(action_space: spaces.Space[Any]) -> list[int]:
         sizes = [int(action_space.n)]
     elif isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
         sizes = [int(n) for n in action_space.nvec]
+    elif isinstance(action_space, spaces.MultiBinary) and isinstance(action_space.n, int):
+        sizes = [2] * action_space.n
     else:
         raise ValueError(
-            f"a categorical head needs a Discrete or a one-dimensional MultiDiscrete action space, "
-            f"got {action_space}"
+            "a categorical head needs a Discrete action space, or a one-dimensional MultiDiscrete "
+            f"or MultiBinary one, got {action_space}"
         )
     return sizes
 

@@ -37,7 +37,7 @@ class HeadPolicy(_Base):
 
     Args:
         observation_space: of the environment.
-        action_space: ``Discrete`` or ``MultiDiscrete``.
+        action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
         lr_schedule: learning rate as a function of the progress that remains.
         args: further arguments of the policy.
         head: a name from :func:`catnat.head_names`.

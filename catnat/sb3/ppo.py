@@ -279,6 +279,9 @@ class HeadPPO(PPO):
         self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
         self._captured = False
 
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
+
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
         device = self.device
