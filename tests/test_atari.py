@@ -217,9 +217,12 @@ def test_frames_are_gray_before_their_maximum_is_taken(make):
 def test_a_reset_plays_fewer_no_ops_than_noop_max_and_fire_in_place_of_the_last(
     game, noop_max, frames, make
 ):
-    env = make(game, 13, noop_max=noop_max)
-    env.reset()
-    assert set(env._frames) == frames
+    env = make(game, 3, noop_max=noop_max)
+    seen = set()
+    for _ in range(6):
+        env.reset()
+        seen |= set(env._frames.tolist())
+    assert seen == frames
 
 
 WRONG_ACTIONS = [
