@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,8 +98,11 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "clip_coef", "max_grad_norm"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("ent_coef", "vf_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("num_steps", "num_minibatches", "update_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -140,7 +144,7 @@ class Training:
     """How long, where, and how it is looked at.
 
     Args:
-        total_steps: steps of all environments together; by default see --help.
+        total_steps: steps of all environments together, also --max_steps; by default see --help.
         device: auto is CUDA for pictures, else the CPU.
         eval_games: games of an evaluation.
         eval_every: steps between evaluations; by default a tenth of all, 0 for none.
@@ -150,10 +154,10 @@ class Training:
         default_root_dir: where runs go.
     """
 
-    total_steps: int | None = None
+    total_steps: int | float | None = None
     device: str = "auto"
     eval_games: int = 10
-    eval_every: int | None = None
+    eval_every: int | float | None = None
     eval_deterministic: bool = False
     gif: bool = True
     enable_progress_bar: bool = True
@@ -162,7 +166,7 @@ class Training:
     def __post_init__(self) -> None:
         for name, least in (("total_steps", 1), ("eval_games", 1), ("eval_every", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.device != "auto":
             check_device(self.device)
@@ -170,8 +174,17 @@ class Training:
     @property
     def steps(self) -> int:
         """All steps, once the default is known."""
-        assert self.total_steps is not None
+        assert isinstance(self.total_steps, int)
         return self.total_steps
+
+
+def whole(name: str, value: float | None) -> int | None:
+    """A number of steps, which may have been written as 1e6."""
+    if value is None or isinstance(value, int):
+        return value
+    if not value.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {value}")
+    return int(value)
 
 
 def check_device(name: str) -> None:

@@ -5,6 +5,7 @@ Like train.py: parse, compose, run.
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace as Names
 from collections.abc import Callable
@@ -58,6 +59,7 @@ from ppo_options import (
     Environments,
     Training,
     build_parser,
+    whole,
 )
 
 MUST_AGREE = ("env", "num_actions", "normalize")  # of a checkpoint and the command line
@@ -103,7 +105,8 @@ def show_help(topics: list[str]) -> int:
 def parse(names: Names, options: list[str]) -> tuple[ArgumentParser, Namespace, str]:
     """Parser, options and what there is to say; defaults depend on environment and machine."""
     parser = build_parser()
-    argv = [*options, "--model.name=ppo", f"--model.head={names.head}"]
+    named = [re.sub(r"^--(trainer\.)?max[-_]steps(?==|$)", "--total_steps", x) for x in options]
+    argv = [*named, "--model.name=ppo", f"--model.head={names.head}"]
     config = cli.parse(parser, argv)
     with cli.usage_errors():
         atari = is_atari(config.data.env)
@@ -112,6 +115,9 @@ def parse(names: Names, options: list[str]) -> tuple[ArgumentParser, Namespace, 
         config = cli.parse(parser, argv)
     config["import"] = names.imports
     trainer, note = config.trainer, ""
+    with cli.usage_errors():
+        for name in ("total_steps", "eval_every"):
+            trainer[name] = whole(name, trainer[name])
     if trainer.total_steps is None:
         on_cpu = trainer.device == "cpu" or not torch.cuda.is_available()
         trainer.total_steps = STEPS_ELSEWHERE if not atari else STEPS_ON_CPU if on_cpu else STEPS
@@ -177,6 +183,8 @@ def compose(command: str, parser: ArgumentParser, config: Namespace) -> Run:
     if command == "test" and wanted is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
     path = find_checkpoint(home, wanted) if wanted else None
+    if path is not None and path.suffix == ".zip":
+        raise UsageError(f"{path} is for Stable-Baselines3; give {path.with_suffix('.ckpt').name}")
     checkpoint = load_checkpoint(path) if path is not None else {}
     env = environments.make(environments.num_envs, seed, algorithm.gamma)
     model = make_model(algorithm, training, env, seed)
@@ -269,7 +277,9 @@ def train(run: Run) -> int:
         callback.save()
         print(f"train.py: {error}; saved: {callback.last}", file=sys.stderr)
         return 1
-    metrics = play(run) | recent_return(model) | run.fisher.latest
+    played = play(run)
+    callback.keep_best(played["test/return"])
+    metrics = played | recent_return(model) | run.fisher.latest
     record(run, metrics)
     if run.training.gif:
         film(run, output.writer)

@@ -9,12 +9,16 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
-from catnat import HeadProbe
+from catnat import CategoricalHead, HeadCategorical, HeadProbe
 from catnat.fisher import off_diagonal_mass
+from catnat.sb3 import HeadPolicy
 from catnat.sb3.buffers import map_observations
+from catnat.sb3.distributions import masked, unchecked
 
 from .figures import heat_map
 from .observe import sampled_mean_fisher, summarize
+
+_MAX_NUMBERS = 2**24  # of gradients (B, K, S) that are held at once
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -22,9 +26,10 @@ class FisherMonitorSB3(BaseCallback):
 
     The tags are those of :class:`FisherMonitor`, which says what they mean: ``fim/...``, with the
     head's name in it where a policy has several. G is the mean over states of the rollout, under
-    the policy that played it. Beside them stands ``train/entropy``, the mean entropy of the
-    policy in these states; Stable-Baselines3 itself logs ``train/approx_kl`` and
-    ``train/explained_variance``.
+    the policy that played it: where actions were masked, of the distribution given the mask. That
+    matrix is dense for every head; ``fim/saturated`` does not depend on masks. Beside them stands
+    ``train/entropy``, the mean entropy of the policy in these states; Stable-Baselines3 itself
+    logs ``train/approx_kl`` and ``train/explained_variance``.
 
     Everything goes to the model's logger and is written with the logger's next row, or in a row
     of its own where that one belongs to a later step. What is learned does not change: states and
@@ -67,7 +72,8 @@ class FisherMonitorSB3(BaseCallback):
         self._chooser = torch.Generator()
 
     def _on_training_start(self) -> None:
-        HeadProbe(self.model.policy)  # says so if there is no head
+        if not isinstance(self.model.policy, HeadPolicy):  # whose actions may have one choice each
+            HeadProbe(self.model.policy)  # says so if there is no head
         if self._generator is None:
             self._generator = torch.Generator(self.model.device).manual_seed(self.seed)
             self._chooser.manual_seed(self.seed)
@@ -84,11 +90,18 @@ class FisherMonitorSB3(BaseCallback):
             return
         self.latest, self._step = {}, self.num_timesteps
         every = self.image_every_n_rollouts
-        with torch.no_grad(), HeadProbe(self.model.policy) as probe:
-            policy: Any = self.model.policy
-            entropy = policy.get_distribution(self._states()).entropy().mean()
+        policy: Any = self.model.policy
+        if not any(isinstance(each, CategoricalHead) for each in policy.modules()):
+            return
+        chosen = self._choose()
+        with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:  # NaN is for others
+            distribution = self._distribution(chosen)
+            entropy = distribution.entropy().mean()
+        masks = self._masks(chosen, probe)
         for name, head, scores in probe:
             prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
+            if name in masks:
+                head = GivenMask(head, masks[name])
             matrix, (values,) = summarize(head, head.diagnostics(scores)[None].cpu())
             if self.num_samples:
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
@@ -103,19 +116,55 @@ class FisherMonitorSB3(BaseCallback):
     def _on_training_end(self) -> None:
         self._write_late()
 
-    def _states(self) -> Any:
-        """States of the rollout on the model's device, at most ``max_states``: (B, ...)."""
-        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
-        count = buffer.buffer_size * buffer.n_envs
-        chosen = torch.arange(count)
-        if count > self.max_states:
-            chosen = torch.randperm(count, generator=self._chooser)[: self.max_states]
+    @property
+    def _buffer(self) -> Any:
+        return self.model.rollout_buffer  # type: ignore[attr-defined]
 
-        def take(values: Any) -> Tensor:
-            flat = torch.as_tensor(values).flatten(0, 1)
-            return flat[chosen.to(flat.device)].to(self.model.device)
+    def _choose(self) -> Tensor:
+        """Places (B,) of states in the rollout, at most ``max_states`` of all T n."""
+        count = self._buffer.buffer_size * self._buffer.n_envs
+        if count <= self.max_states:
+            return torch.arange(count)
+        return torch.randperm(count, generator=self._chooser)[: self.max_states]
 
-        return map_observations(take, buffer.observations)
+    def _take(self, values: Any, chosen: Tensor) -> Tensor:
+        """Entries of an array or a tensor (T, n, ...) on the model's device: (B, ...)."""
+        flat = torch.as_tensor(values).flatten(0, 1)
+        return flat[chosen.to(flat.device)].to(self.model.device)
+
+    def _states(self, chosen: Tensor) -> Any:
+        """States of the rollout, (B, ...)."""
+        stored = getattr(self._buffer, "tensors", self._buffer)  # HeadPPO's are on the device
+        return map_observations(lambda x: self._take(x, chosen), stored.observations)
+
+    def _distribution(self, chosen: Tensor) -> Any:
+        """The policy's distribution in these states, as it was when they were played."""
+        policy: Any = self.model.policy
+        buffer, states = self._buffer, self._states(chosen)
+        if hasattr(buffer, "action_masks"):  # MaskablePPO
+            return policy.get_distribution(states, self._take(buffer.action_masks, chosen))
+        if hasattr(buffer, "hidden_states_pi"):  # RecurrentPPO: (T, layers, n, ...)
+            memory = tuple(
+                self._take(each.swapaxes(1, 2), chosen).transpose(0, 1).contiguous()
+                for each in (buffer.hidden_states_pi, buffer.cell_states_pi)
+            )
+            starts = self._take(buffer.episode_starts, chosen)
+            return policy.get_distribution(states, memory, starts)[0]
+        return policy.get_distribution(states)
+
+    def _masks(self, chosen: Tensor, probe: HeadProbe) -> dict[str, Tensor]:
+        """Masks (B, K) by the name of the head, of heads for which something was forbidden."""
+        if not hasattr(self._buffer, "action_masks"):
+            return {}
+        heads: Any = self.model.policy.heads
+        allowed = self._take(self._buffer.action_masks, chosen).bool()
+        parts = allowed.split([head.num_categories for head in heads], -1)
+        names = {head: name for name, head in probe.heads.items()}
+        return {
+            names[head]: part
+            for head, part in zip(heads, parts, strict=True)
+            if head in names and not bool(part.all())
+        }
 
     def _record_image(self, tag: str, matrix: Tensor) -> None:
         largest = float(matrix.abs().max())
@@ -132,3 +181,52 @@ class FisherMonitorSB3(BaseCallback):
         for output in self.logger.output_formats if values else ():
             if isinstance(output, KVWriter):
                 output.write(values, hidden, self._step)
+
+
+class GivenMask(CategoricalHead):
+    """A head's distribution given that the category is an allowed one, for the Fisher matrices.
+
+    Args:
+        head: the head.
+        allowed: (B, K) bool, for each row of scores.
+    """
+
+    def __init__(self, head: CategoricalHead, allowed: Tensor) -> None:
+        super().__init__(head.num_categories)
+        self.head, self.allowed = head, allowed
+        self.num_scores = head.num_scores
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """log p(k | k allowed), (M B, S) -> (M B, K)."""
+        return self._given(self.head.log_probs(scores), self.allowed)
+
+    def inverse(self, probs: Tensor) -> Tensor:
+        """Not defined: forbidden categories have no probability."""
+        raise NotImplementedError
+
+    def fisher(self, scores: Tensor) -> Tensor:
+        """sum_k p_k g_k g_k^T, g_k the gradient of log p_k in the scores: (B, S) -> (B, S, S)."""
+        return self._fisher(scores, self.allowed)
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over the rows, some of them at a time."""
+        few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
+        parts = zip(scores.split(few), self.allowed.split(few), strict=True)
+        return torch.stack([self._fisher(*part).sum(0) for part in parts]).sum(0) / len(scores)
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """As without the mask."""
+        return self.head.saturated(scores)
+
+    def _fisher(self, scores: Tensor, allowed: Tensor) -> Tensor:
+        scores = scores.detach()
+        jacobian = torch.func.vmap(torch.func.jacrev(self.head.log_probs))
+        gradients: Tensor = jacobian(scores)  # (B, K, S)
+        p = self._given(self.head.log_probs(scores), allowed).exp()[..., None]  # (B, K, 1)
+        gradients = gradients - (p * gradients).sum(1, keepdim=True)
+        return (p * gradients).mT @ gradients
+
+    @staticmethod
+    def _given(log_probs: Tensor, allowed: Tensor) -> Tensor:
+        rows = allowed.repeat(len(log_probs) // len(allowed), 1)
+        return masked(HeadCategorical(log_probs, validate_args=False), rows).logits

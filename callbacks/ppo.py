@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import random
 import sys
 import time
@@ -28,8 +31,13 @@ Metrics = dict[str, float]
 class PPORun(BaseCallback):
     """Evaluates, saves and stops between two rollouts, when nothing is under way.
 
-    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from. On
-    SIGINT or SIGTERM it is written, and :class:`Stopped` raised; a second SIGINT does not wait.
+    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from.
+    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``HeadPPO.load`` and
+    ``PPO.load``, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where observations are
+    normalized. These hold pickled code, and nothing here reads them.
+
+    On SIGINT or SIGTERM ``last.ckpt`` is written, and :class:`Stopped` raised; a second SIGINT
+    does not wait.
 
     Args:
         folder: of the checkpoints.
@@ -78,6 +86,18 @@ class PPORun(BaseCallback):
             "best": self.best,
         }
         AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
+        archive = io.BytesIO()
+        self.model.save(archive)
+        write_atomically(archive.getbuffer(), self.folder / f"{name}.zip")
+        if (normalizer := self.model.get_vec_normalize_env()) is not None:
+            write_atomically(pickle.dumps(normalizer), self.folder / f"{name}_vecnormalize.pkl")
+
+    def keep_best(self, value: float) -> None:
+        """Save the present model as the best one if its evaluated return is the highest."""
+        if value > self.best:
+            self.best = value
+            self.save("best")
+            self.save()  # it knows of the best one
 
     def _on_training_start(self) -> None:
         self._saved = self._evaluated = self._first = self.model.num_timesteps
@@ -134,10 +154,7 @@ class PPORun(BaseCallback):
         for name, value in metrics.items():
             self.logger.record(name, value)
         self.logger.dump(step)
-        if metrics["eval/return"] > self.best:
-            self.best = metrics["eval/return"]
-            self.save("best")
-            self.save()  # it knows of the best one
+        self.keep_best(metrics["eval/return"])
         if self.show and self._bar is None:
             shown = metrics | recent_return(self.model)
             print(progress_line(step, self._rate(step), shown), flush=True)
@@ -148,6 +165,19 @@ class PPORun(BaseCallback):
 
     def _rate(self, step: int) -> float:
         return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
+
+
+def write_atomically(content: bytes | memoryview, path: Path) -> None:
+    """Write a file; whatever goes wrong, the file that was there before is untouched."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _due(step: int, done: int, every: int) -> bool:

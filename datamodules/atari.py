@@ -43,7 +43,8 @@ def make_atari_vec_env(
         seed: of the first game; the others count on from it.
         life_loss: a lost life ends an episode.
         clip_rewards: learn from the sign of rewards.
-        noop_max: most no-ops at a reset.
+        noop_max: bounds the no-ops of a reset: 0 to noop_max - 1 of them on "native", 1 to
+            noop_max on "sb3".
         max_frames: a game is cut off after that many.
         num_threads: of the native backend; 0 for as many as there are cores or games.
     """

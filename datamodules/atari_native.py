@@ -23,8 +23,17 @@ Actions = NDArray[np.int64]
 class NativeAtariVecEnv(VecEnv):
     """Several games of Atari, played by C++ threads.
 
-    Frames are those of the usual wrappers: gray, 84 x 84, the pixelwise maximum of the last two
-    of four skipped frames, four of them stacked; no sticky actions; up to 30 no-ops at a reset.
+    Frames are like those of the usual wrappers: gray, 84 x 84, the pixelwise maximum of the last
+    two of four skipped frames, four of them stacked; no sticky actions. Where the two differ:
+
+    - frames become gray before their maximum is taken; the wrappers do it the other way around,
+      and some pixels differ where sprites flicker;
+    - a reset plays 0 to ``noop_max - 1`` no-ops, the wrappers 1 to ``noop_max``;
+    - in games that know FIRE, a reset plays FIRE for one frame in the place of the last no-op; the
+      wrappers play FIRE and then the action after it, four frames each, after the no-ops;
+    - after a lost life the learner's next step is FIRE; the wrappers play a no-op, FIRE and the
+      action after it, none of which the learner sees;
+    - frames stacked across a lost life belong to both lives.
 
     A lost life ends an episode for the learner and for nobody else: the game goes on, and the
     next action is FIRE where the game knows it, as Breakout waits for it. What a step will play
@@ -35,8 +44,7 @@ class NativeAtariVecEnv(VecEnv):
       does; the PPO of Stable-Baselines3 knows nothing of it.
 
     ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
-    and the length in frames. Unlike with the wrappers, the frames stacked across a lost life
-    belong to both lives.
+    and the length in frames.
 
     Args:
         rom: the game, as ale_py spells it: "ms_pacman".
@@ -44,7 +52,7 @@ class NativeAtariVecEnv(VecEnv):
         seed: of the first game; the others count on from it.
         life_loss: a lost life ends an episode.
         clip_rewards: learn from the sign of rewards.
-        noop_max: most no-ops at a reset.
+        noop_max: a reset plays fewer no-ops than that; 0 for none.
         max_frames: a game is cut off after that many.
         num_threads: 0 for as many as there are cores or games.
 
@@ -106,15 +114,17 @@ class NativeAtariVecEnv(VecEnv):
         frames: NDArray[np.uint8] = observations
         return frames
 
-    def step_async(self, actions: NDArray[Any]) -> None:
+    def step_async(self, actions: Any) -> None:
         """Let the threads begin a step; this does not wait for them."""
-        forced = self.forced_actions
+        actions, forced = checked_actions(self, actions), self.forced_actions
         self.actions_played = np.where(forced >= 0, forced, actions)
         self._engine.send(self.actions_played)
         self._pending = True
 
     def step_wait(self) -> VecEnvStepReturn:
         """Wait for the step. Finished games have begun anew."""
+        if not self._pending:
+            raise RuntimeError("step_wait needs a step_async before it")  # it would never return
         self._pending = False  # before: an interrupt comes after the call, when it is taken
         observations, rewards, terminated, truncated, info = self._engine.recv()
         self._scores += rewards
@@ -217,9 +227,10 @@ class PairedAtariVecEnv(VecEnv):
         """Begin new games."""
         return np.concatenate([half.reset() for half in self.halves])
 
-    def step_async(self, actions: NDArray[Any]) -> None:
-        """Let both begin a step."""
-        for half, part in zip(self.halves, np.split(actions, 2), strict=True):
+    def step_async(self, actions: Any) -> None:
+        """Let both begin a step, or neither."""
+        parts = np.split(checked_actions(self, actions), [self.halves[0].num_envs])
+        for half, part in zip(self.halves, parts, strict=True):
             half.step_async(part)
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -281,3 +292,15 @@ class PairedAtariVecEnv(VecEnv):
         n = first.num_envs
         parts = [(first, [i for i in wanted if i < n]), (second, [i - n for i in wanted if i >= n])]
         return [(half, part) for half, part in parts if part]
+
+
+def checked_actions(env: VecEnv, actions: Any) -> Actions:
+    """Actions as the engine takes them; ValueError for others, on which its threads would hang."""
+    given = np.asarray(actions)
+    if given.shape != (env.num_envs,) or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"{env.num_envs} games need as many whole numbers, got {actions!r}")
+    assert isinstance(env.action_space, gymnasium.spaces.Discrete)
+    count = int(env.action_space.n)
+    if given.min() < 0 or given.max() >= count:
+        raise ValueError(f"actions lie in 0..{count - 1}, got {given.tolist()}")
+    return given.astype(np.int64)

@@ -187,6 +187,87 @@ def test_frames_and_rewards_are_those_of_the_game(make):
     raw.close()
 
 
+def test_frames_are_gray_before_their_maximum_is_taken(make):
+    """In Ms. Pac-Man the ghosts flicker: there the order can be seen."""
+    env = make("MsPacman", 1, noop_max=0, life_loss=False)
+    raw = gymnasium.make("ALE/MsPacman-v5", frameskip=1, repeat_action_probability=0.0)
+    raw.reset(seed=0)
+    env.reset()
+    other_order = 0
+    for _ in range(60):
+        observations = env.step([0])[0]
+        frames, grays = [], []
+        for _ in range(4):
+            frames.append(raw.step(0)[0])
+            grays.append(raw.unwrapped.ale.getScreenGrayscale())
+        gray = np.maximum(grays[2], grays[3])
+        small = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
+        assert np.array_equal(observations[0, 3], small)
+        gray = cv2.cvtColor(np.maximum(frames[2], frames[3]), cv2.COLOR_RGB2GRAY)
+        small = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
+        other_order += not np.array_equal(observations[0, 3], small)
+    assert other_order
+    raw.close()
+
+
+@pytest.mark.parametrize(
+    ("game", "noop_max", "frames"),
+    [("Freeway", 0, {0}), ("Freeway", 3, {0, 1, 2}), ("Breakout", 2, {1}), ("Breakout", 3, {1, 2})],
+)
+def test_a_reset_plays_fewer_no_ops_than_noop_max_and_fire_in_place_of_the_last(
+    game, noop_max, frames, make
+):
+    env = make(game, 3, noop_max=noop_max)
+    seen = set()
+    for _ in range(6):
+        env.reset()
+        seen |= set(env._frames.tolist())
+    assert seen == frames
+
+
+WRONG_ACTIONS = [
+    [0, 0, 0, 4],
+    [0, -1, 0, 0],
+    [0, 0, 0, 10**6],
+    [0, 0, 0],
+    [0, 0, 0, 0, 0],
+    [[0], [0], [0], [0]],
+    [0.5, 0, 0, 0],
+    3,
+    None,
+    "FIRE",
+]
+
+
+def test_wrong_actions_are_refused_and_the_game_goes_on(make):
+    env = make("Breakout", 4)
+    env.reset()
+    for actions in WRONG_ACTIONS:
+        with pytest.raises(ValueError, match=r"actions lie in 0\.\.3, got|whole numbers, got"):
+            env.step(actions)
+    first = env.halves[0]
+    with pytest.raises(ValueError, match=r"actions lie in 0\.\.3, got \[0, 4\]"):
+        first.step([0, 4])
+    assert not any(half._pending for half in env.halves)
+    assert env.step(np.zeros(4, int))[0].shape == (4, 4, 84, 84)
+
+
+def test_actions_may_be_any_whole_numbers(make):
+    env = make("Breakout", 4)
+    env.reset()
+    arrays = [np.arange(4).astype(kind) for kind in (np.int32, np.int64, np.uint8)]
+    for actions in ([0, 1, 2, 3], (0, 1, 2, 3), *arrays):
+        env.step(actions)
+        assert env.actions_played.tolist() == [0, 1, 2, 3]
+
+
+def test_waiting_for_a_step_that_nobody_began_is_an_error(make):
+    env = make("Breakout", 1)
+    env.reset()
+    with pytest.raises(RuntimeError, match="step_wait needs a step_async before it"):
+        env.step_wait()
+
+
 def test_a_lost_life_ends_the_episode_and_not_the_game(make):
     env = make("Breakout", 2)
     rows = play(env, always(NOOP, 2), 220)

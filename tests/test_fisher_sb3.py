@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,26 @@ import torch
 from cases import HEADS, autograd_fisher
 from cases_sb3 import SMALL, Guess, Rows
 from gymnasium import spaces
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib.common.recurrent.policies import (
+    RecurrentActorCriticPolicy,
+    RecurrentMultiInputActorCriticPolicy,
+)
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
 from callbacks import FisherMonitorSB3
 from catnat.fisher import off_diagonal_mass
-from catnat.sb3 import HeadActorCriticPolicy, HeadMultiInputActorCriticPolicy, HeadPPO
+from catnat.sb3 import (
+    HeadActorCriticPolicy,
+    HeadMaskableActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+    HeadPolicy,
+    HeadPPO,
+    NonFinite,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TAGS = {
@@ -35,8 +49,8 @@ class Kept(FisherMonitorSB3):
 
     seen = ()
 
-    def _states(self):
-        states = super()._states()
+    def _states(self, chosen):
+        states = super()._states(chosen)
         weights = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
         self.seen = [*self.seen, (states, weights)]
         return states
@@ -146,6 +160,125 @@ def test_dict_observations():
         monitor = FisherMonitorSB3(max_states=20)
         model.learn(64, monitor)
         assert monitor.latest["fim/off_diagonal_mass"] == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_policy_whose_actions_have_one_choice_is_left_alone():
+    monitor = FisherMonitorSB3()
+    run(monitor=monitor, env={"action_space": spaces.Discrete(1)})
+    assert monitor.latest == {}
+    _, rows = run(monitor=monitor, env={"action_space": spaces.MultiDiscrete([1, 3])})
+    assert "fim/saturated" in rows[32] and "train/entropy" in rows[32]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_monitor_does_not_end_a_run_whose_observations_are_nan(head):
+    class Blind(Guess):
+        def step(self, action):
+            observation, *rest = super().step(action)
+            return observation * np.nan, *rest
+
+    monitor = FisherMonitorSB3()
+    model = HeadPPO("MlpPolicy", make_vec_env(Blind, 2), policy_kwargs={"head": head}, **SMALL)
+    with pytest.raises(NonFinite):  # from HeadPPO, after the monitor has looked
+        model.learn(32, monitor)
+    assert math.isnan(monitor.latest["train/entropy"])
+
+
+# -- masks and memory -----------------------------------------------------------------------------
+
+
+class Few(Guess):
+    """Allows the actions 0, 4, 8, ... of each space."""
+
+    def action_masks(self):
+        sizes = getattr(self.action_space, "nvec", [getattr(self.action_space, "n", 0)])
+        return np.concatenate([np.arange(n) % 4 == 0 for n in sizes])
+
+
+def run_masked(head, space, use_masking=True, monitor=None):
+    env = make_vec_env(Few, 2, seed=0, env_kwargs={"action_space": space})
+    kind = HeadMaskableActorCriticPolicy
+    model = MaskablePPO(kind, env, policy_kwargs={"head": head}, **SMALL)
+    rows = Rows()
+    model.set_logger(Logger(None, [rows]))
+    model.learn(32, monitor or FisherMonitorSB3(num_samples=512), use_masking=use_masking)
+    return model, rows.rows[32]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_entropy_is_that_of_the_allowed_actions(head):
+    _, row = run_masked(head, spaces.Discrete(20))
+    assert row["train/entropy"] == pytest.approx(math.log(5), abs=0.05)
+    _, row = run_masked(head, spaces.Discrete(20), use_masking=False)
+    assert row["train/entropy"] == pytest.approx(math.log(20), abs=0.05)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_fisher_matrix_is_that_of_the_allowed_actions(head):
+    monitor = Kept(num_samples=512)
+    model, row = run_masked(head, spaces.Discrete(9), monitor=monitor)
+    ((states, weights),) = monitor.seen
+    model.policy.load_state_dict(weights)
+    with torch.no_grad():
+        latent = model.policy.mlp_extractor.forward_actor(states)
+        scores = model.policy.action_net(latent).double()
+    it, allowed = model.policy.heads[0], torch.arange(9) % 4 == 0
+
+    def log_probs(each):
+        return it.log_probs(each)[..., allowed].log_softmax(-1)
+
+    gradients = torch.func.vmap(torch.func.jacrev(log_probs))(scores)
+    exact = torch.einsum("bk,bki,bkj->ij", log_probs(scores).exp(), gradients, gradients) / 32
+    want = off_diagonal_mass(exact).item()
+    assert row["fim/off_diagonal_mass"] == pytest.approx(want, abs=1e-4)
+    assert row["fim/off_diagonal_mass_sampled"] == pytest.approx(want, abs=0.1)
+    assert row["fim/off_diagonal_mass_fro"] == pytest.approx(
+        off_diagonal_mass(exact, "fro").item(), abs=1e-4
+    )
+
+
+def test_masks_of_several_actions_go_to_their_heads():
+    _, row = run_masked("natural", spaces.MultiDiscrete([5, 1, 9]))
+    assert row["train/entropy"] == pytest.approx(math.log(2) + math.log(3), abs=0.05)
+    _, alone = run_masked("natural", spaces.MultiDiscrete([4, 1, 2]))  # one choice is left in each
+    assert alone["train/entropy"] == pytest.approx(0, abs=1e-6)
+
+
+class HeadLstmPolicy(HeadPolicy, RecurrentActorCriticPolicy):
+    """A policy with memory and a head."""
+
+
+class HeadMultiInputLstmPolicy(HeadPolicy, RecurrentMultiInputActorCriticPolicy):
+    """A policy with memory and a head, for Dict observations."""
+
+
+@pytest.mark.parametrize("head", ["softmax", "natural"])
+def test_recurrent_policies_are_observed_with_the_memory_they_played_with(head):
+    env = make_vec_env(Guess, 2, seed=0)
+    model = RecurrentPPO(HeadLstmPolicy, env, policy_kwargs={"head": head}, **SMALL)
+    rows = Rows()
+    model.set_logger(Logger(None, [rows]))
+    played = []
+
+    class Play(BaseCallback):
+        def _on_step(self):
+            distribution = self.model.policy.action_dist
+            played.append(distribution.entropy().mean().item())
+            return True
+
+    model.learn(64, CallbackList([Play(), FisherMonitorSB3()]))
+    for number, step in enumerate((32, 64)):
+        assert rows.rows[step].keys() >= TAGS
+        want = np.mean(played[16 * number : 16 * number + 16])
+        assert rows.rows[step]["train/entropy"] == pytest.approx(want, abs=1e-5)
+
+
+def test_recurrent_policies_of_dict_observations_are_observed():
+    both = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
+    env = make_vec_env(Guess, 2, env_kwargs={"observation_space": both})
+    monitor = FisherMonitorSB3(max_states=20)
+    RecurrentPPO(HeadMultiInputLstmPolicy, env, **SMALL).learn(32, monitor)
+    assert monitor.latest["fim/off_diagonal_mass"] == pytest.approx(0.5, abs=1e-5)
 
 
 def test_a_policy_without_a_head_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numpy as np
@@ -25,6 +26,7 @@ from catnat.sb3 import (
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
+    HeadPPO,
 )
 from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, draw, masked, mixed
 
@@ -130,6 +132,45 @@ def test_multidiscrete(head):
     assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C, MaskablePPO])
+@pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
+def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
+    kind = HeadMaskableActorCriticPolicy if algorithm is MaskablePPO else HeadActorCriticPolicy
+    few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
+    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
+    model = algorithm(kind, env, policy_kwargs={"head": head}, **few).learn(32)
+    model.save(tmp_path / "it")
+    model = algorithm.load(tmp_path / "it", env, device="cpu")
+    action, _ = model.predict(BOX.sample())
+    assert space.contains(action if action.ndim else int(action))
+    _, log_prob, entropy = model.policy.evaluate_actions(
+        torch.randn(4, 3), torch.zeros(4, *(space.shape or (1,)))
+    )
+    if isinstance(space, spaces.Discrete):
+        assert (log_prob == 0).all() and (entropy == 0).all()
+    else:
+        first, only, last = model.policy.action_dist.distribution
+        assert torch.equal(only.probs, torch.ones(4, 1))
+        assert torch.allclose(entropy, first.entropy() + last.entropy())
+
+
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
+def test_binary_actions_are_trained(algorithm):
+    space = spaces.MultiBinary(3)
+    few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
+    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
+    model = algorithm(HeadActorCriticPolicy, env, policy_kwargs={"head": "sigmoid"}, **few)
+    model.learn(32)
+    assert space.contains(model.predict(BOX.sample())[0])
+    shown, actions = torch.randn(4, 3), torch.randint(2, (4, 3)).float()
+    _, log_prob, entropy = model.policy.evaluate_actions(shown, actions)
+    scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(shown))
+    bernoulli = torch.distributions.Bernoulli(logits=scores)
+    assert torch.allclose(log_prob, bernoulli.log_prob(actions).sum(-1), atol=1e-5)
+    assert torch.allclose(entropy, bernoulli.entropy().sum(-1), atol=1e-5)
+
+
 def test_cnn_and_dict_observations():
     cnn = policy("natural", kind=HeadActorCriticCnnPolicy, observation_space=PICTURE)
     assert cnn.net_arch == [] and cnn.action_net.out_features == 4
@@ -172,14 +213,12 @@ def test_a_head_with_parameters_is_trained_and_saved():
     "space",
     [
         spaces.Box(-1, 1, (2,)),
-        spaces.MultiBinary(3),
-        spaces.Discrete(1),
-        spaces.MultiDiscrete([2, 1]),
+        spaces.MultiBinary([2, 3]),
         spaces.MultiDiscrete([[2, 3], [2, 3]]),
     ],
 )
 def test_other_action_spaces_are_refused(space):
-    with pytest.raises(ValueError, match=r"Discrete or a one-dimensional MultiDiscrete.*got "):
+    with pytest.raises(ValueError, match=r"Discrete action space, or a one-dim.*, got "):
         policy("natural", space)
 
 
@@ -283,6 +322,41 @@ def test_without_sb3_contrib_one_clear_line(monkeypatch):
         _ = catnat.sb3.HeadMaskableActorCriticPolicy
     with pytest.raises(AttributeError, match="no attribute 'HeadMasked'"):
         _ = catnat.sb3.HeadMasked
+
+
+def test_without_sb3_contrib_everything_else_is_imported():
+    code = (
+        "import sys; sys.modules['sb3_contrib'] = None\n"
+        "from catnat.sb3 import *\n"
+        "print(HeadPPO.__name__, 'HeadMaskableActorCriticPolicy' in globals())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "HeadPPO False", out.stderr
+
+
+def test_with_sb3_contrib_everything_is_imported():
+    names: dict[str, object] = {}
+    exec("from catnat.sb3 import *", names)
+    assert names["HeadMaskableActorCriticPolicy"] is HeadMaskableActorCriticPolicy
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
+    heads = [make_head("natural", 3), make_head("natural", 2)]
+    dist = HeadMultiDistribution(heads) if several else HeadDistribution(make_head("natural", 5))
+    dist.proba_distribution(torch.randn(2, 3 if several else 4))
+
+    def probs():
+        parts = dist.distribution if several else [dist.distribution]
+        return torch.cat([part.probs for part in parts], -1)
+
+    free = probs()
+    dist.apply_masking([[True, False, True, True, False]] * 2)
+    assert (probs()[:, [1, 4]] == 0).all()
+    dist.apply_masking([[False, True, True, False, True]] * 2)
+    assert (probs()[:, [0, 3]] == 0).all() and (probs()[:, [1, 4]] > 0).all()
+    dist.apply_masking(None)
+    assert torch.equal(probs(), free)
 
 
 def test_sparsemax_keeps_every_action_possible():

@@ -182,7 +182,7 @@ def test_captured_work_never_waits(head):
     space = spaces.MultiDiscrete([3, 5])
     for env in (cartpole(2), make_vec_env(Guess, 2, env_kwargs={"action_space": space})):
         model = learn(env=env, head=head, rollouts=1, value_loss="cleanrl")
-        shown = [model.rollout_buffer.observations[0]]
+        shown = [model.rollout_buffer.tensors.observations[0]]
         if isinstance(model.action_space, spaces.Discrete):
             shown.append(torch.tensor([1, -1]))
         with Waiting():
@@ -225,17 +225,18 @@ def test_graphs_take_the_steps_of_eager_training(case, head):
 def test_graphs_of_pictures_and_halves(forced):
     pictures = make_vec_env(Guess, 4, seed=0, env_kwargs={"observation_space": PICTURE})
     model = learn(env=pictures, kind="CnnPolicy", device="cuda", rollouts=3, capture=True)
-    assert model.rollout_buffer.observations.is_cuda
-    assert model.rollout_buffer.observations.dtype == torch.uint8
+    assert model.rollout_buffer.tensors.observations.is_cuda
+    assert model.rollout_buffer.tensors.observations.dtype == torch.uint8
     model = learn(env=Pair(forced=forced), device="cuda", rollouts=3, capture=True)
     assert all(part.act._graph is not None for part in model._collector.parts)
     buffer = model.rollout_buffer
-    numbers, steps = buffer.observations.unbind(-1)
-    played = (1000 * numbers + 10 * steps + buffer.actions).cpu().numpy()
-    assert (buffer.host_rewards == played).all()
+    numbers, steps = buffer.tensors.observations.unbind(-1)
+    played = 1000 * numbers + 10 * steps + buffer.tensors.actions
+    free = buffer.tensors.continues == 1  # rewards before an end have the value of going on
+    assert torch.equal(buffer.tensors.rewards[free], played[free])
     with torch.no_grad():
         _, fresh, _ = model.policy.evaluate_actions(
-            buffer.observations.flatten(0, 1), buffer.actions.flatten()
+            buffer.tensors.observations.flatten(0, 1), buffer.tensors.actions.flatten()
         )
     assert fresh.isfinite().all()
 

@@ -201,6 +201,13 @@ def test_bad_options_are_refused():
         learn(capture=True)
 
 
+def test_small_networks_are_recommended_to_stay_on_the_cpu():
+    model = learn(rollouts=1)
+    model.device = torch.device("cuda")
+    with pytest.warns(UserWarning, match="trying to run HeadPPO on the GPU"):
+        model._maybe_recommend_cpu()
+
+
 @pytest.mark.parametrize("head", ["softmax", "natural"])
 def test_learns(head):
     env = make_vec_env("CartPole-v1", 8, seed=0)

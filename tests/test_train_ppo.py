@@ -12,9 +12,15 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecNormalize
 
 import train
+import train_ppo
 from callbacks.ppo import PPORun
+from catnat.sb3 import HeadPPO
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,6 +103,10 @@ WRONG = {
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--learning_rate fast": "expected float",
     "--clip_coef -1": "clip_coef must be positive",
+    "--learning_rate .nan": "learning_rate must be positive, got nan",
+    "--vf_coef -1": "vf_coef must be at least 0, got -1",
+    "--vf_coef .nan": "vf_coef must be at least 0, got nan",
+    "--ent_coef -0.1": "ent_coef must be at least 0, got -0.1",
     "--num_steps 0": "num_steps must be at least 1",
     "--num_minibatches 65": "num_minibatches 65 leaves less than two steps to each",
     "--num_minibatches 64": "num_minibatches 64 leaves less than two steps to each",
@@ -106,6 +116,10 @@ WRONG = {
     "--head_options.amplitde 3": "no option 'amplitde'",
     "--total_steps 0": "total_steps must be at least 1",
     "--total_steps many": "expected int",
+    "--total_steps 1.5": "total_steps must be a whole number, got 1.5",
+    "--total_steps 1e-3": "total_steps must be a whole number, got 0.001",
+    "--total_steps .inf": "total_steps must be a whole number, got inf",
+    "--max_steps 0": "total_steps must be at least 1",
     "--eval_games 0": "eval_games must be at least 1",
     "--eval_every -1": "eval_every must be at least 0",
     "--device abacus": "unknown device 'abacus'",
@@ -114,9 +128,10 @@ WRONG = {
     "--seed -1": "does not lie in 0..",
     "--seed x": "expected int",
     "--fisher.every_n_rollouts 0": "every_n_rollouts",
-    "--max_steps 3": "unknown option --max_steps",
+    "--max_step 3": "unknown option --max_step",
     "--trainer.total_step 3": "did you mean --trainer.total_steps?",
     "--ckpt_path last": "no last.ckpt in any run",
+    "--ckpt_path run/last.zip": "run/last.zip is for Stable-Baselines3; give last.ckpt",
     "--ckpt_path no_such.ckpt": "no checkpoint no_such.ckpt",
     "leftover": "leftover",
 }  # fmt: skip
@@ -171,6 +186,15 @@ def test_defaults_depend_on_the_environment(capsys):
     assert yaml.safe_load(capsys.readouterr().out) == pole | {"seed": 3}
 
 
+@pytest.mark.parametrize("option", ["--total_steps=1e3", "--max_steps=1000", "--max_steps 1e3",
+                                    "--max-steps=1000", "--trainer.max_steps 1000"])  # fmt: skip
+def test_steps_go_by_two_names_and_may_be_written_with_an_exponent(option, capsys):
+    assert run(*option.split(), "--eval_every=1e2", "--env=CartPole-v1", "--print_config") == 0
+    config = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (config["total_steps"], config["eval_every"]) == (1000, 100)
+    assert type(config["total_steps"]) is type(config["eval_every"]) is int
+
+
 # -- runs -----------------------------------------------------------------------------------------
 
 
@@ -184,7 +208,8 @@ def test_every_head_trains(head, capfd):
     folder = Path("runs/ppo", head, "version_0")
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "metrics.json", "checkpoints"} <= names
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    saved = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert saved == {"best.ckpt", "last.ckpt", "best.zip", "last.zip"}
     state = last(folder)
     assert (state["global_step"], state["hyper_parameters"]["head"]) == (128, head)
 
@@ -215,7 +240,7 @@ def test_breakout_with_c_threads():
             "--device=cpu"]  # fmt: skip
     assert run(*argv) == 0
     assert last()["state_dict"]["action_net.weight"].shape == (3, 512)
-    assert not (FOLDER / "checkpoints/best.ckpt").exists()
+    assert (FOLDER / "checkpoints/best.ckpt").exists()  # the game at the end is an evaluation, too
     game = Image.open(FOLDER / "game.gif")
     assert game.n_frames > 20
     assert game.size == (160, 210)
@@ -277,6 +302,63 @@ def test_more_steps_can_be_added(capfd):
     capfd.readouterr()
     assert run(*QUICK, "--ckpt_path=last") == 0  # nothing is left to do but to play
     assert same(last()["state_dict"], state["state_dict"])
+
+
+@pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_stable_baselines_loads_the_zip_beside_a_checkpoint(name, algorithm, trained):
+    model = algorithm.load(trained.with_name(f"{name}.zip"), device="cpu")
+    state = torch.load(trained.with_name(f"{name}.ckpt"), weights_only=True)
+    assert same(model.policy.state_dict(), state["state_dict"])
+    assert same(model.get_parameters()["policy.optimizer"], state["optimizer"])
+    assert model.num_timesteps == state["global_step"] and model.policy.heads[0].name == "natural"
+    env = make_vec_env("CartPole-v1", 4, seed=0)
+    assert evaluate_policy(model, env, 4)[0] > 5
+    model.set_env(env)
+    model.learn(64, reset_num_timesteps=False)
+    assert model.num_timesteps == state["global_step"] + 64
+
+
+def test_resuming_and_testing_read_no_pickled_code(trained, monkeypatch):
+    """A checkpoint is enough; the zip beside it is not looked at."""
+    copy = Path("elsewhere/checkpoints/last.ckpt")
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(trained.read_bytes())
+    copy.with_suffix(".zip").write_bytes(b"no zip")
+    assert train.main(["test", "--model=ppo", "--head=natural", *QUICK, f"--ckpt_path={copy}"]) == 0
+    assert copy.with_suffix(".zip").read_bytes() == b"no zip"
+    assert run(*QUICK, "--total_steps=192", f"--ckpt_path={copy}") == 0
+
+
+def test_a_normalizer_is_saved_for_stable_baselines():
+    assert run(*QUICK, "--normalize=true", "--eval_every=0") == 0
+    path = FOLDER / "checkpoints/last_vecnormalize.pkl"
+    env = VecNormalize.load(str(path), make_vec_env("CartPole-v1", 2))
+    assert torch.equal(torch.as_tensor(env.obs_rms.mean), last()["normalizer"]["obs."]["mean"])
+
+
+def test_the_last_evaluation_can_be_the_best(monkeypatch):
+    returns = iter([3.0, 1.0, 7.0])  # at steps 64 and 128, and at the end
+
+    def evaluate(self, stop_if_asked):
+        return {"return": next(returns), "return_std": 0.0, "length": 1.0}
+
+    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    assert run(*QUICK, "--total_steps=192") == 0
+    assert last(name="best")["global_step"] == 192
+    assert last()["best"] == last(name="best")["best"] == 7.0
+    assert list(returns) == []
+
+
+def test_a_worse_last_evaluation_leaves_the_best(monkeypatch):
+    returns = iter([3.0, 1.0, 2.0])
+
+    def evaluate(self, stop_if_asked):
+        return {"return": next(returns), "return_std": 0.0, "length": 1.0}
+
+    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    assert run(*QUICK, "--total_steps=192") == 0
+    assert (last(name="best")["global_step"], last()["best"]) == (64, 3.0)
 
 
 def test_normalizers_are_kept():
@@ -365,7 +447,7 @@ def test_a_signal_stops_a_process():
     argv += ["--total_steps=10000000", "--save_every=64"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (FOLDER / "checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)

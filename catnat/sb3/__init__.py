@@ -3,6 +3,7 @@
 The ``HeadMaskable...`` policies need sb3-contrib, and are imported when they are asked for.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .buffers import DeviceRolloutBuffer
@@ -26,19 +27,22 @@ __all__ = [
     "DeviceRolloutBuffer",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
-    "HeadMaskableActorCriticCnnPolicy",
-    "HeadMaskableActorCriticPolicy",
-    "HeadMaskableMultiInputActorCriticPolicy",
     "HeadMultiInputActorCriticPolicy",
     "HeadPPO",
     "HeadPolicy",
     "NonFinite",
     "cleanrl_schedule",
 ]
+if find_spec("sb3_contrib") is not None:  # `from catnat.sb3 import *` asks for every name here
+    __all__ += [
+        "HeadMaskableActorCriticCnnPolicy",
+        "HeadMaskableActorCriticPolicy",
+        "HeadMaskableMultiInputActorCriticPolicy",
+    ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if not name.startswith("HeadMaskable"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from . import masked

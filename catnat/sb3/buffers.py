@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 from stable_baselines3.common.utils import get_device
 from torch import Tensor
 
@@ -26,8 +29,49 @@ class Minibatch(NamedTuple):
     forced: Tensor
 
 
-class DeviceRolloutBuffer:
+class Rollout(NamedTuple):
+    """Tensors of T steps in n environments: (T, n) each, with more dimensions where noted."""
+
+    observations: Observation  # (T, n, ...)
+    actions: Tensor  # (T, n), or (T, n, A) of a MultiDiscrete space
+    forced: Tensor  # whether the action was not the policy's choice
+    values: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    rewards: Tensor
+    continues: Tensor  # 0 where an episode ends with the step, 1 elsewhere
+
+
+class _Array:
+    """An attribute of Stable-Baselines3's buffer: one of our tensors as a NumPy array.
+
+    On the CPU the array and the tensor share their memory. From another device the array is a
+    copy, which cannot be written to: the tensor would not change with it.
+    """
+
+    def __init__(self, shape: str = "") -> None:
+        self.shape = shape  # name of the buffer's attribute with the shape of one entry
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, buffer: DeviceRolloutBuffer | None, owner: type) -> Any:
+        if buffer is None:
+            return self
+        shape = getattr(buffer, self.shape) if self.shape else ()
+        tensors = getattr(buffer.tensors, self.name)
+        if isinstance(tensors, dict):
+            return {key: _as_array(each, shape[key]) for key, each in tensors.items()}
+        return _as_array(tensors, (shape,) if isinstance(shape, int) else shape)
+
+
+class DeviceRolloutBuffer(RolloutBuffer):
     """A rollout of T steps in n environments, as tensors on the policy's device.
+
+    It is a ``RolloutBuffer`` of Stable-Baselines3: its attributes are there as NumPy arrays, and
+    ``add``, ``compute_returns_and_advantage`` and ``get`` do what they do there. HeadPPO works on
+    ``tensors``, with the methods below these three: nothing comes back to the host there.
 
     Observations keep the dtype of their space, so pictures stay bytes. All tensors are made once
     and keep their place in memory, as captured CUDA graphs need it. What the host knows first
@@ -36,15 +80,20 @@ class DeviceRolloutBuffer:
     Args:
         buffer_size: T.
         observation_space: of one environment; ``Dict`` spaces of arrays too.
-        action_space: ``Discrete`` or ``MultiDiscrete``.
+        action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
         device: of the policy.
         gae_lambda: lambda of the generalized advantage estimation.
         gamma: discount.
         n_envs: n.
-
-    Shapes:
-        ``observations`` (T, n, ...); ``actions`` (T, n) or (T, n, A); all others (T, n).
     """
+
+    observations = _Array("obs_shape")
+    actions = _Array("action_dim")
+    values = _Array()
+    log_probs = _Array()
+    advantages = _Array()
+    returns = _Array()
+    rewards = _Array()
 
     def __init__(
         self,
@@ -56,30 +105,70 @@ class DeviceRolloutBuffer:
         gamma: float = 0.99,
         n_envs: int = 1,
     ) -> None:
-        self.buffer_size, self.n_envs = buffer_size, n_envs
-        self.gae_lambda, self.gamma = gae_lambda, gamma
-        self.device = get_device(device)
+        device = get_device(device)
         shape = (buffer_size, n_envs)
-        self.on_device = self.device.type != "cuda" or _fits(shape, observation_space, self.device)
-        place = self.device if self.on_device else torch.device("cpu")
-        self.observations = _zeros(observation_space, shape, place)
-        # The host's end of the copies. A GPU reads pinned memory by itself.
-        pinned = self.device.type == "cuda"
-        self._sent = _zeros(observation_space, (n_envs,), torch.device("cpu"), pinned)
-        actions = action_space.shape or ()
-        self.actions = torch.zeros(*shape, *actions, dtype=torch.int64, device=self.device)
-        self.values, self.log_probs, self.advantages, self.returns, self.rewards, self.continues = (
-            torch.zeros(shape, device=self.device) for _ in range(6)
+        self.on_device = device.type != "cuda" or _fits(shape, observation_space, device)
+        place = device if self.on_device else torch.device("cpu")
+        size = (*shape, *(action_space.shape or ()))
+        numbers = (torch.zeros(shape, device=device) for _ in range(6))
+        self.tensors = Rollout(
+            _zeros(observation_space, shape, place),
+            torch.zeros(size, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.bool, device=device),
+            *numbers,
         )
-        self.forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self.host_rewards = np.zeros(shape, np.float32)
-        self.host_dones = np.zeros(shape, np.bool_)
+        # The host's end of the copies. A GPU reads pinned memory by itself.
+        pinned = device.type == "cuda"
+        self._sent = _zeros(observation_space, (n_envs,), torch.device("cpu"), pinned)
+        own = self.tensors.rewards.numpy() if device.type == "cpu" else None
+        self.host_rewards = np.zeros(shape, np.float32) if own is None else own
+        self.episode_starts = np.zeros(shape, np.float32)
         self._bootstraps: list[tuple[int, list[int], Tensor]] = []
+        super().__init__(
+            buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs
+        )
+
+    # -- as in Stable-Baselines3 -----------------------------------------------------------------
 
     def reset(self) -> None:
         """Begin a new rollout."""
+        self.pos, self.full = 0, False
         self._bootstraps = []
-        self.forced.zero_()
+        self.tensors.forced.zero_()
+
+    def add(
+        self,
+        obs: Observation,
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        episode_start: NDArray[Any],
+        value: Tensor,
+        log_prob: Tensor,
+    ) -> None:
+        """Store the next step of all environments."""
+        step, envs = self.pos, slice(0, self.n_envs)
+        shapes = map_observations(lambda x: x.shape, self._sent)
+        self.send(step, envs, map_observations(lambda x, shape: x.reshape(shape), obs, shapes))
+        chosen = torch.as_tensor(action).reshape(self.tensors.actions.shape[1:])
+        self.write(step, envs, chosen, value, log_prob.reshape(-1))
+        self.receive(reward, episode_start)
+
+    def compute_returns_and_advantage(self, last_values: Tensor, dones: NDArray[Any]) -> None:
+        """Advantages and returns, from what follows the last step."""
+        self.upload(dones)
+        self.estimate_advantages(last_values.detach().to(self.device).flatten())
+
+    def get(self, batch_size: int | None = None) -> Generator[Any]:
+        """Minibatches in random order, as samples of Stable-Baselines3."""
+        assert self.full, "the rollout is not complete"
+        for indices in self.shuffled(batch_size or self.buffer_size * self.n_envs):
+            batch = self.take(indices)
+            of_dicts = isinstance(batch.observations, dict)
+            kind: Any = DictRolloutBufferSamples if of_dicts else RolloutBufferSamples
+            actions = batch.actions.reshape(len(indices), -1).float()
+            yield kind(batch.observations, actions, *batch[2:6])
+
+    # -- as HeadPPO fills it -----------------------------------------------------------------------
 
     def send(self, step: int, envs: slice, observations: Observation) -> Observation:
         """Store the host's observations of some environments; returns them on the device.
@@ -94,7 +183,7 @@ class DeviceRolloutBuffer:
             slot.copy_(host[envs], non_blocking=True)
             return slot if self.on_device else slot.to(self.device)
 
-        return map_observations(send_one, self._sent, self.observations, observations)
+        return map_observations(send_one, self._sent, self.tensors.observations, observations)
 
     def write(
         self,
@@ -106,22 +195,41 @@ class DeviceRolloutBuffer:
         forced: Tensor | None = None,
     ) -> None:
         """Store what the policy made of them, and which actions were not its choice."""
-        self.actions[step, envs].copy_(actions)
-        self.values[step, envs].copy_(values.flatten())
-        self.log_probs[step, envs].copy_(log_probs)
+        self.tensors.actions[step, envs].copy_(actions)
+        self.tensors.values[step, envs].copy_(values.flatten())
+        self.tensors.log_probs[step, envs].copy_(log_probs)
         if forced is not None:
-            self.forced[step, envs].copy_(forced)
+            self.tensors.forced[step, envs].copy_(forced)
 
-    def bootstrap(self, step: int, envs: list[int], values: Tensor) -> None:
-        """Let environments go on, worth these values, that were cut off after a step."""
-        self._bootstraps.append((step, envs, values.flatten()))
+    def at(self, step: int) -> tuple[Observation, Tensor, Tensor]:
+        """Observations, values (n, 1) and log-probabilities (n,) of a step, on the device.
 
-    def upload(self) -> None:
-        """Bring the host's part of the rollout to the device."""
-        self.rewards.copy_(torch.from_numpy(self.host_rewards))
-        self.continues.copy_(torch.from_numpy(1 - self.host_dones.astype(np.float32)))
+        They share the buffer's memory: the next rollout overwrites them.
+        """
+        own = self.tensors
+        shown = map_observations(lambda x: x[step].to(self.device), own.observations)
+        return shown, own.values[step, :, None], own.log_probs[step]
+
+    def receive(self, rewards: NDArray[Any], starts: NDArray[Any]) -> None:
+        """Store the rewards (n,) of a step and which episodes began with it; go on to the next."""
+        self.host_rewards[self.pos], self.episode_starts[self.pos] = rewards, starts
+        self.pos += 1
+        self.full = self.pos == self.buffer_size
+
+    def bootstrap(self, envs: list[int], values: Tensor) -> None:
+        """Let environments go on, worth these values, that were cut off after this step."""
+        self._bootstraps.append((self.pos, envs, values.flatten()))
+
+    def upload(self, dones: NDArray[Any]) -> None:
+        """Bring the host's part of the rollout to the device, and which episodes are over now."""
+        rewards = self.tensors.rewards
+        rewards.copy_(torch.from_numpy(self.host_rewards))
         for step, envs, values in self._bootstraps:
-            self.rewards[step, envs] += self.gamma * values
+            rewards[step, envs] += self.gamma * values
+        if self.device.type == "cpu":  # where host_rewards are the same memory, and have them now
+            self._bootstraps = []
+        ends = np.concatenate([self.episode_starts[1:], np.asarray(dones, np.float32)[None]])
+        self.tensors.continues.copy_(torch.from_numpy(1 - ends))
 
     def estimate_advantages(self, last_values: Tensor) -> Tensor:
         r"""Advantages and returns, from the values (n,) of what follows the last step.
@@ -130,16 +238,17 @@ class DeviceRolloutBuffer:
 
         with c_t = 0 where an episode ends and 1 elsewhere. Returns the advantages.
         """
+        own = self.tensors
         advantage = torch.zeros_like(last_values)
         following = last_values
         for step in reversed(range(self.buffer_size)):
-            goes_on, value = self.continues[step], self.values[step]
-            delta = self.rewards[step] + self.gamma * following * goes_on - value
+            goes_on, value = own.continues[step], own.values[step]
+            delta = own.rewards[step] + self.gamma * following * goes_on - value
             advantage = delta + self.gamma * self.gae_lambda * goes_on * advantage
-            self.advantages[step] = advantage
+            own.advantages[step] = advantage
             following = value
-        torch.add(self.advantages, self.values, out=self.returns)
-        return self.advantages
+        torch.add(own.advantages, own.values, out=own.returns)
+        return own.advantages
 
     def shuffled(self, batch_size: int) -> Iterator[Tensor]:
         """Indices of minibatches, (B,) each, on the device: every transition once.
@@ -157,9 +266,10 @@ class DeviceRolloutBuffer:
         """The transitions with these indices (B,) among all T n of them."""
         own = indices if self.on_device else indices.cpu()
         observations = map_observations(
-            lambda x: x.flatten(0, 1).index_select(0, own).to(self.device), self.observations
+            lambda x: x.flatten(0, 1).index_select(0, own).to(self.device),
+            self.tensors.observations,
         )
-        rest = (getattr(self, name) for name in Minibatch._fields[1:])
+        rest = (getattr(self.tensors, name) for name in Minibatch._fields[1:])
         return Minibatch(observations, *(x.flatten(0, 1).index_select(0, indices) for x in rest))
 
 
@@ -169,6 +279,13 @@ def map_observations(function: Callable[..., Any], *observations: Observation) -
     if isinstance(first, dict):
         return {key: function(*(each[key] for each in observations)) for key in first}
     return function(*observations)
+
+
+def _as_array(tensor: Tensor, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A tensor (T, n, ...) as an array (T, n, *shape), see :class:`_Array`."""
+    array: NDArray[Any] = tensor.cpu().numpy().reshape(*tensor.shape[:2], *shape)
+    array.flags.writeable = tensor.device.type == "cpu"
+    return array
 
 
 def _zeros(

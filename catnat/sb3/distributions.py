@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +15,24 @@ from stable_baselines3.common.distributions import (
 )
 from torch import Tensor, nn
 
-from catnat._numerics import LOG_ZERO
+from catnat._numerics import LOG_ZERO, is_plain
 from catnat.distributions import HeadCategorical
 from catnat.heads import CategoricalHead, SparsemaxHead
 
 SPARSEMAX_MIX = 1e-3  # what sparsemax gives to the uniform distribution, unless told otherwise
+
+
+class OnlyChoice(nn.Module):
+    """Stands in the place of a head where there is one category only: softmax of one score."""
+
+    num_categories = num_scores = 1
+
+    def forward(self, scores: Tensor) -> HeadCategorical:
+        """The one category is certain, whatever its score: (*, 1) -> (*, 1)."""
+        return HeadCategorical(scores.log_softmax(-1), validate_args=False)
+
+
+Head = CategoricalHead | OnlyChoice
 
 
 class HeadDistribution(CategoricalDistribution):
@@ -30,8 +44,9 @@ class HeadDistribution(CategoricalDistribution):
     """
 
     distribution: HeadCategorical
+    validate_args = True  # raise ValueError where a probability is NaN
 
-    def __init__(self, head: CategoricalHead, uniform_mix: float = 0.0) -> None:
+    def __init__(self, head: Head, uniform_mix: float = 0.0) -> None:
         super().__init__(head.num_categories)
         self.head, self.uniform_mix = head, uniform_mix
 
@@ -41,13 +56,16 @@ class HeadDistribution(CategoricalDistribution):
 
     def proba_distribution(self, action_logits: Tensor) -> HeadDistribution:
         """Take up scores (B, S)."""
-        self.distribution = mixed(self.head(action_logits), self.uniform_mix)
+        self._unmasked = mixed(self.head(action_logits), self.uniform_mix)
+        self.distribution = self._unmasked
+        if self.validate_args:
+            check(self.distribution)
         return self
 
     def apply_masking(self, masks: Any) -> None:
-        """Forbid actions, see :func:`masked`."""
-        if masks is not None:
-            self.distribution = masked(self.distribution, masks)
+        """Forbid actions, see :func:`masked`; None allows all of them again."""
+        free = self._unmasked
+        self.distribution = free if masks is None else masked(free, masks)
 
     def sample(self) -> Tensor:
         """Random actions (B,)."""
@@ -59,7 +77,7 @@ class HeadDistribution(CategoricalDistribution):
 
 
 class HeadMultiDistribution(MultiCategoricalDistribution):
-    """The actions of a ``MultiDiscrete`` space, each distributed as a head of its own says.
+    """The actions of a ``MultiDiscrete`` or ``MultiBinary`` space, each with a head of its own.
 
     Args:
         heads: one for each action.
@@ -67,8 +85,9 @@ class HeadMultiDistribution(MultiCategoricalDistribution):
     """
 
     distribution: list[HeadCategorical]  # type: ignore[assignment]
+    validate_args = True  # raise ValueError where a probability is NaN
 
-    def __init__(self, heads: Sequence[CategoricalHead], uniform_mix: float = 0.0) -> None:
+    def __init__(self, heads: Sequence[Head], uniform_mix: float = 0.0) -> None:
         super().__init__([head.num_categories for head in heads])
         self.heads, self.uniform_mix = heads, uniform_mix
 
@@ -79,20 +98,24 @@ class HeadMultiDistribution(MultiCategoricalDistribution):
     def proba_distribution(self, action_logits: Tensor) -> HeadMultiDistribution:
         """Take up scores (B, sum of S)."""
         parts = action_logits.split([head.num_scores for head in self.heads], -1)
-        self.distribution = [
+        self._unmasked = [
             mixed(head(scores), self.uniform_mix)
             for head, scores in zip(self.heads, parts, strict=True)
         ]
+        self.distribution = self._unmasked
+        if self.validate_args:
+            check(*self.distribution)
         return self
 
     def apply_masking(self, masks: Any) -> None:
-        """Forbid actions by masks (B, sum of K), see :func:`masked`."""
+        """Forbid actions by masks (B, sum of K), see :func:`masked`; None allows all again."""
+        self.distribution = self._unmasked
         if masks is None:
             return
         masks = torch.as_tensor(masks).reshape(-1, sum(self.action_dims))
         parts = masks.split(list(self.action_dims), -1)
         self.distribution = [
-            masked(each, mask) for each, mask in zip(self.distribution, parts, strict=True)
+            masked(each, mask) for each, mask in zip(self._unmasked, parts, strict=True)
         ]
 
     def sample(self) -> Tensor:
@@ -104,12 +127,42 @@ class HeadMultiDistribution(MultiCategoricalDistribution):
         return torch.stack([each.logits.argmax(-1) for each in self.distribution], -1)
 
 
+def check(*distributions: HeadCategorical) -> None:
+    """Raise ValueError if a probability is NaN, as Stable-Baselines3's own policies do.
+
+    The host waits for the device here. See :func:`unchecked` for code that must not wait.
+    """
+    for each in distributions:
+        # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
+        if is_plain(each.logits) and bool(each.logits.sum().isnan()):
+            lost = each.logits.isnan().any(-1).flatten()
+            raise ValueError(
+                f"the policy's probabilities are NaN in {int(lost.sum())} of {len(lost)} states: "
+                "look for NaN in the observations and in the policy's parameters"
+            )
+
+
+@contextmanager
+def unchecked(policy: nn.Module) -> Iterator[None]:
+    """In here, a policy with a head does not look for NaN: nothing waits for the device."""
+    distribution = getattr(policy, "action_dist", None)
+    if not isinstance(distribution, (HeadDistribution, HeadMultiDistribution)):
+        yield
+        return
+    before, distribution.validate_args = distribution.validate_args, False
+    try:
+        yield
+    finally:
+        distribution.validate_args = before
+
+
 def make_distribution(
-    heads: Sequence[CategoricalHead], action_space: spaces.Space[Any], uniform_mix: float | None
+    heads: Sequence[Head], action_space: spaces.Space[Any], uniform_mix: float | None
 ) -> HeadDistribution | HeadMultiDistribution:
     """The distribution over an action space; without ``uniform_mix``, the head's usual one."""
     if uniform_mix is None:
-        uniform_mix = SPARSEMAX_MIX if isinstance(heads[0], SparsemaxHead) else 0.0
+        sparse = any(isinstance(head, SparsemaxHead) for head in heads)
+        uniform_mix = SPARSEMAX_MIX if sparse else 0.0
     if isinstance(action_space, spaces.Discrete):
         return HeadDistribution(heads[0], uniform_mix)
     return HeadMultiDistribution(heads, uniform_mix)
@@ -121,12 +174,12 @@ def categories_of(action_space: spaces.Space[Any]) -> list[int]:
         sizes = [int(action_space.n)]
     elif isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
         sizes = [int(n) for n in action_space.nvec]
+    elif isinstance(action_space, spaces.MultiBinary) and isinstance(action_space.n, int):
+        sizes = [2] * action_space.n
     else:
-        sizes = []
-    if not sizes or min(sizes) < 2:
         raise ValueError(
-            f"a categorical head needs a Discrete or a one-dimensional MultiDiscrete action space "
-            f"with at least 2 choices, got {action_space}"
+            "a categorical head needs a Discrete action space, or a one-dimensional MultiDiscrete "
+            f"or MultiBinary one, got {action_space}"
         )
     return sizes
 

@@ -17,9 +17,9 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from catnat.heads import make_head
+from catnat.heads import CategoricalHead, make_head
 
-from .distributions import categories_of, make_distribution
+from .distributions import OnlyChoice, categories_of, make_distribution
 
 if TYPE_CHECKING:
     _Base = BasePolicy
@@ -30,12 +30,14 @@ else:
 class HeadPolicy(_Base):
     """What makes a policy one with a head; put it before a policy class of Stable-Baselines3.
 
-    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space.
+    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. An
+    action that has one choice only needs no head: an :class:`OnlyChoice` stands in its place. A
+    probability that is NaN raises ValueError, as with the policies of Stable-Baselines3.
     Deterministic actions are the likeliest ones (of all leaves of a tree, not of each split).
 
     Args:
         observation_space: of the environment.
-        action_space: ``Discrete`` or ``MultiDiscrete``.
+        action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
         lr_schedule: learning rate as a function of the progress that remains.
         args: further arguments of the policy.
         head: a name from :func:`catnat.head_names`.
@@ -73,9 +75,12 @@ class HeadPolicy(_Base):
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
         given = self._head_arguments
         sizes = categories_of(self.action_space)
-        heads = [make_head(given["head"], K, **given["head_options"]) for K in sizes]
+        options = given["head_options"]
+        make_head(given["head"], 2, **options)  # says what is wrong even if no head is needed
+        heads = [OnlyChoice() if K == 1 else make_head(given["head"], K, **options) for K in sizes]
         for head in heads:
-            head.validate_args = False  # losses are checked once per update instead
+            if isinstance(head, CategoricalHead):
+                head.validate_args = False  # the policy looks for NaN itself
         self.heads = nn.ModuleList(heads)
         self.action_dist = make_distribution(heads, self.action_space, given["uniform_mix"])
         super()._build(lr_schedule)  # type: ignore[misc]

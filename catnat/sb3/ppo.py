@@ -9,6 +9,7 @@ from typing import Any, ClassVar, get_args
 
 import torch
 from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
@@ -20,13 +21,14 @@ from catnat.capture import StepGraph
 
 from . import objective
 from .buffers import DeviceRolloutBuffer
-from .distributions import categories_of
+from .distributions import categories_of, unchecked
 from .objective import Settings, ValueLoss
 from .optimizers import Snapshot, make_capturable, make_portable, portable_state
 from .policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
+    HeadPolicy,
 )
 from .rollout import Collector
 
@@ -49,10 +51,11 @@ class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
 class HeadPPO(PPO):
     """PPO for policies with a categorical head (and others over the same action spaces).
 
-    With the default options it takes the steps that ``stable_baselines3.PPO`` takes. It is
-    made for a GPU: the rollout stays there, pictures as bytes; what is logged is read once per
-    update; the policy and the update are replayed as CUDA graphs; and an environment with
-    ``halves`` plays with one half while the policy looks at the other, see :class:`Collector`.
+    With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each
+    loads the zips that the other saves (the other ignores ``value_loss``). It is made for a GPU:
+    the rollout stays there, pictures as bytes; what is logged is read once per update; the policy
+    and the update are replayed as CUDA graphs; and an environment with ``halves`` plays with one
+    half while the policy looks at the other, see :class:`Collector`.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update, with policy and optimizer put back to where they were before it. An action that
@@ -75,7 +78,7 @@ class HeadPPO(PPO):
         "CnnPolicy": HeadActorCriticCnnPolicy,
         "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
     }
-    rollout_buffer: DeviceRolloutBuffer  # type: ignore[assignment]
+    rollout_buffer: DeviceRolloutBuffer
 
     def __init__(
         self,
@@ -88,8 +91,6 @@ class HeadPPO(PPO):
         if value_loss not in get_args(ValueLoss):
             choices = ", ".join(get_args(ValueLoss))
             raise ValueError(f"unknown value_loss {value_loss!r}; choose from {choices}")
-        if kwargs.setdefault("rollout_buffer_class", DeviceRolloutBuffer) is None:
-            kwargs["rollout_buffer_class"] = DeviceRolloutBuffer
         self.value_loss, self.capture, self.overlap = value_loss, capture, overlap
         self._baked: tuple[Any, ...] | None = None
         super().__init__(*args, **kwargs)
@@ -103,26 +104,36 @@ class HeadPPO(PPO):
     ) -> bool:
         """Play one rollout; False if a callback stopped it.
 
-        Callbacks see the joint step of all environments. With halves, the first one is already
-        playing its next step: callbacks must not touch the environment then.
+        Callbacks see the local variables that they see in Stable-Baselines3, for the joint step of
+        all environments. With halves, the first one is already playing its next step: callbacks
+        must not touch the environment then.
         """
+        assert self._last_obs is not None and self._last_episode_starts is not None
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         callback.on_rollout_start()
-        collector, stopped = self._collector, False
-        with closing(collector.steps(self._last_obs)) as steps:
-            for n_steps, step in enumerate(steps, 1):
-                self.num_timesteps += env.num_envs
-                now = {"env": env, "n_steps": n_steps, "rollout_buffer": rollout_buffer}
-                callback.update_locals(step._asdict() | now)
-                if stopped := not callback.on_step():
-                    break
-                self._update_info_buffer(step.infos, step.dones)
-        self._last_obs, self._last_episode_starts = collector.observations(), step.dones
-        if stopped:
-            return False
-        rollout_buffer.upload()
-        self._estimate(collector.last_values())
+        collector = self._collector
+        try:
+            with closing(collector.steps(self._last_obs, self._last_episode_starts)) as steps:
+                for n_steps, step in enumerate(steps):
+                    new_obs, actions, rewards, dones, infos = step
+                    # The next two lines are for the callbacks.
+                    clipped_actions = actions
+                    obs_tensor, values, log_probs = rollout_buffer.at(n_steps)
+                    self.num_timesteps += env.num_envs
+                    callback.update_locals(locals())
+                    if not callback.on_step():
+                        return False
+                    self._update_info_buffer(infos, dones)
+                    collector.bootstrap(step)
+                    rollout_buffer.receive(rewards, self._last_episode_starts)
+                    self._last_obs, self._last_episode_starts = new_obs, dones
+        finally:  # after an interrupt, too; without observations, learn() begins new episodes
+            self._last_obs, self._last_episode_starts = collector.observations(), collector.dones()
+        n_steps, values = n_rollout_steps, collector.last_values()
+        rollout_buffer.upload(dones)
+        self._estimate(values.flatten())
+        callback.update_locals(locals())
         callback.on_rollout_end()
         return True
 
@@ -162,7 +173,10 @@ class HeadPPO(PPO):
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last."""
         batch, numbers = self.rollout_buffer.take(indices), self._numbers
-        values, log_prob, entropy = self.policy.evaluate_actions(batch.observations, batch.actions)
+        with unchecked(self.policy):
+            values, log_prob, entropy = self.policy.evaluate_actions(
+                batch.observations, batch.actions
+            )
         values = values.flatten()
         advantages = batch.advantages
         if self.normalize_advantage:
@@ -195,7 +209,7 @@ class HeadPPO(PPO):
     def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
         """Read what happened, all at once."""
         buffer = self.rollout_buffer
-        explained = objective.explained_variance(buffer.values, buffer.returns)
+        explained = objective.explained_variance(buffer.tensors.values, buffer.tensors.returns)
         table = torch.stack([row for rows in epochs for row in rows]).cpu()
         if not table.isfinite().all():
             before.restore()
@@ -253,9 +267,20 @@ class HeadPPO(PPO):
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
+        # A zip of stable_baselines3.PPO brings the name of its own buffer.
+        if self.rollout_buffer_class in (None, RolloutBuffer, DictRolloutBuffer):
+            self.rollout_buffer_class = DeviceRolloutBuffer
+        if not issubclass(self.rollout_buffer_class, DeviceRolloutBuffer):
+            raise ValueError(
+                "HeadPPO keeps rollouts in a DeviceRolloutBuffer, it cannot use "
+                f"{self.rollout_buffer_class.__name__}"
+            )
         super()._setup_model()
         self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
         self._captured = False
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
 
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
@@ -298,6 +323,8 @@ class HeadPPO(PPO):
 
     def _excluded_save_params(self) -> list[str]:
         made_anew = ["_collector", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
+        if self.rollout_buffer_class is DeviceRolloutBuffer:  # whoever loads it has its own
+            made_anew.append("rollout_buffer_class")
         return [*super()._excluded_save_params(), *made_anew]
 
 
@@ -307,6 +334,8 @@ def why_not(model: HeadPPO) -> str | None:
         return "the device is not a CUDA device"
     if model.target_kl is not None:
         return "target_kl looks at each minibatch before the step"
+    if not isinstance(model.policy, HeadPolicy):
+        return "the policy has no head, and may wait for the device"
     if "capturable" not in model.policy.optimizer.defaults:
         return f"{type(model.policy.optimizer).__name__} cannot be captured"
     if not model.rollout_buffer.on_device:

@@ -16,6 +16,7 @@ from torch import Tensor
 from catnat.transfer import send
 
 from .buffers import DeviceRolloutBuffer, Observation, map_observations
+from .distributions import unchecked
 
 Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 
@@ -23,6 +24,7 @@ Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 class Step(NamedTuple):
     """What a step of all environments gave."""
 
+    new_obs: Observation
     actions: NDArray[Any]
     rewards: NDArray[Any]
     dones: NDArray[np.bool_]
@@ -36,7 +38,8 @@ class _Part:
     env: VecEnv
     envs: slice  # their places among all
     act: Act
-    observations: Observation = None
+    observations: Observation = None  # None while it is not known what the environments show
+    dones: NDArray[np.bool_] | None = None  # of the step before
     actions: NDArray[Any] | None = None  # sent and not yet answered
 
 
@@ -76,10 +79,19 @@ class Collector:
             self.parts.append(_Part(each, envs, replay(self._act)))
             first = envs.stop
 
-    def steps(self, observations: Observation) -> Generator[Step]:
-        """Fill the buffer; yields after each step, when the first of halves plays the next one."""
+    def steps(self, observations: Observation, starts: NDArray[np.bool_]) -> Generator[Step]:
+        """Play a rollout; yields after each step, when the first of halves plays the next one.
+
+        The buffer gets observations, actions, values and log-probabilities here. The rest of a
+        step is for the caller to store.
+
+        Args:
+            observations: what all environments show now.
+            starts: which of them begin an episode with it.
+        """
         for part in self.parts:
             part.observations = map_observations(lambda x, envs=part.envs: x[envs], observations)
+            part.dones = starts[part.envs]
         first, *others = self.parts
         last = self.buffer.buffer_size - 1
         try:
@@ -87,31 +99,47 @@ class Collector:
             for step in range(last + 1):
                 for part in others:
                     self._send(part, step)
-                done = [self._receive(first, step)]
+                done = [self._receive(first)]
                 if others and step < last:
                     self._send(first, step + 1)
-                done += [self._receive(part, step) for part in others]
-                yield _join(done)
+                done += [self._receive(part) for part in others]
+                yield Step(self.observations(), *_join(done))
                 if not others and step < last:
                     self._send(first, step + 1)
         finally:  # whoever stops halfway leaves no environment waiting
             for part in self.parts:
                 if part.actions is not None:
-                    part.actions = None
-                    part.observations = part.env.step_wait()[0]
+                    self._receive(part)
 
     def observations(self) -> Observation:
-        """What all environments show now."""
-        if len(self.parts) == 1:
-            return self.parts[0].observations
-        join: Callable[..., Any] = lambda *parts: np.concatenate(parts)  # noqa: E731
-        return map_observations(join, *(part.observations for part in self.parts))
+        """What all environments show now; None if a step was cut short, so that nobody knows."""
+        if any(part.observations is None for part in self.parts):
+            return None
+        return map_observations(_concatenate, *(part.observations for part in self.parts))
+
+    def dones(self) -> NDArray[np.bool_]:
+        """Which environments began an episode with what they show now."""
+        done: NDArray[np.bool_] = _concatenate(*(part.dones for part in self.parts))
+        return done
 
     def last_values(self) -> Tensor:
-        """The policy's values (n,) of what all environments show now."""
+        """The policy's values (n, 1) of what all environments show now."""
         with torch.no_grad():
-            shown = self.policy.obs_to_tensor(self.observations())[0]
-            return self.policy.predict_values(shown).flatten()
+            values: Tensor = self.policy.predict_values(
+                self.policy.obs_to_tensor(self.observations())[0]
+            )
+            return values
+
+    def bootstrap(self, step: Step) -> None:
+        """An episode that was cut off, not ended, would have gone on as the policy thinks."""
+        cut = [int(i) for i in np.flatnonzero(step.dones) if _is_cut_off(step.infos[i])]
+        if not cut:
+            return
+        shown = [step.infos[i]["terminal_observation"] for i in cut]
+        with torch.no_grad():
+            stacked = map_observations(lambda *each: np.stack(each), *shown)
+            values = self.policy.predict_values(self.policy.obs_to_tensor(stacked)[0])
+        self.buffer.bootstrap(cut, values)
 
     @torch.no_grad()
     def _act(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,12 +149,13 @@ class Collector:
             batch: the observation, or the entries of one that is a dict; then, where there are
                 such, the forced actions.
         """
-        places = self.buffer.observations
+        places = self.buffer.tensors.observations
         if isinstance(places, dict):
             shown: Observation = dict(zip(places, batch, strict=False))
         else:
             shown = batch[0]
-        actions, values, log_probs = self.policy(shown)
+        with unchecked(self.policy):
+            actions, values, log_probs = self.policy(shown)
         if len(batch) > (len(places) if isinstance(places, dict) else 1):
             actions = torch.where(batch[-1] >= 0, batch[-1], actions)
             log_probs = self.policy.action_dist.log_prob(actions)  # still that of this call
@@ -146,27 +175,12 @@ class Collector:
         part.actions = send(actions)().numpy()
         part.env.step_async(part.actions)
 
-    def _receive(self, part: _Part, step: int) -> Step:
-        """Wait for the environments."""
+    def _receive(self, part: _Part) -> tuple[Any, ...]:
+        """Wait for the environments; returns what a :class:`Step` has after the observations."""
         actions, part.actions = part.actions, None  # whatever happens now: do not wait again
-        assert actions is not None
-        part.observations, rewards, dones, infos = part.env.step_wait()
-        done = Step(actions, rewards, dones, infos)
-        self.buffer.host_rewards[step, part.envs] = rewards
-        self.buffer.host_dones[step, part.envs] = dones
-        self._bootstrap(step, part.envs.start, done)
-        return done
-
-    def _bootstrap(self, step: int, first: int, done: Step) -> None:
-        """An episode that was cut off, not ended, would have gone on as the policy thinks."""
-        cut = [int(i) for i in np.flatnonzero(done.dones) if _is_cut_off(done.infos[i])]
-        if not cut:
-            return
-        shown = [done.infos[i]["terminal_observation"] for i in cut]
-        with torch.no_grad():
-            stacked = map_observations(lambda *each: np.stack(each), *shown)
-            values = self.policy.predict_values(self.policy.obs_to_tensor(stacked)[0])
-        self.buffer.bootstrap(step, [first + i for i in cut], values)
+        part.observations = None
+        part.observations, rewards, part.dones, infos = part.env.step_wait()
+        return actions, rewards, part.dones, infos
 
 
 def _parts_of(env: VecEnv) -> Sequence[VecEnv]:
@@ -179,8 +193,12 @@ def _is_cut_off(info: dict[str, Any]) -> bool:
     return bool(cut) and info.get("terminal_observation") is not None
 
 
-def _join(parts: list[Step]) -> Step:
+def _join(parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     if len(parts) == 1:
         return parts[0]
-    actions, rewards, dones = (np.concatenate(x) for x in list(zip(*parts, strict=True))[:3])
-    return Step(actions, rewards, dones, [info for part in parts for info in part.infos])
+    *arrays, infos = zip(*parts, strict=True)
+    return *(np.concatenate(each) for each in arrays), [info for each in infos for info in each]
+
+
+def _concatenate(*parts: Any) -> Any:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
