@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import mps, plan, stages
+from experiments import plan, stages
+from experiments.engines import mps
 
 FOREVER = 10**8
 

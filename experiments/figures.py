@@ -29,11 +29,11 @@ from catnat.fisher import off_diagonal_mass
 from examples import quickstart
 from experiments import drawing, plan, runs
 from experiments.layout import title
-from experiments.loading import load_run
 from experiments.plan import Experiment
 from experiments.summary import Row, rows
 from experiments.sweep import Parser, load
 from experiments.tables import largest_scale
+from experiments.train_interface import load_run
 
 
 def main(argv: list[str] | None = None) -> int:

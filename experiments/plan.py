@@ -46,6 +46,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PLANS = HERE / "plans"
 SCALES = ("smoke", "small", "paper")
 Options = dict[str, Any]
 
@@ -144,12 +145,12 @@ class Experiment:
 
 def names() -> list[str]:
     """All experiments there are."""
-    return sorted(path.stem for path in HERE.glob("*.yaml"))
+    return sorted(path.stem for path in PLANS.glob("*.yaml"))
 
 
 def load(name: str, scale: str, runs: Path = Path("runs"), **options: Any) -> Experiment:
     """An experiment at a scale; a ``ValueError`` of one line says what is wrong with it."""
-    path = Path(name) if name.endswith(".yaml") else HERE / f"{name}.yaml"
+    path = Path(name) if name.endswith(".yaml") else PLANS / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"there is no experiment {name!r}; choose from {', '.join(names())}")
     content = _read(path)

@@ -30,8 +30,9 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import mps, plan, runs
-from experiments.engines import Progress, run_local, sigterm_interrupts
+from experiments import plan, runs
+from experiments.engines import mps
+from experiments.engines.local import Progress, run_local, sigterm_interrupts
 from experiments.plan import Experiment
 from experiments.stages import Stage, names, open_stage, stages
 
@@ -157,7 +158,7 @@ def run_stage_on_ray(
     table: Experiment, stage: Stage, args: argparse.Namespace, progress: Progress
 ) -> None:
     """Known runs first, then those that TPE still has to draw."""
-    from experiments.ray_engine import Cluster, run_ray, search_ray  # an extra
+    from experiments.engines.ray_tune import Cluster, run_ray, search_ray  # an extra
 
     cluster = Cluster(args.address, args.jobs or 0, args.gpus_per_run, args.retries)
     if stage.pending:

@@ -9,7 +9,7 @@ import yaml
 
 import train
 from experiments import layout, plan, runs, stages, tables
-from experiments.plan import HERE
+from experiments.plan import HERE, PLANS
 from experiments.summary import compared, paper_entry, rows, welch
 
 EVERY = [(name, scale) for name in plan.names() for scale in plan.SCALES]
@@ -103,7 +103,7 @@ def test_all_folders_and_selection_metrics_are_sound():
     ],
 )
 def test_a_wrong_file_gets_one_line(tmp_path, change, said):
-    content = yaml.safe_load((HERE / "vae_adam.yaml").read_text())
+    content = yaml.safe_load((PLANS / "vae_adam.yaml").read_text())
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(plan.merged(content, change)))
     with pytest.raises(ValueError, match=said):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from experiments import mps
+from experiments.engines import mps
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import plan, runs, stages, sweep, warm
+from experiments import plan, runs, stages, sweep
+from experiments.engines import forks as warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +36,7 @@ if x < 0:
     print("the number is below zero")
     if x == -4:
         os.kill(os.getpid(), signal.SIGKILL)
-    if x == -3 and "experiments.warm" in Path(f"/proc/{os.getppid()}/cmdline").read_text():
+    if x == -3 and "experiments.engines.forks" in Path(f"/proc/{os.getppid()}/cmdline").read_text():
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     sys.exit(2 if x < -5 else 3)
@@ -258,7 +259,7 @@ def test_bad_input_gets_one_line(words, said, tmp_path, capsys):
 def test_ray_is_asked_for_only_when_needed(table, monkeypatch, capsys):
     for name in ("ray", "optuna"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "experiments.ray_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "experiments.engines.ray_tune", raising=False)
     path = table()
     with pytest.raises(SystemExit) as stop:
         sweep.main(arguments(path, "--engine", "ray"))

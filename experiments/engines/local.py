@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from typing import Literal, TextIO
 
-from experiments import runs, warm
+from experiments import runs
+from experiments.engines import forks as warm
 from experiments.plan import ROOT, Run
 
 Outcome = Literal["finished", "failed", "interrupted"]

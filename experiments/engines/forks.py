@@ -79,7 +79,13 @@ class Server:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.warm", str(theirs.fileno()), *imported],
+                [
+                    sys.executable,
+                    "-m",
+                    "experiments.engines.forks",
+                    str(theirs.fileno()),
+                    *imported,
+                ],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # Modules that ask whether there is CUDA do not initialise it then.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import plan, runs, stages, warm
-from experiments.engines import Children, execute
+from experiments import plan, runs, stages
+from experiments.engines import forks as warm
+from experiments.engines.local import Children, execute
 
 ROOT = Path(__file__).resolve().parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="there are no such forks")
@@ -76,7 +77,8 @@ def driver(tmp_path, monkeypatch):
 def test_a_fork_is_what_the_command_line_makes_of_it(shown):
     (status, line), (status_forked, fork) = shown(False), shown(True)
     assert status == status_forked == 1
-    assert ("experiments.warm" in line.pop(0), "experiments.warm" in fork.pop(0)) == (False, True)
+    module = "experiments.engines.forks"
+    assert (module in line.pop(0), module in fork.pop(0)) == (False, True)
     assert fork[:3] == line[:3]
     assert line[2] == "in order, and at once"
     assert fork[-2:] == line[-2:] == ['    raise ValueError("wrong")', "ValueError: wrong"]
@@ -87,7 +89,7 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
     monkeypatch.setenv("BEGUN", "1")
     status, said = shown(True)
     assert status == 1
-    assert "experiments.warm" not in said[0]
+    assert "experiments.engines.forks" not in said[0]
     assert said[-1] == "ValueError: wrong"
 
 
@@ -96,7 +98,7 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
 def test_imports_do_not_begin_cuda(model, driver):
     check = """\
 import os, sys
-from experiments import warm
+from experiments.engines import forks as warm
 warm.preload(sys.argv[1:])
 import torch
 assert set(sys.argv[1:]) - set(sys.modules) <= {"catnat.ops.triton_sparsemax"}

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from experiments import runs
-from experiments.engines import Progress, execute, sigterm_interrupts
+from experiments.engines.local import Progress, execute, sigterm_interrupts
 from experiments.plan import ROOT, Experiment, Options, Run
 from experiments.stages import open_trial, trial_run, trials
 
