@@ -35,9 +35,7 @@ FOREVER = 10**8
 def table_steps() -> tuple[int, int]:
     """Runs and optimizer steps of the VAE table at the paper's protocol."""
     table = plan.load("vae_adam", "paper")
-    cells, search = len(table.cells()), table.search or {}
-    refined = [factor for factor in search["factors"] if factor != 1]  # 1 is the coarse rate
-    runs = cells * (len(search["coarse"]) + len(refined) + len(table.seeds))
+    runs = sum(stages.planned(table, cell) for cell in table.cells())
     return runs, runs * int(table.options["max_steps"])
 
 

@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from experiments.engines.devices import VISIBLE
 
 CONTROL = "nvidia-cuda-mps-control"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -26,47 +28,48 @@ def running() -> bool:
 
 
 @contextmanager
-def server() -> Iterator[dict[str, str]]:
-    """A server for the processes that get this environment; empty if it does not start."""
+def server(device: str | None = None) -> Iterator[dict[str, str]]:
+    """A server for the processes that get this environment; empty if it does not start.
+
+    A server of one device has it as its first: its clients ask for device 0.
+    """
     with tempfile.TemporaryDirectory(prefix="mps") as place:
         here = {_PIPES: f"{place}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{place}/log"}
         for folder in here.values():
             Path(folder).mkdir()
-        if _control(["-d"], b"", here):
+        if _control(["-d"], b"", here, device):
             yield {}
             return
         try:
-            yield here
+            yield here if device is None else here | {VISIBLE: "0"}
         finally:
-            _control([], b"quit -t 10\n", here)  # seconds for whoever still uses it
+            _control([], b"quit -t 10\n", here, device)  # seconds for whoever still uses it
 
 
-def _control(words: list[str], said: bytes, environment: dict[str, str]) -> int:
+def _control(words: list[str], said: bytes, here: dict[str, str], device: str | None) -> int:
     """Exit status of the control program."""
-    null, both = subprocess.DEVNULL, os.environ | environment
-    both.pop("CUDA_VISIBLE_DEVICES", None)  # it would count from there, and its clients once more
+    null, environment = subprocess.DEVNULL, os.environ | here
+    environment.pop(VISIBLE, None)  # devices would be counted from there, by clients once more
+    if device is not None:
+        environment[VISIBLE] = device
     command = [CONTROL, *words]
     try:
         return subprocess.run(
-            command, input=said, stdout=null, stderr=null, env=both, timeout=60
+            command, input=said, stdout=null, stderr=null, env=environment, timeout=60
         ).returncode
     except subprocess.TimeoutExpired:
         return 1
 
 
 @contextmanager
-def shared_gpu() -> Iterator[None]:
-    """Processes started inside share the GPU at the same time, where that is possible.
+def environments(devices: Sequence[str], shared: bool) -> Iterator[dict[str, dict[str, str]]]:
+    """The environment of runs on each device; with a server for each, if they are shared.
 
     Servers take turns with each other: for several sweeps at a time start one before them.
     """
-    if running() or not available():
-        yield
+    plain = {device: {VISIBLE: device} for device in devices}
+    if not shared or running() or not available():
+        yield plain
         return
-    with server() as environment:
-        os.environ.update(environment)
-        try:
-            yield
-        finally:
-            for name in environment:
-                os.environ.pop(name, None)
+    with ExitStack() as servers:
+        yield {each: servers.enter_context(server(each)) or plain[each] for each in devices}
