@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import mps, plan, stages
+from experiments import plan, stages
+from experiments.engines import mps
 
 FOREVER = 10**8
 
@@ -34,9 +35,7 @@ FOREVER = 10**8
 def table_steps() -> tuple[int, int]:
     """Runs and optimizer steps of the VAE table at the paper's protocol."""
     table = plan.load("vae_adam", "paper")
-    cells, search = len(table.cells()), table.search or {}
-    refined = [factor for factor in search["factors"] if factor != 1]  # 1 is the coarse rate
-    runs = cells * (len(search["coarse"]) + len(refined) + len(table.seeds))
+    runs = sum(stages.planned(table, cell) for cell in table.cells())
     return runs, runs * int(table.options["max_steps"])
 
 

@@ -2,12 +2,14 @@
 
 ::
 
-python experiments/figures.py landscapes --default_root_dir results
-python experiments/figures.py fisher --out results
-python experiments/figures.py curves vae_adam --tag val/elbo --runs runs --out results
+python experiments/figures.py landscapes
+python experiments/figures.py fisher
+python experiments/figures.py curves vae_adam --tag val/elbo
 python experiments/figures.py mass vae_adam          # off-diagonal Fisher mass over training
 python experiments/figures.py samples vae_adam       # inputs, reconstructions, draws
 python experiments/figures.py theta gsl              # edges found against true ones
+
+Figures of a table lie beside its runs, unless --out says otherwise.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from catnat import head_names, make_head
 from catnat.fisher import off_diagonal_mass
 from examples import quickstart
 from experiments import drawing, plan, runs
+from experiments.command_line import Parser, add_table_options, load
 from experiments.layout import title
-from experiments.loading import load_run
 from experiments.plan import Experiment
 from experiments.summary import Row, rows
-from experiments.sweep import Parser, load
-from experiments.tables import largest_scale
+from experiments.tables import NoRunsError, largest_scale, output_folder
+from experiments.train_interface import load_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,11 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    try:
+    with parser.one_line_errors():
         for path in args.draw(args):
             print(path)
-    except ValueError as error:
-        parser.error(str(error))
     return 0
 
 
@@ -60,7 +60,7 @@ def build_parser() -> Parser:
     landscape.set_defaults(draw=landscapes)
     matrices = kinds.add_parser("fisher", help="Fisher matrices of the heads")
     matrices.add_argument("--num_categories", type=int, default=16)
-    matrices.add_argument("--out", type=Path, default=Path("results"))
+    matrices.add_argument("--out", type=Path, default=Path("runs/fisher"))
     matrices.set_defaults(draw=fisher)
     for name, draw, text in (
         ("curves", curves, "a scalar over training, mean and spread over seeds"),
@@ -70,10 +70,8 @@ def build_parser() -> Parser:
     ):
         kind = kinds.add_parser(name, help=text)
         kind.add_argument("table", help=", ".join(plan.names()))
-        kind.add_argument("--scale", choices=plan.SCALES, help="default: the largest with runs")
-        kind.add_argument("--runs", type=Path, default=Path("runs"))
-        kind.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]")
-        kind.add_argument("--out", type=Path, default=Path("results"))
+        add_table_options(kind)
+        kind.add_argument("--out", type=Path, help="folder (default: that of the runs)")
         if draw is curves:
             tag = "fim/off_diagonal_mass_fro" if name == "mass" else "val/elbo"
             kind.add_argument("--tag", default=tag, help=f"default {tag}")
@@ -130,23 +128,30 @@ def curves(args: argparse.Namespace) -> list[Path]:
     experiment, groups = _groups(args)
     figure, panels = drawing.panels(len(groups), sharex=True)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
-    drawn = 0
+    drawn: list[int] = []  # seeds of each line
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         for row in group:
             known = _known(row, args.tag, False) or _known(row, args.tag, True)
             if known:
                 head = row.cell["head"]
                 drawing.draw_band(axes, known, drawing.colour(head, heads), head)
-                drawn += 1
+                drawn.append(len(known))
         axes.set_title(name)
         drawing.thousands(axes)
     if not drawn:
-        raise ValueError(f"no run of {experiment.name} has {args.tag} in its event files")
-    drawing.legend_above(figure, panels[0])
+        raise NoRunsError(f"no run of {experiment.name} has {args.tag} in its event files")
+    drawing.legend_above(figure, panels[0], _caption(drawn))
     figure.supxlabel("step", fontsize=9)  # of the optimizer, or of all environments together
     figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
     kind = args.tag.replace("/", "_")
-    return drawing.save(figure, args.out, f"{experiment.name}_{kind}")
+    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_{kind}")
+
+
+def _caption(seeds: list[int]) -> str:
+    """What lines and bands are."""
+    least, most = min(seeds), max(seeds)
+    many = str(most) if least == most else f"{least} to {most}"
+    return f"mean ± standard deviation over n = {many} runs" if most > 1 else "n = 1 run"
 
 
 def _finished(row: Row) -> Path:
@@ -162,7 +167,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
     name, group = next(iter(groups.items()))
     found = [(row, _finished(row)) for row in group if row.finished]
     if not found:
-        raise ValueError(f"no run of {experiment.name} with {name} is finished")
+        raise NoRunsError(f"no run of {experiment.name} with {name} is finished")
     figure, panels = drawing.panels(len(found), 2.6, 1.95)
     for axes, (row, folder) in zip(panels, found, strict=True):
         model, data = load_run(folder)
@@ -181,7 +186,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
     for axes in panels[1:]:
         axes.set_yticklabels([])
     figure.suptitle(name, fontsize=9)
-    return drawing.save(figure, args.out, f"{experiment.name}_samples")
+    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_samples")
 
 
 def theta(args: argparse.Namespace) -> list[Path]:
@@ -189,7 +194,7 @@ def theta(args: argparse.Namespace) -> list[Path]:
     experiment, groups = _groups(args)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
     figure, panels = drawing.panels(len(heads), 2.4, 2.4, sharex=True, sharey=True)
-    shift = np.random.default_rng(0)
+    shift, points = np.random.default_rng(0), 0
     for axes, head in zip(panels, heads, strict=True):
         drawn = [row for group in groups.values() for row in group if row.cell["head"] == head]
         for row in drawn:
@@ -202,11 +207,14 @@ def theta(args: argparse.Namespace) -> list[Path]:
             x = true + shift.uniform(-0.02, 0.02, true.shape)
             colour = drawing.colour(head, heads)
             axes.scatter(x, found, s=5, color=colour, alpha=0.45, linewidths=0)
+            points += len(found)
         axes.plot([0, 1], [0, 1], color="black", linewidth=0.7, zorder=1.5)
         axes.set(title=head, aspect="equal", xlim=(-0.06, 1.02), ylim=(-0.04, 1.04))
+    if not points:
+        raise NoRunsError(f"no run of {experiment.name} is finished in {experiment.folder}")
     figure.supxlabel("true probability of an edge (points shifted a little)", fontsize=9)
     figure.supylabel("probability found", fontsize=9)
-    return drawing.save(figure, args.out, f"{experiment.name}_theta")
+    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_theta")
 
 
 _LABELS = {
@@ -220,8 +228,8 @@ _LABELS = {
 
 def _groups(args: argparse.Namespace) -> tuple[Experiment, dict[str, list[Row]]]:
     """The rows of a table that differ in the head alone, by what they have in common."""
-    args.scale = args.scale or largest_scale(args.table, args.runs)
-    experiment = load(args.table, args, ())
+    scale = args.scale or largest_scale(args.table, args.runs)
+    experiment = load(args.table, args, scale)
     groups: dict[str, list[Row]] = {}
     for row in rows(experiment):
         groups.setdefault(_common(experiment, row), []).append(row)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.plan import Experiment, Options
+from experiments.plan import Experiment
+from experiments.schema import Options
 from experiments.summary import Entry, Row
 
 MISSING = "—"
+EDGE = "†"
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 _ESCAPES = {
     "_": r"\_",
@@ -21,6 +23,9 @@ _ESCAPES = {
     "θ": r"$\theta$",
     "↓": r"$\downarrow$",
     "↑": r"$\uparrow$",
+    "±": r"$\pm$",
+    "≥": r"$\geq$",
+    EDGE: r"$^\dagger$",
     MISSING: "---",
 }
 
@@ -36,7 +41,8 @@ class Words:
 def markdown(experiment: Experiment, rows: list[Row], facts: list[str]) -> str:
     """The whole file: the table as the paper has it, where that differs, and all there is."""
     words = Words(str, _markdown_entry)
-    lines = [f"# {experiment.title}", "", *(f"- {fact}" for fact in [*facts, _legend()])]
+    said = [*facts, caption(experiment, rows)]
+    lines = [f"# {experiment.title}", "", *(f"- {fact}" for fact in said)]
     if experiment.differences:
         lines += ["- Not as in the paper:", *(f"  - {each}" for each in experiment.differences)]
     tables = [_long(experiment, rows, words)]
@@ -49,15 +55,18 @@ def markdown(experiment: Experiment, rows: list[Row], facts: list[str]) -> str:
 
 
 def latex(experiment: Experiment, rows: list[Row], facts: list[str]) -> str:
-    """A table for booktabs, with the facts as comments."""
+    """A table for booktabs with its caption, and the facts as comments."""
     draw = _wide if experiment.columns else _long
     header, *body = draw(experiment, rows, Words(escaped, _latex_entry))
     lines = [f"% {fact}" for fact in [*facts, *experiment.differences]]
+    text = escaped(f"{experiment.title}. {caption(experiment, rows)}")
+    lines += [r"\begin{table}", rf"\caption{{{text}}}", rf"\label{{tab:{experiment.name}}}"]
+    lines += [r"\centering"]
     lines += [r"\begin{tabular}{" + "l" * len(header) + "}", r"\toprule", _latex_line(header)]
     first = header.index("head") if "head" in header else 0
     for _, group in itertools.groupby(body, key=lambda cells: cells[:first]):
         lines += [r"\midrule", *map(_latex_line, group)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
 def settings(experiment: Experiment, row: Row) -> str:
@@ -68,7 +77,8 @@ def settings(experiment: Experiment, row: Row) -> str:
         return f"the {len(row.selected)} best configurations"
     (chosen,) = row.selected
     if len(chosen) == 1:
-        return f"{next(iter(chosen.values())):g}"
+        (value,) = chosen.values()
+        return str(value) if isinstance(value, str) else f"{value:g}"
     return ", ".join(f"{experiment.short(name)} {value:.3g}" for name, value in chosen.items())
 
 
@@ -90,12 +100,25 @@ def title(experiment: Experiment, cell: Options, options: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def _legend() -> str:
-    return (
-        "Mean ± standard deviation over n runs (the paper's mean, ours minus it). Bold: the best "
-        "of its group, and all that Welch's t-test does not tell from it (p ≥ 0.05); with a single "
-        f"run there is no test. {MISSING}: no finished run."
-    )
+def caption(experiment: Experiment, rows: list[Row]) -> str:
+    """What the numbers, the bold ones and the marks are."""
+    counts = sorted({row.finished for row in rows if row.finished})
+    many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else "".join(map(str, counts))
+    lines = [
+        f"Mean ± standard deviation (with n - 1) over n = {many or 0} runs",
+        " (the paper's mean, ours minus it). " if experiment.paper else ". ",
+    ]
+    if any(metric.better for metric in experiment.metrics.values()):
+        lines.append(
+            "Bold: the best of its group, and all that a test does not tell from it "
+            "(p ≥ 0.05 after Holm's method over all tests of the table): Welch's t-test, or "
+            "the rank test of Mann and Whitney where standard deviations differ by more than a "
+            "factor of 10. A cell is not bold if only its own larger spread hides the difference; "
+            "with a single run there is no test. "
+        )
+    if any(row.at_edge for row in rows):
+        lines.append(f"{EDGE}: the selected value is at the edge of those searched. ")
+    return "".join(lines) + f"{MISSING}: no finished run."
 
 
 def _long(experiment: Experiment, rows: list[Row], words: Words) -> list[list[str]]:
@@ -122,9 +145,15 @@ def _wide(experiment: Experiment, rows: list[Row], words: Words) -> list[list[st
     table = [[words.plain(text) for text in [*map(experiment.short, down), *titles]]]
     for line in lines:
         found = [by_place.get((line, column)) for column in columns]
-        entries = [_entry(experiment, row, metric, words) if row else "" for row in found]
+        entries = [_marked(experiment, row, metric, words) if row else "" for row in found]
         table.append([*(words.plain(str(value)) for value in line), *entries])
     return table
+
+
+def _marked(experiment: Experiment, row: Row, metric: str, words: Words) -> str:
+    """An entry, with a mark if its settings are at the edge of the search."""
+    entry = _entry(experiment, row, metric, words)
+    return entry + words.plain(EDGE) if row.at_edge and row.entries[metric].values else entry
 
 
 def _key(row: Row, options: Iterable[str]) -> tuple[Any, ...]:
@@ -140,23 +169,26 @@ def _in_order(keys: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def _columns(experiment: Experiment) -> list[str]:
     options = [experiment.short(option) for option in experiment.cells()[0]]
-    metrics = [f"{m['label']}{_ARROWS[m.get('better')]}" for m in experiment.metrics.values()]
-    search = experiment.search or {}
-    known = list(search.get("fixed") or [search.get("option", "settings")])
-    searched = [experiment.short(known[0]) if len(known) == 1 else "settings"] if search else []
-    return [*options, *metrics, *searched, "n", "notes"]
+    metrics = [f"{each.label}{_ARROWS[each.better]}" for each in experiment.metrics.values()]
+    search = experiment.search
+    if search is None:
+        return [*options, *metrics, "n", "notes"]
+    known = list(search.fixed) or [search.option]
+    name = experiment.short(known[0]) if known != [""] and len(known) == 1 else "settings"
+    return [*options, *metrics, name, "n", "notes"]
 
 
 def _last_columns(experiment: Experiment, row: Row) -> list[str]:
     whole = row.finished == row.planned
     count = str(row.planned) if whole else f"{row.finished} of {row.planned}"
-    chosen = [settings(experiment, row)] if experiment.search else []
+    mark = EDGE if row.at_edge else ""
+    chosen = [settings(experiment, row) + mark] if experiment.search else []
     return [*chosen, count, "; ".join(row.notes)]
 
 
 def _entry(experiment: Experiment, row: Row, metric: str, words: Words) -> str:
     entry = row.entries[metric]
-    digits = experiment.metrics[metric].get("digits", 3)
+    digits = experiment.metrics[metric].digits
     theirs = entry.paper.get("mean")
     if not entry.values:
         return words.plain(MISSING) + ("" if theirs is None else f" ({theirs:.{digits}f})")

@@ -1,42 +1,12 @@
-"""What a table consists of: ``experiments/<name>.yaml``, read and turned into runs.
+"""What a table consists of: ``experiments/plans/<name>.yaml`` or any other plan, turned into runs.
 
-A file has these keys:
-
-    base         another file, over which this one is laid as a scale is (see below)
-    title        one line
-    model        the --model of train.py; a figure has instead:
-    program      a script and its first words, which takes the options and --default_root_dir
-    options      options of every run
-    grid         option: values. Every combination is a cell of the table. Options that go together
-                 share a key: "num_latents num_categories: [[10, 8], [20, 16]]"
-    names        option: short name, for folders and columns
-    seeds        one run each, with the settings selected for the cell; [null] for what has none
-    search       how these settings are selected; null if there are none
-        metric, better   what of metrics.json to select by, "lower" or "higher"; no test metric
-        seed             of the runs of the search
-        options          options of the search alone, such as fewer steps
-        option, coarse, factors   first stage: the option and its values; second stage: the best
-                         of them times these factors, by which the grid is refined
-        space, trials, top   instead of these: option: {low, high, step, log}, drawn by TPE; so
-                         many trials; so many of the best go on to all seeds
-        fixed            instead of searching: option: value, or option: {head: value}
-    metrics      key of metrics.json: {label, better, digits, paper}, where paper is the key in
-                 the paper's row ("" for the row itself), or "<key> - optimal" for a difference;
-                 without better it is only shown
-    columns      options across in the paper's layout, if it has one; the others go down
-    curves       tags of the event files worth keeping
-    paper        {table: key of paper.json, keys: {option: name, or {name, values}}}
-    differences  sentences: how this is not what the paper did
-    scales       smoke, small and paper: any of the above. Mappings are merged, and everything else
-                 replaced, except for differences, which are added; a null takes away (first in
-                 a list of differences: those of the base)
+The keys of a plan are described in schema.py.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +14,14 @@ from typing import Any
 
 import yaml
 
+from experiments import train_interface
+from experiments.plan_rules import check
+from experiments.schema import Options, Plan, PlanError, build, choices
+from experiments.train_interface import ROOT
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-SCALES = ("smoke", "small", "paper")
-Options = dict[str, Any]
+PLANS = HERE / "plans"
+SCALES = ("smoke", "small", "paper")  # those of our own plans
 
 
 @dataclass(frozen=True)
@@ -56,11 +30,12 @@ class Run:
 
     Attributes:
         cell: the values of the grid.
-        settings: what was searched for, such as the learning rate.
+        settings: the values that were searched for, such as the learning rate.
         seed: of weights and noise, if there are any.
         folder: the run's --default_root_dir.
         home: where its version_<k> will lie.
         command: the words, without --ckpt_path.
+        cwd: the folder the command is started in.
     """
 
     cell: Options
@@ -69,35 +44,25 @@ class Run:
     folder: Path
     home: Path
     command: tuple[str, ...]
+    cwd: Path = ROOT
 
     @property
     def name(self) -> str:
-        """What one calls it in a line of text."""
+        """A short name for a line of text."""
         return " ".join([self.folder.name, *self.home.relative_to(self.folder).parts[1:]])
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Plan):
     """A table at one scale, and where its runs lie."""
 
     name: str
     scale: str
-    title: str
-    grid: dict[str, list[Any]]
-    seeds: list[int | None]
-    model: str = ""
-    program: str = ""
-    options: Options = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    search: Options | None = None
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    columns: list[str] = field(default_factory=list)
-    curves: list[str] = field(default_factory=list)
-    paper: dict[str, Any] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)
+    file: Path
     runs: Path = Path("runs")
     only: dict[str, list[str]] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    cwd: Path = field(default_factory=Path.cwd)
 
     @property
     def folder(self) -> Path:
@@ -106,7 +71,7 @@ class Experiment:
 
     def cells(self) -> list[Options]:
         """All combinations of the grid that were asked for."""
-        return [cell for cell in _combinations(self.grid) if self._wanted(cell)]
+        return [cell for cell in combinations(self.grid) if self._wanted(cell)]
 
     def short(self, option: str) -> str:
         """The name of an option in folders and columns."""
@@ -120,88 +85,122 @@ class Experiment:
         named = cell if name.startswith("trial") else cell | settings  # such a name says them
         parts = [*self._parts(named), name, *self._parts(seeded)]
         folder = self.folder / "-".join(filter(None, parts))
-        places = [self.model, str(cell["head"])] if self.model else []
         every = self.options | cell | settings | options | seeded
-        return Run(
-            cell, settings, seed, folder, folder.joinpath(*places), self._command(every, folder)
-        )
+        places = [self.model, str(every["head"])] if self.model else []
+        words = train_interface.command(self, every, folder)
+        return Run(cell, settings, seed, folder, folder.joinpath(*places), words, self.cwd)
 
     def _parts(self, options: Options) -> Iterator[str]:
         for option, value in options.items():
             if option != "head" or not self.model:  # train.py makes a folder of the head
                 yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
 
-    def _command(self, options: Options, folder: Path) -> tuple[str, ...]:
-        script, *words = (self.program or "train.py").split()
-        first = {"model": self.model} if self.model else {}
-        every = first | options | {"default_root_dir": folder}
-        pairs = [f"--{option}={_text(value)}" for option, value in every.items()]
-        return (sys.executable, str(ROOT / script), *words, *pairs, *self.extra)
-
     def _wanted(self, cell: Options) -> bool:
         return all(str(cell[option]) in values for option, values in self.only.items())
 
 
 def names() -> list[str]:
-    """All experiments there are."""
-    return sorted(path.stem for path in HERE.glob("*.yaml"))
+    """The plans of the paper's tables and figures."""
+    return sorted(path.stem for path in PLANS.glob("*.yaml"))
 
 
-def load(name: str, scale: str, runs: Path = Path("runs"), **options: Any) -> Experiment:
-    """An experiment at a scale; a ``ValueError`` of one line says what is wrong with it."""
-    path = Path(name) if name.endswith(".yaml") else HERE / f"{name}.yaml"
-    if not path.is_file():
-        raise ValueError(f"there is no experiment {name!r}; choose from {', '.join(names())}")
+def scales(name: str) -> list[str]:
+    """The scales a plan has."""
+    return list(_read(_find(name))["scales"])
+
+
+def default_scale(name: str) -> str:
+    """The scale of a plan if none is asked for: small, else its first."""
+    found = scales(name)
+    return "small" if "small" in found else found[0]
+
+
+def load(
+    name: str, scale: str | None = None, runs: Path = Path("runs"), **options: Any
+) -> Experiment:
+    """A plan at a scale, by name or as a file; a ``ValueError`` of one line says what is wrong."""
+    path = _find(name)
     content = _read(path)
-    scales = content.pop("scales", {})
-    if scale not in scales:
-        raise ValueError(f"{path.name} has no scale {scale!r}; choose from {', '.join(scales)}")
-    content = _laid_over(content, scales[scale])
+    layers = content.pop("scales")
+    scale = scale or default_scale(name)
+    if scale not in layers:
+        raise PlanError(f"{path.name}: there is no scale {scale!r}; {choices(scale, layers)}")
+    plans: dict[str, Plan] = {}
+    for each, above in layers.items():  # a mistake in any of them is a mistake
+        try:
+            plans[each] = build(Plan, _laid_over(content, above))
+            check(plans[each], path)
+        except PlanError as error:
+            where = path.name if len(layers) == 1 else f"{path.name}, scale {each}"
+            raise PlanError(f"{where}: {error}") from error
     runs = runs.resolve()  # processes elsewhere work in folders of their own
+    fields = {key: getattr(plans[scale], key) for key in Plan.__dataclass_fields__}
+    found = Experiment(name=path.stem, scale=scale, file=path, runs=runs, **fields, **options)
+    _check_only(found)
+    return found
+
+
+def _find(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise PlanError(f"there is no plan {name}")
+        return path
+    path = PLANS / f"{name}.yaml"
+    if not path.is_file():
+        known = choices(name, [*names(), "all"])
+        raise PlanError(f"there is no experiment {name!r}; {known}; or the path of a YAML file")
+    return path
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file with its bases under it; scales are not yet laid over the rest."""
     try:
-        found = Experiment(name=path.stem, scale=scale, runs=runs, **content, **options)
-    except TypeError as error:
-        raise ValueError(f"{path.name}, scale {scale}: {error}") from error
-    return _checked(found, path.name)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = dict(yaml.safe_load(path.read_text()))
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PlanError(f"{path.name} is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{path.name}: expected keys and values, got {content!r}")
+    if not isinstance(content.get("scales") or {}, dict):
+        raise PlanError(f"{path.name}: scales: expected keys and values")
     base = content.pop("base", None)
     if base is None:
+        content["scales"] = content.get("scales") or {"full": {}}
         return content
-    below = _read(path.with_name(f"{base}.yaml"))
-    scales, above = below.get("scales", {}), content.get("scales", {})
-    both = {name: _laid_over(each, above.get(name, {})) for name, each in scales.items()}
-    return _laid_over(below, content) | {"scales": both}
+    if path in above:
+        raise PlanError(f"{path.name}: base: the files are each other's base")
+    below = _read(_find_base(path, base), (*above, path))
+    layers, over = below["scales"], content.get("scales") or {}
+    both = {name: _laid_over(layers.get(name, {}), over.get(name)) for name in {**layers, **over}}
+    try:
+        return _laid_over(below, content) | {"scales": both}
+    except PlanError as error:
+        raise PlanError(f"{path.name}: {error}") from error
 
 
-def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _find_base(path: Path, base: object) -> Path:
+    near = [path.with_name(str(base)), path.with_name(f"{base}.yaml"), PLANS / f"{base}.yaml"]
+    for each in near:
+        if each.is_file() and each.resolve() != path.resolve():
+            return each.resolve()
+    raise PlanError(
+        f"{path.name}: base: there is no {base!r} beside it; {choices(str(base), names())}"
+    )
+
+
+def _laid_over(below: dict[str, Any], above: Any) -> dict[str, Any]:
     """Merged, with the differences of both, or of the upper one alone if it begins with null."""
-    differences = [*below.get("differences", []), *above.get("differences", [])]
+    above = {} if above is None else above
+    if not isinstance(above, Mapping):
+        raise PlanError(f"expected keys and values, got {above!r}")
+    lists = [each.get("differences") or [] for each in (below, above)]
+    for each in lists:
+        if not isinstance(each, list):
+            raise PlanError(f"differences: expected a list, got {each!r}")
+    differences = [*lists[0], *lists[1]]
     if None in differences:
         differences = differences[differences.index(None) + 1 :]
     return merged(below, above) | {"differences": differences}
-
-
-def _checked(experiment: Experiment, file: str) -> Experiment:
-    search = experiment.search or {}
-    if not (experiment.model or experiment.program):
-        raise ValueError(f"{file} names neither a model nor a program")
-    if search and not search.get("fixed"):
-        if str(search.get("metric", "test/")).startswith("test/"):
-            raise ValueError(f"{file}: search.metric must be there, and no test metric")
-        if ("coarse" in search) == ("space" in search):
-            raise ValueError(f"{file}: search needs either coarse, space or fixed")
-        if search["seed"] in experiment.seeds:  # the winner of a search is no fair sample
-            raise ValueError(f"{file}: search.seed {search['seed']} must not be one of the seeds")
-    known = {option for key in experiment.grid for option in key.split()}
-    if unknown := set(experiment.only) - known:
-        listed = ", ".join(sorted(known))
-        raise ValueError(f"{file} has no {', '.join(unknown)} in its grid; choose from {listed}")
-    if not experiment.cells():
-        raise ValueError(f"{file}: no cell of scale {experiment.scale} has {experiment.only}")
-    return experiment
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +216,8 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def _combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
+def combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
+    """The cells of a grid."""
     keys = [key.split() for key in grid]
     for values in itertools.product(*grid.values()):
         cell: Options = {}
@@ -226,6 +226,18 @@ def _combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
         yield cell
 
 
-def _text(value: Any) -> str:
-    """A value as train.py reads it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _check_only(experiment: Experiment) -> None:
+    known = [option for key in experiment.grid for option in key.split()]
+    for option, values in experiment.only.items():
+        if option not in known:
+            raise PlanError(
+                f"--only {option}: {experiment.name} has no such option in its grid; "
+                + choices(option, sorted(known))
+            )
+        there = {str(cell[option]) for cell in combinations(experiment.grid)}
+        for value in values:
+            if value not in there:
+                text = choices(value, sorted(there))
+                raise PlanError(f"--only {option}={value}: no cell has that; {text}")
+    if not experiment.cells():
+        raise PlanError(f"--only: no cell of {experiment.name} has {experiment.only}")

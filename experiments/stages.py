@@ -1,100 +1,122 @@
-"""The stages of a table: search coarsely, refine, then run all seeds. Each needs the one before."""
+"""The stages of a cell: search coarsely, refine, then run all seeds. Each needs the one before.
+
+Cells do not wait for each other: a cell goes on to its seeds when its own search is done.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from experiments import runs
-from experiments.plan import Experiment, Options, Run
+from experiments.plan import Experiment, Run
+from experiments.schema import Options, Search
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Runs that do not depend on each other.
+    """Runs of a cell that do not depend on each other.
 
     Attributes:
-        name: what is done here.
-        runs: all of them, finished or not.
-        trials: how many more settings TPE has to draw, for each cell, in the order of cells().
+        name: for lines of text.
+        runs: all that are known, finished or not.
+        missing: how many more settings TPE has to draw.
     """
 
     name: str
     runs: list[Run]
-    trials: list[int] = field(default_factory=list)
+    missing: int = 0
 
     @property
     def pending(self) -> list[Run]:
-        """Runs that are neither finished nor given up."""
+        """Runs that still have to be done."""
         return [run for run in self.runs if not runs.done(run)]
 
-    @property
-    def done(self) -> bool:
-        """Whether the next stage can be known."""
-        return not self.pending and not any(self.trials)
 
-
-def stages(experiment: Experiment) -> Iterator[Stage]:
-    """One after the other; ask for the next only when one is done."""
-    cells, search = experiment.cells(), experiment.search or {}
-    if searched(experiment) and "space" in search:
-        found = [trials(experiment, cell) for cell in cells]
-        missing = [max(0, int(search["trials"]) - len(each)) for each in found]
-        yield Stage("search by TPE", [run for each in found for run in each], missing)
-    elif searched(experiment):
-        yield Stage("coarse search", [r for cell in cells for r in coarse(experiment, cell)])
-        yield Stage("refined search", [r for cell in cells for r in refined(experiment, cell)])
-    last = [run for cell in cells for run in final(experiment, cell)]
-    yield Stage("seeds", sorted(last, key=lambda run: run.seed or 0))  # cut short, it has all cells
-
-
-def open_stage(experiment: Experiment) -> Stage | None:
-    """The first stage that is not done, None if all are."""
-    return next((stage for stage in stages(experiment) if not stage.done), None)
-
-
-def names(experiment: Experiment) -> list[str]:
-    """All stages, whether they can be known or not."""
+def stages(experiment: Experiment, cell: Options) -> list[Stage]:
+    """All stages of a cell; those that are not yet known are empty."""
+    last = Stage("seeds", final(experiment, cell))
     if not searched(experiment):
-        return ["seeds"]
-    by_tpe = "space" in (experiment.search or {})
-    return ["search by TPE", "seeds"] if by_tpe else ["coarse search", "refined search", "seeds"]
+        return [last]
+    if by_tpe(experiment):
+        found = trials(experiment, cell)
+        return [Stage("search by TPE", found, trials_wanted(experiment) - len(found)), last]
+    first = Stage("coarse search", coarse(experiment, cell))
+    return [first, Stage("refined search", refined(experiment, cell)), last]
+
+
+def present(experiment: Experiment, cell: Options) -> Stage | None:
+    """The first stage of a cell that is not done, None if all are."""
+    every = stages(experiment, cell)
+    return next((stage for stage in every if stage.pending or stage.missing > 0), None)
+
+
+def known(experiment: Experiment) -> list[Run]:
+    """All runs of a table that are known, cell by cell."""
+    every = (stage for cell in experiment.cells() for stage in stages(experiment, cell))
+    return [run for stage in every for run in stage.runs]
+
+
+def planned(experiment: Experiment, cell: Options) -> int:
+    """How many runs a cell will have had in the end, as far as that is known."""
+    search = experiment.search
+    every = stages(experiment, cell)
+    if search is None or len(every) == 1:
+        return len(every[0].runs)
+    *before, last = every
+    finished = present(experiment, cell) is None
+    seeds = len(last.runs) if last.runs or finished else search.top * len(experiment.seeds)
+    if by_tpe(experiment):
+        return trials_wanted(experiment) + seeds
+    coarse_, refined_ = before
+    later = len([factor for factor in search.factors if factor != 1])
+    return len(coarse_.runs) + (len(refined_.runs) if not coarse_.pending else later) + seeds
 
 
 def searched(experiment: Experiment) -> bool:
     """Whether there is anything to search for."""
-    return bool(experiment.search) and not (experiment.search or {}).get("fixed")
+    return experiment.search is not None and not experiment.search.fixed
+
+
+def by_tpe(experiment: Experiment) -> bool:
+    """Whether settings are drawn, not listed."""
+    return searched(experiment) and bool(_search(experiment).space)
+
+
+def is_search(experiment: Experiment, run: Run) -> bool:
+    """Whether a run is one of a search: no other has the seed of the search."""
+    return searched(experiment) and run.seed == _search(experiment).seed
 
 
 def coarse(experiment: Experiment, cell: Options) -> list[Run]:
     """The first stage of a cell."""
-    search = experiment.search or {}
-    return [_search_run(experiment, cell, value) for value in search["coarse"]]
+    return [_search_run(experiment, cell, value) for value in _search(experiment).coarse]
 
 
 def refined(experiment: Experiment, cell: Options) -> list[Run]:
     """The second stage of a cell, around the best of the first; none where all of it failed."""
-    search = experiment.search or {}
+    search = _search(experiment)
     first = coarse(experiment, cell)
-    ranked = runs.best(first, search["metric"], search["better"])
-    if not ranked or not all(map(runs.done, first)):
+    if not all(map(runs.done, first)):
         return []
-    centre = ranked[0].settings[search["option"]]
-    known = {run.folder for run in first}
-    values = [float(f"{centre * factor:.3g}") for factor in search.get("factors", [])]
-    made = [_search_run(experiment, cell, value) for value in values]
-    return [run for run in made if run.folder not in known]
+    ranked = runs.best(first, search.metric, search.better)
+    if not ranked:
+        return []
+    centre = ranked[0].settings[search.option]
+    values = [float(f"{centre * factor:.3g}") for factor in search.factors]
+    made = {run.folder: run for run in (_search_run(experiment, cell, v) for v in values)}
+    before = {run.folder for run in first}
+    return [run for folder, run in made.items() if folder not in before]
 
 
 def final(experiment: Experiment, cell: Options) -> list[Run]:
-    """All seeds with what was selected; none as long as nothing is."""
-    chosen = selected(experiment, cell)
+    """All seeds with the settings selected; none as long as nothing is."""
     return [
-        experiment.run(cell, settings, seed, trial_name(settings) if _by_tpe(experiment) else "")
-        for settings in chosen
+        experiment.run(cell, settings, seed, trial_name(settings) if by_tpe(experiment) else "")
+        for settings in selected(experiment, cell)
         for seed in experiment.seeds
     ]
 
@@ -102,15 +124,16 @@ def final(experiment: Experiment, cell: Options) -> list[Run]:
 def selected(experiment: Experiment, cell: Options) -> list[Options]:
     """The settings of a cell: given, or the best of a search that is done; usually one."""
     search = experiment.search
-    if not search:
+    if search is None:
         return [{}]
-    if fixed := search.get("fixed"):
-        return [{name: _of_head(value, cell) for name, value in fixed.items()}]
+    if search.fixed:
+        head = (experiment.options | cell).get("head")
+        return [{name: _of_head(value, head) for name, value in search.fixed.items()}]
     tried = searching(experiment, cell)
-    enough = len(tried) >= search["trials"] if _by_tpe(experiment) else bool(tried)
+    enough = len(tried) >= trials_wanted(experiment) if by_tpe(experiment) else bool(tried)
     if not enough or not all(map(runs.done, tried)):
         return []
-    ranked = runs.best(tried, search["metric"], search["better"], search.get("top", 1))
+    ranked = runs.best(tried, search.metric, search.better, search.top)
     return [run.settings for run in ranked]
 
 
@@ -118,9 +141,19 @@ def searching(experiment: Experiment, cell: Options) -> list[Run]:
     """All runs of a cell's search so far."""
     if not searched(experiment):
         return []
-    if _by_tpe(experiment):
+    if by_tpe(experiment):
         return trials(experiment, cell)
     return coarse(experiment, cell) + refined(experiment, cell)
+
+
+def at_edge(experiment: Experiment, cell: Options) -> bool:
+    """Whether the selected value is the least or the greatest of those tried, of at least three."""
+    search = experiment.search
+    if search is None or not searched(experiment) or not search.option:
+        return False
+    tried = {run.settings[search.option] for run in searching(experiment, cell)}
+    chosen = [each[search.option] for each in selected(experiment, cell)]
+    return len(tried) > 2 and any(each in (min(tried), max(tried)) for each in chosen)
 
 
 def trials(experiment: Experiment, cell: Options) -> list[Run]:
@@ -134,11 +167,17 @@ def trials(experiment: Experiment, cell: Options) -> list[Run]:
     return [run for *_, run in sorted(found, key=lambda each: each[:2])]
 
 
+def trials_wanted(experiment: Experiment) -> int:
+    """How many trials a search has; a small space has no more than its points."""
+    search = _search(experiment)
+    points = math.prod(space.size for space in search.space.values())
+    return int(min(search.trials, points))
+
+
 def trial_run(experiment: Experiment, cell: Options, settings: Options) -> Run:
     """The run that tries settings."""
-    search = experiment.search or {}
-    more: Options = search.get("options", {})
-    return experiment.run(cell, settings, search["seed"], trial_name(settings), **more)
+    search = _search(experiment)
+    return experiment.run(cell, settings, search.seed, trial_name(settings), **search.options)
 
 
 def open_trial(experiment: Experiment, cell: Options, settings: Options) -> Run:
@@ -158,16 +197,16 @@ def trial_name(settings: Options) -> str:
     return f"trial{hashlib.sha1(text.encode()).hexdigest()[:8]}"
 
 
+def _search(experiment: Experiment) -> Search:
+    assert experiment.search is not None
+    return experiment.search
+
+
 def _search_run(experiment: Experiment, cell: Options, value: float) -> Run:
-    search = experiment.search or {}
-    more: Options = search.get("options", {})
-    name = "search" if more else ""  # other runs than those of the last stage
-    return experiment.run(cell, {search["option"]: value}, search["seed"], name, **more)
+    search = _search(experiment)
+    name = "search" if search.options else ""  # other runs than those of the last stage
+    return experiment.run(cell, {search.option: value}, search.seed, name, **search.options)
 
 
-def _by_tpe(experiment: Experiment) -> bool:
-    return searched(experiment) and "space" in (experiment.search or {})
-
-
-def _of_head(value: Any, cell: Options) -> Any:
-    return value[cell["head"]] if isinstance(value, dict) else value
+def _of_head(value: Any, head: Any) -> Any:
+    return value[head] if isinstance(value, dict) else value

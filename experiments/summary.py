@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import runs, stages
-from experiments.plan import HERE, Experiment, Options, Run
-
-SIGNIFICANT = 0.05
+from experiments.plan_rules import PAPER
+from experiments.plan import Experiment, Run
+from experiments.schema import Options
+from experiments.significance import Comparison, Verdict, compare, deviation, verdicts
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,21 @@ class Entry:
     """One metric of one cell.
 
     Attributes:
-        values: of the seeds that finished.
-        p_value: of Welch's t-test against the best of the group; None where it says nothing.
-        bold: the best of its group, or not significantly worse.
+        values: of the seeds that finished, where they are finite.
+        comparison: with the best of the group.
+        verdict: Holm's p-value, and whether the cell is bold.
         paper: the paper's row, with mean and perhaps std and bold; empty if it has none.
     """
 
     values: list[float]
-    p_value: float | None
-    bold: bool
+    comparison: Comparison
+    verdict: Verdict
     paper: dict[str, Any]
+
+    @property
+    def bold(self) -> bool:
+        """The best of its group, or not to be told from it."""
+        return self.verdict.bold
 
     @property
     def mean(self) -> float:
@@ -52,6 +58,7 @@ class Row:
 
     cell: Options
     selected: list[Options]
+    at_edge: bool
     runs: list[Run]
     planned: int
     entries: dict[str, Entry]
@@ -68,71 +75,50 @@ def rows(experiment: Experiment) -> list[Row]:
     cells = experiment.cells()
     made = [stages.final(experiment, cell) for cell in cells]
     values = [_values(experiment, each) for each in made]
-    groups: dict[str, list[int]] = {}
-    for index, cell in enumerate(cells):
-        rest = {option: value for option, value in cell.items() if option != "head"}
-        groups.setdefault(json.dumps(rest), []).append(index)
-    entries: list[dict[str, Entry]] = [{} for _ in cells]
+    places = [(metric, i) for metric in experiment.metrics for i in range(len(cells))]
+    compared: dict[tuple[str, int], Comparison] = {}
     for metric, described in experiment.metrics.items():
-        for group in groups.values():
-            tested = compared([values[i][metric] for i in group], described.get("better"))
-            for i, (p_value, bold) in zip(group, tested, strict=True):
-                theirs = paper_entry(experiment, cells[i], metric)
-                entries[i][metric] = Entry(values[i][metric], p_value, bold, theirs)
-    top = (experiment.search or {}).get("top", 1) if stages.searched(experiment) else 1
+        for group in _groups(cells):
+            found = compare([values[i][metric] for i in group], described.better)
+            compared |= {(metric, i): each for i, each in zip(group, found, strict=True)}
+    judged = dict(zip(places, verdicts([compared[place] for place in places]), strict=True))
+    search = experiment.search
+    top = search.top if search is not None and stages.searched(experiment) else 1
     return [
         Row(
             cell,
             stages.selected(experiment, cell),
-            each,
-            len(each) or top * len(experiment.seeds),
-            entry,
-            _notes(experiment, cell, each),
+            stages.at_edge(experiment, cell),
+            made[i],
+            len(made[i]) or top * len(experiment.seeds),
+            {
+                metric: Entry(
+                    [value for value in values[i][metric] if math.isfinite(value)],
+                    compared[metric, i],
+                    judged[metric, i],
+                    paper_entry(experiment, cell, metric),
+                )
+                for metric in experiment.metrics
+            },
+            _notes(experiment, cell, made[i]),
         )
-        for cell, each, entry in zip(cells, made, entries, strict=True)
+        for i, cell in enumerate(cells)
     ]
 
 
-def compared(samples: list[list[float]], better: str | None) -> list[tuple[float | None, bool]]:
-    """Welch's test of each sample against the one with the best mean: (p-value, bold).
-
-    Bold is the best, and what is not significantly different from it. Where there is nothing to
-    test with, a single value for instance, only the best is; where no direction is better, none.
-    """
-    sign = -1 if better == "higher" else 1
-    means = [sign * statistics.fmean(each) if each else math.nan for each in samples]
-    known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
-    if not known or better is None:
-        return [(None, False)] * len(samples)
-    best = min(known, key=lambda i: means[i])
-    result: list[tuple[float | None, bool]] = []
-    for i, sample in enumerate(samples):
-        p_value = welch(sample, samples[best]) if i in known and i != best else None
-        same = p_value is not None and p_value >= SIGNIFICANT
-        result.append((p_value, i == best or same or (i in known and means[i] == means[best])))
-    return result
-
-
-def welch(a: list[float], b: list[float]) -> float | None:
-    """Two-sided p-value of equal means, variances apart; None where a sample is too small."""
-    if min(len(a), len(b)) < 2:
-        return None
-    if statistics.pvariance(a) == statistics.pvariance(b) == 0:  # scipy: NaN
-        return 1.0 if a[0] == b[0] else 0.0
-    from scipy.stats import ttest_ind
-
-    return float(ttest_ind(a, b, equal_var=False).pvalue)
-
-
-def deviation(values: list[float]) -> float:
-    """Sample standard deviation, NaN for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+def _groups(cells: list[Options]) -> list[list[int]]:
+    """Cells that differ in the head alone."""
+    groups: dict[str, list[int]] = {}
+    for index, cell in enumerate(cells):
+        rest = {option: value for option, value in cell.items() if option != "head"}
+        groups.setdefault(json.dumps(rest), []).append(index)
+    return list(groups.values())
 
 
 def paper_entry(experiment: Experiment, cell: Options, metric: str) -> dict[str, Any]:
     """The paper's mean, std and bold of a cell; empty where it has none."""
-    key = experiment.metrics[metric].get("paper")
-    if key is None or not experiment.paper:
+    key = experiment.metrics[metric].paper
+    if key is None or experiment.paper is None:
         return {}
     key, minus, optimal = key.partition(" - ")
     ours = _paper_row(experiment, cell)
@@ -146,13 +132,14 @@ def paper_entry(experiment: Experiment, cell: Options, metric: str) -> dict[str,
 
 
 def _paper_row(experiment: Experiment, cell: Options) -> dict[str, Any]:
+    assert experiment.paper is not None
     wanted = {"head": cell.get("head")}
-    for option, name in experiment.paper["keys"].items():
+    for option, name in experiment.paper.keys.items():
         value = cell[option]
         if isinstance(name, dict):
             name, value = name["name"], name["values"].get(value, value)
         wanted[name] = value
-    table = json.loads((HERE / "paper.json").read_text())[experiment.paper["table"]]
+    table = json.loads(PAPER.read_text())[experiment.paper.table]
     found = (row for row in table if all(row.get(k) == v for k, v in wanted.items()))
     return next(found, {})
 
@@ -177,10 +164,12 @@ def _notes(experiment: Experiment, cell: Options, made: list[Run]) -> list[str]:
     notes = [f"{count} {what}" for what, count in counts.items() if count]
     searched = stages.searching(experiment, cell)
     lost = sum(runs.failure(run) is not None for run in searched)
+    early = sum(runs.stopped(run) is not None for run in searched)
     if lost:
         notes.append(f"{lost} of {len(searched)} failed in the search")
-    option = str((experiment.search or {}).get("option", ""))
-    tried = [run.settings[option] for run in searched if option]
-    if len(set(tried)) > 2 and made and made[0].settings[option] in (min(tried), max(tried)):
+    if early:
+        notes.append(f"{early} of {len(searched)} stopped early in the search")
+    if stages.at_edge(experiment, cell):
+        option = experiment.search.option if experiment.search else ""
         notes.append(f"{experiment.short(option)} at the edge of the search")
     return notes

@@ -1,20 +1,23 @@
 r"""Run a table of the paper: every run is one train.py command, done once, wherever it was done.
 
-    python experiments/sweep.py vae_adam --scale small --jobs 12       # on this machine
-    python experiments/sweep.py vae_adam --scale small --engine ray --gpus_per_run 0.08
-    python experiments/sweep.py gsl --scale paper --engine ray --address auto      # on a cluster
-    python experiments/sweep.py gsl --engine print | xargs -d '\n' -P 8 -I{} sh -c '{}'
+    python experiments/sweep.py vae_adam --scale small --jobs_per_gpu 12       # on this machine
+    python experiments/sweep.py path/to/mine.yaml                              # a plan of your own
+    python experiments/sweep.py gsl --scale paper --engine ray --address auto --jobs_per_gpu 12
+    python experiments/sweep.py gsl --engine slurm --sbatch="--partition=gpu --gres=gpu:1"
+    python experiments/sweep.py gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
     python experiments/sweep.py all --scale smoke
     python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --data.root DATA
+    python experiments/sweep.py status vae_adam --scale small
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not
 repeated, interrupted ones go on from their last checkpoint. Runs are known by their place in the
 table, settings and seed: other options after ``--`` call for another ``--runs`` folder.
 
-A table has up to three stages: a coarse search, a refined one, then all seeds; ``print`` prints the
-first that is not done, to be run in the folder of the checkout.
-Runs side by side share a GPU by NVIDIA's MPS where that is installed; for several sweeps at a time,
-start nvidia-cuda-mps-control before them.
+A cell has up to three stages: a coarse search, a refined one, then all seeds. Cells do not wait for
+each other. ``print`` prints the commands that can start now.
+Runs are dealt out to all GPUs of this machine (CUDA_VISIBLE_DEVICES limits them). Those that share
+one do so by NVIDIA's MPS where that is installed; for several sweeps at a time, start
+nvidia-cuda-mps-control before them.
 Afterwards: ``python experiments/tables.py vae_adam --scale small``.
 """
 
@@ -24,165 +27,153 @@ import argparse
 import os
 import shlex
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import mps, plan, runs
-from experiments.engines import Progress, run_local, sigterm_interrupts
+from experiments import plan, runs, stages, status
+from experiments.command_line import Parser, add_table_options, load, wanted
+from experiments.engines import Engine
+from experiments.engines.commands import DRAWS, Print
+from experiments.engines.execute import sigterm_interrupts
+from experiments.engines.local import JOBS, Local
+from experiments.engines.slurm import Slurm
 from experiments.plan import Experiment
-from experiments.stages import Stage, names, open_stage, stages
-
-JOBS = 2  # side by side on this machine, unless told otherwise
-
-
-class Parser(argparse.ArgumentParser):
-    """Answers bad input with one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message alone, without the usage, and leave with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+from experiments.progress import Progress
+from experiments.schedule import Schedule
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what is missing. Returns 0, 1 (runs failed), 2 (wrong usage) or 130 (interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["status"]:
+        return show_status(argv[1:])
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
-    if (args.jobs is not None and args.jobs < 1) or args.retries < 0:
-        parser.error(f"--jobs {args.jobs} --retries {args.retries}: at least 1 and 0")
-    wanted = plan.names() if args.tables == ["all"] else args.tables
-    try:
-        tables = [load(name, args, tuple(argv[split + 1 :])) for name in wanted]
-        local = args.engine in ("auto", "local") and (args.jobs or JOBS) > 1 and not args.no_mps
-        with sigterm_interrupts(), mps.shared_gpu() if local else nullcontext():
-            return min(1, sum(sweep(table, args, argv) for table in tables))
-    except ValueError as error:
-        parser.error(str(error))
-    except BrokenPipeError:
-        if args.engine != "print":  # into head
-            raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for what Python flushes at its end
-    except KeyboardInterrupt:
-        print("sweep.py: interrupted; the same command goes on", file=sys.stderr)
-        return 130
+    with parser.one_line_errors():
+        check_numbers(args)
+        tables = [load(name, args, extra=tuple(argv[split + 1 :])) for name in wanted(args.tables)]
+        try:
+            with sigterm_interrupts():
+                engine = make_engine(args)
+                return min(1, sum(sweep(table, engine, args, argv) for table in tables))
+        except BrokenPipeError:
+            if args.engine != "print":  # into head
+                raise
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for what Python flushes at its end
+        except KeyboardInterrupt:
+            jobs = "its jobs go on; " if args.engine == "slurm" else ""
+            print(f"sweep.py: interrupted; {jobs}the same command goes on", file=sys.stderr)
+            return 130
     return 0
 
 
 def build_parser() -> Parser:
     """The options."""
-    parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "tables", nargs="+", metavar="TABLE", help=f"{', '.join(plan.names())}; all"
-    )
-    parser.add_argument("--scale", choices=plan.SCALES, default="small")
-    parser.add_argument(
-        "--engine",
-        choices=("auto", "local", "print", "ray"),
-        default="auto",
-        help="auto: ray for a search by TPE, else local",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        help=f"runs side by side (default {JOBS}; with Ray all there is room for)",
-    )
+    parser = Parser("sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
+    parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
+    add_table_options(parser)
+    parser.add_argument("--engine", choices=("local", "print", "ray", "slurm"), default="local")
+    many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room)"
+    parser.add_argument("--jobs", type=int, help=many)
+    parser.add_argument("--jobs_per_gpu", type=int, help="runs that share a GPU (default 2)")
     parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
     parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
-    parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
-    parser.add_argument("--gpus_per_run", type=float, default=0.0, help="for Ray, such as 0.08")
-    parser.add_argument(
-        "--no_mps", action="store_true", help="do not start NVIDIA's MPS for runs side by side"
-    )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]")
+    parser.add_argument("--no_mps", action="store_true", help="do not start NVIDIA's MPS")
+    ray = parser.add_argument_group("--engine ray")
+    ray.add_argument("--address", help="of a cluster; auto: the one of this machine")
+    ray.add_argument("--gpus_per_run", type=float, help="such as 0.08; wins over --jobs_per_gpu")
+    ray.add_argument("--cpus_per_run", type=float, default=1.0, help="default 1")
+    ray.add_argument("--storage", help="of checkpoints, for all machines (default: the runs)")
+    slurm = parser.add_argument_group("--engine slurm")
+    slurm.add_argument("--sbatch", default="", metavar="WORDS", help="options for sbatch")
+    slurm.add_argument("--dry_run", action="store_true", help="print the job, submit nothing")
     return parser
 
 
-def load(name: str, args: argparse.Namespace, extra: tuple[str, ...]) -> Experiment:
-    """A table, or the part of it that was asked for."""
-    only: dict[str, list[str]] = {}
-    short = {each: option for option, each in plan.load(name, args.scale).names.items()}
-    for word in args.only:
-        key, equals, values = word.partition("=")
-        if not equals:
-            raise ValueError(f"--only {word}: expected key=value")
-        only[short.get(key, key)] = values.split(",")
-    return plan.load(name, args.scale, args.runs, only=only, extra=extra)
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise for numbers that make no sense."""
+    least = {"jobs": 1, "jobs_per_gpu": 1, "retries": 0, "gpus_per_run": 0, "cpus_per_run": 0}
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise ValueError(f"--{name} {value:g}: at least {low}")
+    if args.dry_run and args.engine != "slurm":
+        raise ValueError(f"--dry_run: only with --engine slurm, not {args.engine}")
 
 
-def sweep(table: Experiment, args: argparse.Namespace, argv: list[str]) -> int:
-    """Run the stages of a table in order; the number of runs given up."""
-    if args.retry_failed:
-        runs.forget_failures(run for stage in stages(table) for run in stage.runs)
+def make_engine(args: argparse.Namespace) -> Engine:
+    """The engine that was asked for."""
     if args.engine == "print":
-        return print_stage(table, open_stage(table))
+        return Print(args.retries)
+    if args.engine == "slurm":
+        return Slurm(args.jobs, args.retries, tuple(shlex.split(args.sbatch)), args.dry_run)
+    if args.engine == "local":
+        return Local(args.jobs, args.jobs_per_gpu, args.retries, not args.no_mps)
+    from experiments.engines.ray_tune import RayTune  # an extra
+
+    return RayTune(
+        address=args.address,
+        jobs=args.jobs,
+        gpus_per_run=args.gpus_per_run,
+        jobs_per_gpu=args.jobs_per_gpu,
+        cpus_per_run=args.cpus_per_run,
+        retries=args.retries,
+        storage=args.storage,
+        share=not args.no_mps,
+    )
+
+
+def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: list[str]) -> int:
+    """Do what is left of a table; the number of runs given up."""
+    if args.retry_failed:
+        runs.forget_failures(stages.known(table))
     note_command(table, argv)
-    before: tuple[str, int] | None = None
-    while (stage := open_stage(table)) is not None:
-        todo = len(stage.pending) + sum(stage.trials)
-        if before == (stage.name, todo):
-            raise ValueError(
-                f"{table.name}: nothing has come to {table.folder}: do all machines share it?"
-            )
-        before = (stage.name, todo)
-        print(f"{table.name}, {table.scale}: {stage.name}, {todo} runs to do", flush=True)
-        run_stage(table, stage, args)
-    every = [run for stage in stages(table) for run in stage.runs]
-    given_up = [run for run in every if runs.failure(run)]
-    for run in given_up:
-        print(f"failed: {run.name}: {runs.failure(run)} (see {run.home}/log.txt)")
-    summary = f"{len(every) - len(given_up)} runs finished, {len(given_up)} failed"
-    print(f"{table.name}, {table.scale}: {summary}, in {table.folder}", flush=True)
-    return len(given_up)
-
-
-def run_stage(table: Experiment, stage: Stage, args: argparse.Namespace) -> None:
-    """Run what is left of a stage."""
-    shown = list(dict.fromkeys([(table.search or {}).get("metric", ""), *table.metrics]))[:3]
-    progress = Progress(len(stage.pending) + sum(stage.trials), args.jobs or JOBS, shown)
-    if args.engine == "local" and any(stage.trials):
-        raise ValueError(f"{table.name} searches by TPE, trial after trial: use --engine ray")
-    if args.engine == "ray" or any(stage.trials):
-        run_stage_on_ray(table, stage, args, progress)
-    else:
-        run_local(stage.pending, args.jobs or JOBS, args.retries, progress)
-    if progress.counts["interrupted"]:
-        raise KeyboardInterrupt
-
-
-def run_stage_on_ray(
-    table: Experiment, stage: Stage, args: argparse.Namespace, progress: Progress
-) -> None:
-    """Known runs first, then those that TPE still has to draw."""
-    from experiments.ray_engine import Cluster, run_ray, search_ray  # an extra
-
-    cluster = Cluster(args.address, args.jobs or 0, args.gpus_per_run, args.retries)
-    if stage.pending:
-        run_ray(table, stage.pending, cluster, progress)
-    for cell, number in zip(table.cells(), stage.trials, strict=False):
-        if number:
-            search_ray(table, cell, number, cluster, progress)
-
-
-def print_stage(table: Experiment, stage: Stage | None) -> int:
-    """Print the commands left of the first stage that is not done; 1 if they cannot be known."""
-    if stage is None:
-        print(f"{table.name}, {table.scale}: all is done", file=sys.stderr)
+    by_hand = args.engine == "print" or args.dry_run
+    in_batches = args.engine in ("print", "slurm")
+    schedule = Schedule(table, draws=(args.jobs or DRAWS) if in_batches else None)
+    if by_hand:
+        engine.run(schedule, Progress(schedule, live=False))
         return 0
-    if any(stage.trials):
-        print(f"{table.name} searches by TPE, trial after trial: use --engine ray", file=sys.stderr)
-        return 1
-    for run in stage.pending:
-        resume = ["--ckpt_path=last"] if runs.interrupted(run) else []
-        print(shlex.join([*run.command, *resume]))
-    every = names(table)
-    later = every[every.index(stage.name) + 1 :]
-    then = f"; then again, for: {', '.join(later)}" if later else ", the last stage"
-    count = f"{len(stage.pending)} of {len(stage.runs)} runs"
-    print(f"{table.name}, {table.scale}: {stage.name}, {count}{then}", file=sys.stderr)
+    print(f"{table.name}, {table.scale}: {schedule.left} runs to do", flush=True)
+    if table.search and table.search.early_stop and args.engine != "ray":
+        print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
+    with Progress(schedule) as progress:
+        engine.run(schedule, progress)
+    if schedule.counts["interrupted"]:
+        raise KeyboardInterrupt
+    return report(table)
+
+
+def report(table: Experiment) -> int:
+    """Print how a table has ended; the number of runs given up."""
+    found = status.survey(table)
+    for run, why in found.failed:
+        print(f"failed: {run.name}: {why} (see {run.home}/log.txt)")
+    for cell in table.cells():
+        if not stages.selected(table, cell):
+            print(f"nothing could be selected for {cell}: no run of its search has a finite metric")
+    counts = f"{len(found.finished)} runs finished, {len(found.failed)} failed"
+    early = f", {len(found.stopped)} stopped early" if found.stopped else ""
+    print(f"{table.name}, {table.scale}: {counts}{early}, in {table.folder}", flush=True)
+    return len(found.failed)
+
+
+def show_status(argv: list[str]) -> int:
+    """Print how far tables are."""
+    parser = Parser("sweep.py status", description="How far tables are.", allow_abbrev=False)
+    parser.add_argument("tables", nargs="+", metavar="TABLE", help="names, all, or YAML files")
+    add_table_options(parser)
+    args = parser.parse_args(argv)
+    with parser.one_line_errors():
+        found = [status.survey(load(name, args)) for name in wanted(args.tables)]
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            Console().print(status.table(found))
+        else:
+            print("\n".join(text for each in found for text in status.lines(each)))
     return 0
 
 
@@ -190,10 +181,9 @@ def note_command(table: Experiment, argv: list[str]) -> None:
     """Keep the command beside the runs, for whoever makes a table of them."""
     table.folder.mkdir(parents=True, exist_ok=True)
     line = shlex.join(["python", "experiments/sweep.py", *argv])
-    path = table.folder / "commands.txt"
+    path = table.folder / status.STARTED
     before = path.read_text().splitlines() if path.is_file() else []
-    if line not in before:
-        path.write_text("\n".join([*before, line]) + "\n")
+    path.write_text("\n".join(dict.fromkeys([*before, line])) + "\n")
 
 
 if __name__ == "__main__":

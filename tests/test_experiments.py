@@ -5,12 +5,11 @@ import json
 import math
 
 import pytest
-import yaml
 
 import train
 from experiments import layout, plan, runs, stages, tables
 from experiments.plan import HERE
-from experiments.summary import compared, paper_entry, rows, welch
+from experiments.summary import paper_entry, rows
 
 EVERY = [(name, scale) for name in plan.names() for scale in plan.SCALES]
 
@@ -25,12 +24,12 @@ def finish(run, **numbers):
 
 def some_runs(experiment):
     """A run of each head, with settings from wherever they come."""
-    search = experiment.search or {}
+    search = experiment.search
     for cell in {cell.get("head"): cell for cell in experiment.cells()}.values():
-        if "space" in search:
-            space = {name: limits["low"] for name, limits in search["space"].items()}
+        if search and search.space:
+            space = {name: limits.low for name, limits in search.space.items()}
             yield stages.trial_run(experiment, cell, space)
-        if search.get("coarse"):
+        if search and search.coarse:
             yield stages.coarse(experiment, cell)[0]
         if not stages.searched(experiment):
             yield from stages.final(experiment, cell)[:1]
@@ -70,7 +69,7 @@ def test_figures_take_every_option(scale):
 def test_every_cell_of_the_paper_is_found(name, scale):
     experiment = plan.load(name, scale)
     for metric, described in experiment.metrics.items():
-        if "paper" in described:
+        if described.paper is not None:
             for cell in experiment.cells():
                 assert math.isfinite(paper_entry(experiment, cell, metric)["mean"]), (metric, cell)
 
@@ -80,34 +79,17 @@ def test_the_paper_scale_has_all_the_cells_of_the_paper():
     for name in plan.names():
         experiment = plan.load(name, "paper")
         if experiment.paper and name != "gsl_seeds" and not name.startswith("ppo"):
-            theirs = [row for row in paper[experiment.paper["table"]] if row["head"] != "optimal"]
+            theirs = [row for row in paper[experiment.paper.table] if row["head"] != "optimal"]
             assert len(experiment.cells()) == len(theirs)
 
 
 def test_all_folders_and_selection_metrics_are_sound():
     for name, scale in EVERY:
         experiment = plan.load(name, scale)
-        found = [run for stage in stages.stages(experiment) for run in stage.runs]
+        found = stages.known(experiment)
         assert len({(run.home, run.seed) for run in found}) == len(found)
         if stages.searched(experiment):
-            assert not experiment.search["metric"].startswith("test/")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"search": {"metric": "test/nll"}}, "no test metric"),
-        ({"seeds": [0, 1]}, "seed 0"),
-        ({"colour": "red"}, "colour"),
-        ({"model": None}, "neither a model nor a program"),
-    ],
-)
-def test_a_wrong_file_gets_one_line(tmp_path, change, said):
-    content = yaml.safe_load((HERE / "vae_adam.yaml").read_text())
-    path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump(plan.merged(content, change)))
-    with pytest.raises(ValueError, match=said):
-        plan.load(str(path), "paper")
+            assert not experiment.search.metric.startswith("test/")
 
 
 def test_layers_of_a_file(tmp_path):
@@ -128,7 +110,7 @@ def test_only_keeps_part_of_the_grid():
     cells = plan.load("vae_adam", "paper", only=only).cells()
     assert {cell["num_latents"] for cell in cells} == {10, 20}
     assert len(cells) == 6 * 2
-    with pytest.raises(ValueError, match="no cell"):
+    with pytest.raises(ValueError, match="no cell has that; choose from natural"):
         plan.load("vae_adam", "paper", only={"head": ["soft"]})
 
 
@@ -182,8 +164,8 @@ def test_runs_that_failed_or_diverged_are_not_selected(tmp_path):
     runs.record_failure(high, 2, "out of memory")
     assert runs.done(high) and runs.failure(high) == "out of memory"
     assert stages.refined(experiment, cell) == []
-    assert [stage.runs for stage in stages.stages(experiment)][1:] == [[], []]
-    assert stages.open_stage(experiment) is None  # nothing left that could be done
+    assert [stage.runs for stage in stages.stages(experiment, cell)][1:] == [[], []]
+    assert stages.present(experiment, cell) is None  # nothing left that could be done
 
 
 def test_half_a_metrics_file_is_no_finished_run(tmp_path):
@@ -200,58 +182,19 @@ def test_half_a_metrics_file_is_no_finished_run(tmp_path):
 def test_tpe_selects_the_top_configurations(tmp_path):
     experiment = plan.load("ppo_breakout", "smoke", tmp_path)
     cell, other = experiment.cells()
-    search = stages.open_stage(experiment)
-    assert (search.runs, search.trials) == ([], [2, 2])
+    search = stages.present(experiment, cell)
+    assert (search.runs, search.missing) == ([], 2)
     returns = {1: 3.0, 2: 7.0}
     for epochs, value in returns.items():
         run = stages.open_trial(experiment, cell, {"update_epochs": epochs, "num_envs": 2})
         finish(run, **{"train_return": value})
-    assert stages.open_stage(experiment).trials == [0, 2]
+    assert stages.present(experiment, cell).name == "seeds"
+    assert stages.present(experiment, other).missing == 2
     assert stages.selected(experiment, cell) == [{"update_epochs": 2, "num_envs": 2}]
     assert stages.selected(experiment, other) == []
     (final,) = stages.final(experiment, cell)
     assert "--update_epochs=2" in final.command and "--seed=1" in final.command
     assert final.folder.name.split("-seed")[0] == run.folder.name.split("-seed")[0]
-
-
-# -- statistics ----------------------------------------------------------------------------------
-
-
-def test_welch_by_hand():
-    a, b = [1.0, 2.0, 3.0, 4.0], [3.0, 5.0, 7.0]
-    from scipy.stats import t
-
-    va, vb = 5 / 3 / 4, 4 / 3
-    freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 2)
-    expected = 2 * t.sf(abs(2.5 - 5) / math.sqrt(va + vb), freedom)
-    assert welch(a, b) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [([1.0, 1.0], [1.0, 1.0], 1.0), ([1.0, 1.0], [2.0, 2.0], 0.0), ([1.0], [1.0, 2.0], None)],
-)
-def test_welch_where_it_has_nothing_to_go_by(a, b, expected):
-    assert welch(a, b) == expected
-
-
-def test_bold_is_the_best_and_what_cannot_be_told_from_it():
-    close, best, far, missing = [1.0, 1.2, 1.1], [1.0, 1.1, 1.05], [5.0, 5.1, 5.2], []
-    assert [bold for _, bold in compared([close, best, far, missing], "lower")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [bold for _, bold in compared([close, best, far, missing], "higher")] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert [bold for _, bold in compared([[1.0], [2.0]], "lower")] == [True, False]
-    assert [bold for _, bold in compared([[1.0], [1.0]], "lower")] == [True, True]
-    assert [bold for _, bold in compared([close, best], None)] == [False, False]
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -344,6 +287,11 @@ def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
         finish(run, test_nll=200.0, test_collapsed=run.seed - 1)
     (row,) = rows(experiment)
     assert row.notes == ["1 collapsed", "lr at the edge of the search"]
+    assert row.at_edge
+    text = layout.markdown(experiment, [row], [])
+    assert "| 0.01† | 2 |" in text and "200.0 ± 0.0** (100.9, +99.1)†" in text
+    assert "†: the selected value is at the edge of those searched" in text
+    assert r"$^\dagger$" in layout.latex(experiment, [row], [])
 
 
 def test_the_paper_s_layout_has_a_place_for_every_cell(tmp_path):
@@ -361,8 +309,79 @@ def test_the_paper_s_layout_has_a_place_for_every_cell(tmp_path):
     assert latex.count(r"\midrule") == 3 and latex.count(r" \\") == 13
 
 
+# -- what a table is made of ---------------------------------------------------------------------
+
+
 def test_no_runs_no_table(tmp_path, capsys):
+    for words in ([], ["--scale", "smoke"]):
+        with pytest.raises(SystemExit) as stop:
+            tables.main(["gsl", *words, "--runs", str(tmp_path)])
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "no" in line and "runs of gsl" in line
+    assert not list(tmp_path.rglob("*.md"))
+
+
+def test_tables_lie_beside_the_runs_and_are_printed(gsl, monkeypatch, capsys):
+    monkeypatch.chdir(gsl)
+    assert tables.main(["gsl_local"]) == 0
+    folder = gsl / "runs" / "gsl_local" / "small"
+    text = (folder / "gsl_local.md").read_text()
+    assert text in capsys.readouterr().out
+    assert sorted(path.name for path in folder.glob("gsl_local*")) == [
+        "gsl_local.csv", "gsl_local.md", "gsl_local.tex", "gsl_local_runs.csv",
+    ]  # fmt: skip
+    assert not (gsl / "results").exists()
+
+
+def test_smoke_never_goes_to_results(tmp_path, monkeypatch, capsys):
+    experiment = plan.load("mlp_vae", "smoke", tmp_path)
+    for cell in experiment.cells():
+        for run in stages.final(experiment, cell):
+            finish(run, test_elbo=1.0)
+    before = {path: path.stat().st_mtime_ns for path in (HERE.parent / "results").iterdir()}
     with pytest.raises(SystemExit) as stop:
-        tables.main(["gsl", "--runs", str(tmp_path)])
+        words = ["--runs", str(tmp_path), "--out", str(HERE.parent / "results")]
+        tables.main(["mlp_vae", "--scale", "smoke", *words])
     assert stop.value.code == 2
-    assert "no runs of gsl" in capsys.readouterr().err
+    assert "has no results" in capsys.readouterr().err
+    monkeypatch.chdir(HERE.parent)
+    assert tables.main(["mlp_vae", "--scale", "smoke", "--runs", str(tmp_path)]) == 0
+    after = {path: path.stat().st_mtime_ns for path in (HERE.parent / "results").iterdir()}
+    assert after == before
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, [1.0], "text"])
+def test_a_value_that_is_no_number_is_noted_and_never_bold(tmp_path, bad, capsys):
+    experiment = plan.load("mlp_vae", "smoke", tmp_path)
+    for cell in experiment.cells():
+        for run in stages.final(experiment, cell):
+            broken = cell["head"] == "natural" and run.seed == 2
+            finish(run, test_elbo=bad if broken else 10.0 * (cell["head"] == "natural"))
+    assert tables.main(["mlp_vae", "--scale", "smoke", "--runs", str(tmp_path)]) == 0
+    softmax, natural = rows(experiment)
+    entry = natural.entries["test/elbo"]
+    assert entry.values == [10.0]
+    if not isinstance(bad, list | str):
+        assert not entry.bold and softmax.entries["test/elbo"].bold
+        assert "1 not finite" in natural.notes
+
+
+def test_metrics_that_are_no_mapping_are_no_finished_run(tmp_path):
+    run = stages.known(plan.load("mlp_vae", "smoke", tmp_path))[0]
+    finish(run, test_elbo=1)
+    for text in ("[1, 2]", "null", "3"):
+        (run.home / "version_0" / "metrics.json").write_text(text)
+        assert not runs.done(run)
+
+
+def test_all_makes_the_tables_that_have_runs(gsl, capsys):
+    assert tables.main(["all", "--runs", str(gsl / "runs")]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("# Graph structure learning") == 1
+    assert "no runs of vae_adam" in err and "no runs of gsl_local" not in err
+
+
+def test_a_metric_that_no_run_has_is_told(gsl, capsys):
+    assert tables.main(["gsl_local", "--runs", str(gsl / "runs")]) == 0
+    assert "no run has test/pp_mae; they have test/dead" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from catnat import head_names
 from experiments import drawing, figures, plan, runs, stages
-from experiments.loading import load_run
+from experiments.train_interface import load_run
 
 
 def assert_drawn(folder, name):

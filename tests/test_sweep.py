@@ -1,101 +1,24 @@
-"""Sweeps: every run once, whatever happens in between, on this machine and on Ray."""
+"""Sweeps on this machine: every run once, whatever happens in between."""
 
 import fcntl
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import yaml
+from cases_sweep import SEARCH, arguments, calls, kill, start, wait_for, write_table
 
-from experiments import plan, runs, stages, sweep, warm
-
-ROOT = Path(__file__).resolve().parent.parent
-
-# Stands in for train.py, in a tenth of a second: a checkpoint, perhaps a wait, then the numbers.
-PROGRAM = """\
-import json, os, signal, sys, time
-from pathlib import Path
-
-options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-if "busy" in options:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-home = Path(options["default_root_dir"])
-with (home / "calls.txt").open("a") as file:
-    file.write(options.get("ckpt_path", "new") + "\\n")
-(home / "checkpoints").mkdir(exist_ok=True)
-(home / "checkpoints" / "last.txt").write_text("")
-x, gate = float(options["x"]), Path(options["gate"])
-if x < 0:
-    print("the number is below zero")
-    if x == -4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if x == -3 and "experiments.warm" in Path(f"/proc/{os.getppid()}/cmdline").read_text():
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
-    sys.exit(2 if x < -5 else 3)
-while x >= 3 and not gate.exists():
-    time.sleep(0.05)
-(home / "metrics.json").write_text(json.dumps({"val/loss": (x - 2) ** 2, "test/loss": x}))
-"""
+from experiments import plan, runs, stages, status, sweep
+from experiments.engines import forks
+from experiments.schedule import Schedule
 
 
-@pytest.fixture(params=["program.py", "train.py"])  # as a new process, as a fork (see warm.py)
+@pytest.fixture(params=["program.py", "train.py"])  # as a new process, as a fork (see forks.py)
 def table(tmp_path, request):
-    """Writes a table whose runs are calls of the program above, and gives its file."""
-
-    def write(**content):
-        program = tmp_path / request.param
-        program.write_text(PROGRAM)
-        content = {
-            "title": "x",
-            "program": str(program),
-            "options": {"gate": str(tmp_path / "gate")},
-            "grid": {"x": [1.0]},
-            "seeds": [1],
-            "metrics": {"test/loss": {"label": "loss", "better": "lower"}},
-            "scales": {"smoke": {}},
-        } | content
-        path = tmp_path / "tiny.yaml"
-        path.write_text(yaml.safe_dump(content))
-        return path
-
-    return write
-
-
-def arguments(path, *more):
-    return [str(path), "--scale", "smoke", "--runs", str(path.parent / "runs"), *more]
-
-
-def start(path, *more):
-    command = [sys.executable, str(ROOT / "experiments" / "sweep.py"), *arguments(path, *more)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
-
-
-def calls(folder):
-    """What each run was called with, by the run's name."""
-    found = (folder / "runs" / "tiny" / "smoke").glob("*/calls.txt")
-    return {path.parent.name: path.read_text().split() for path in found}
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "the sweep ended too early"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def kill(process):
-    """kill -9 for the sweep and everything it has started in its session."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Writes a table whose runs are calls of the stand-in, and gives its file."""
+    return lambda **content: write_table(tmp_path, request.param, **content)
 
 
 def test_a_killed_sweep_goes_on_without_repeating(table, tmp_path):
@@ -123,7 +46,7 @@ def test_sigterm_stops_the_runs_too(table, tmp_path):
     assert process.wait(30) == 130
     assert set(calls(tmp_path)) == {"x3-seed1", "x4-seed1"}
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
-    assert not any(runs.done(run) for run in stages.open_stage(experiment).runs)
+    assert not any(runs.done(run) for run in stages.known(experiment))
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for_and_not_doubled(table, tmp_path):
@@ -175,11 +98,11 @@ def test_a_run_that_is_killed_takes_no_other_with_it(table, tmp_path):
     path = table(grid={"x": [-4.0, 0.0, 1.0]})
     assert sweep.main(arguments(path, "--retries", "2")) == 1
     killed = calls(tmp_path).pop("x-4-seed1")
-    assert killed == ["new", "last", "new"]
+    assert killed == ["new", "last", "last"]
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2
 
 
-@pytest.mark.skipif(not warm._can_wait(), reason="nothing is forked here")
+@pytest.mark.skipif(not forks.can_wait(), reason="nothing is forked here")
 @pytest.mark.parametrize("table", ["train.py"], indirect=True)
 def test_without_the_process_that_forks_runs_go_on(table, tmp_path, capfd):
     path = table(grid={"x": [-3.0, 0.0, 1.0]})
@@ -189,14 +112,7 @@ def test_without_the_process_that_forks_runs_go_on(table, tmp_path, capfd):
 
 
 def test_stages_run_in_order(table, tmp_path):
-    search = {
-        "metric": "val/loss",
-        "better": "lower",
-        "seed": 0,
-        "option": "x",
-        "coarse": [1.0, 4.0],
-    }
-    path = table(grid={"head": ["a"]}, search=search | {"factors": [1.5, 2.0, 2.5]})
+    path = table(grid={"head": ["a"]}, search=SEARCH | {"factors": [1.5, 2.0, 2.5]})
     (tmp_path / "gate").touch()
     assert sweep.main(arguments(path, "--jobs", "3")) == 0
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
@@ -205,60 +121,159 @@ def test_stages_run_in_order(table, tmp_path):
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2 + 3 + 1
 
 
-def test_print_prints_what_is_left(table, tmp_path, capsys):
-    path = table(grid={"x": [1.0, 2.0, 3.0]}, options={"gate": "no such file"})
-    first, second, third = plan.load(str(path), "smoke", tmp_path / "runs").cells()
+def test_print_prints_commands_with_a_lock_a_log_and_a_record(table, tmp_path, capsys):
+    path = table(grid={"x": [1.0, 2.0, -1.0]})
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
-    done = experiment.run(first, {}, 1)
+    done = experiment.run(experiment.cells()[0], {}, 1)
     done.home.mkdir(parents=True)
     (done.home / "metrics.json").write_text('{"val/loss": 1}')
-    half = experiment.run(second, {}, 1)
-    (half.home / "checkpoints").mkdir(parents=True)
-    (half.home / "checkpoints" / "last.txt").touch()
     assert sweep.main(arguments(path, "--engine", "print", "--", "--note=two words")) == 0
     out, err = capsys.readouterr()
-    lines = [shlex.split(line) for line in out.splitlines()]
-    (program,) = tmp_path.glob("*.py")
-    assert [line[:2] for line in lines] == [[sys.executable, str(program)]] * 2
-    assert "--gate=no such file" in lines[0] and "--note=two words" in lines[0]
-    assert ["--ckpt_path=last" in line for line in lines] == [True, False]
-    assert "seeds, 2 of 3 runs, the last stage" in err
-    assert str(experiment.run(third, {}, 1).folder) in out
+    lines = out.splitlines()
+    assert len(lines) == 2 and all("--note=two words" in shlex.split(line) for line in lines)
+    assert "2 runs, the last" in err
+    statuses = [subprocess.run(["sh", "-c", line], check=False).returncode for line in lines]
+    assert statuses == [0, 1]
+    _, good, bad = (experiment.run(cell, {}, 1) for cell in experiment.cells())
+    assert runs.metrics(good) is not None and (good.home / "log.txt").is_file()
+    assert runs.failure(bad) == "the number is below zero"
+    assert calls(tmp_path)["x-1-seed1"] == ["new", "last"]
+    assert (good.home / ".lock").is_file()
 
 
-def test_print_says_what_comes_next(tmp_path, capsys):
-    assert (
-        sweep.main(["vae_adam", "--scale", "smoke", "--runs", str(tmp_path), "--engine", "print"])
-        == 0
-    )
+def test_print_says_how_many_come_later(tmp_path, capsys):
+    words = ["vae_adam", "--scale", "smoke", "--runs", str(tmp_path), "--engine", "print"]
+    assert sweep.main(words) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 4
-    assert "coarse search, 4 of 4 runs; then again, for: refined search, seeds" in err
+    assert "4 runs, then again, for 6 more" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("vae_adm",), "no experiment 'vae_adm'; choose from"),
-        (("gsl", "--only", "head"), "expected key=value"),
-        (("gsl", "--only", "hed=natural"), "choose from head, theta"),
-        (("gsl", "--scale", "tiny"), "smoke"),
-        (("gsl", "--jobs", "0"), "--jobs 0"),
-        (("ppo_breakout", "--scale", "smoke", "--engine", "local"), "use --engine ray"),
-    ],
-)
-def test_bad_input_gets_one_line(words, said, tmp_path, capsys):
+def test_a_run_that_crashes_after_its_checkpoint_goes_on_from_it_every_time(table, tmp_path):
+    assert sweep.main(arguments(table(grid={"x": [-1.0]}), "--retries", "3")) == 1
+    assert calls(tmp_path) == {"x-1-seed1": ["new", "last", "last", "last"]}
+
+
+def test_a_damaged_checkpoint_is_left_for_a_new_beginning(tmp_path):
+    experiment = plan.load(str(write_table(tmp_path)), "smoke", tmp_path / "runs")
+    run = experiment.run(experiment.cells()[0], {}, 1)
+    (run.home / "checkpoints").mkdir(parents=True)
+    path = run.home / "checkpoints" / "last.ckpt"
+    path.write_bytes(b"PK half of a file")
+    assert not runs.interrupted(run)
+    import zipfile
+
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("data", "x" * 1000)
+    assert runs.interrupted(run)
+
+
+def test_the_message_names_the_signal_that_killed_a_run(table, tmp_path, capsys):
+    assert sweep.main(arguments(table(grid={"x": [-4.0]}), "--retries", "0")) == 1
+    record = json.loads((tmp_path / "runs/tiny/smoke/x-4-seed1/failed.json").read_text())
+    assert record["line"] == "killed by SIGKILL; its last line: the number is below zero"
+    assert "killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_a_misspelt_search_metric_stops_the_sweep_with_one_line(table, tmp_path, capsys):
+    path = table(grid={"head": ["a"]}, search=SEARCH | {"metric": "val/los", "coarse": [1.0, 2.0]})
     with pytest.raises(SystemExit) as stop:
-        sweep.main([*words, "--runs", str(tmp_path)])
+        sweep.main(arguments(path, "--jobs", "1"))
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert "search.metric: 'val/los' is no number of" in line and "val/loss, test/loss" in line
+
+
+def test_a_cell_goes_on_to_its_seeds_while_another_still_searches(tmp_path):
+    """The search of head b waits at the gate; head a does not wait for it."""
+    search = SEARCH | {"coarse": [1.0, 2.0], "options": {"slow": 0}}
+    grid = {"head slow": [["a", 0], ["b", 1]]}
+    path = write_table(tmp_path, grid=grid, search=search, seeds=[1, 2])
+    program = tmp_path / "program.py"
+    # Runs of head b wait for the gate.
+    text = program.read_text().replace("while x >= 3 and", 'while options["head"] == "b" and')
+    program.write_text(text)
+    process = start(path, "--jobs", "2")
+    wait_for(lambda: sum("a-" in name for name in calls(tmp_path)) == 4, process)
+    assert not list((tmp_path / "runs").rglob("b-*/metrics.json"))
+    (tmp_path / "gate").touch()
+    assert process.wait(60) == 0
+    assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 8
+
+
+def test_tpe_needs_no_ray(tmp_path):
+    pytest.importorskip("optuna")
+    (tmp_path / "gate").touch()
+    search = {"metric": "val/loss", "better": "lower", "seed": 0, "trials": 6, "top": 2}
+    search["space"] = {"x": {"low": 0.0, "high": 9.0}}
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=search, seeds=[1, 2])
+    assert sweep.main(arguments(path)) == 0
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    (cell,) = experiment.cells()
+    trials = stages.trials(experiment, cell)
+    best = sorted(trials, key=lambda run: (run.settings["x"] - 2) ** 2)[:2]
+    assert len(trials) == 6
+    assert stages.selected(experiment, cell) == [run.settings for run in best]
+    assert len(calls(tmp_path)) == 6 + 2 * 2
+
+
+def test_tpe_tries_each_point_of_a_small_space_once(tmp_path):
+    pytest.importorskip("optuna")
+    search = {"metric": "val/loss", "better": "lower", "seed": 0, "trials": 50}
+    search["space"] = {"x": {"low": 0, "high": 2}}
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=search)
+    assert sweep.main(arguments(path)) == 0
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    trials = stages.trials(experiment, experiment.cells()[0])
+    assert sorted(run.settings["x"] for run in trials) == [0, 1, 2]
+
+
+# -- status --------------------------------------------------------------------------------------
+
+
+def test_status_says_what_is_done_running_failed_and_to_do(tmp_path, capsys):
+    path = write_table(tmp_path, grid={"x": [1.0, -9.0, 3.0, 4.0]})
+    process = start(path, "--jobs", "1")
+    wait_for(lambda: "x3-seed1" in calls(tmp_path), process)
+    assert sweep.main(["status", *arguments(path)]) == 0
+    head, running, failed = capsys.readouterr().out.splitlines()
+    assert "2 of 4 runs done (1 finished, 1 failed), 1 running, 1 to do" in head
+    assert "runs an hour done in 0:" in head
+    assert running.strip() == "running: x3-seed1"
+    assert failed.strip().startswith("failed: x-9-seed1: the number is below zero (see ")
+    (tmp_path / "gate").touch()
+    assert process.wait(60) == 1
+    assert sweep.main(["status", *arguments(path)]) == 0
+    assert "4 of 4 runs done" in (out := capsys.readouterr().out) and "all is done" in out
+
+
+def test_status_counts_runs_that_are_not_yet_known(tmp_path):
+    path = write_table(tmp_path, grid={"head": ["a", "b"]}, search=SEARCH, seeds=[1, 2, 3])
+    found = status.survey(plan.load(str(path), "smoke", tmp_path / "runs"))
+    assert (found.done, found.todo, found.seconds_left) == (0, 2 * (2 + 3), None)
+
+
+def test_a_terminal_sees_a_live_table(tmp_path, capsys):
+    from experiments.progress import Progress
+
+    path = write_table(tmp_path, grid={"x": [1.0, 2.0]})
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    schedule = Schedule(experiment)
+    with Progress(schedule, live=True) as progress:
+        run = schedule.take()
+        runs.record_failure(run, 1, "boom")
+        progress.ended(run, "failed")
+    out = capsys.readouterr().out
+    assert "to do" in out and "tiny" in out and "FAILED: boom" in out
+
+
+# -- extras --------------------------------------------------------------------------------------
 
 
 def test_ray_is_asked_for_only_when_needed(table, monkeypatch, capsys):
     for name in ("ray", "optuna"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "experiments.ray_engine", raising=False)
+    monkeypatch.delitem(sys.modules, "experiments.engines.ray_tune", raising=False)
     path = table()
     with pytest.raises(SystemExit) as stop:
         sweep.main(arguments(path, "--engine", "ray"))
@@ -266,35 +281,9 @@ def test_ray_is_asked_for_only_when_needed(table, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install 'catnat[sweep]'" in line
     assert sweep.main(arguments(path)) == 0
-
-
-@pytest.mark.parametrize("table", ["program.py"], indirect=True)  # Ray forks nothing
-def test_tpe_on_ray_killed_and_resumed(table, tmp_path):
-    pytest.importorskip("ray")
-    pytest.importorskip("optuna")
-    search = {"metric": "val/loss", "better": "lower", "seed": 0, "trials": 5, "top": 2}
-    search["space"] = {"x": {"low": 0.0, "high": 9.0}}
-    path = table(grid={"head": ["a"]}, search=search, seeds=[1, 2])
-    process = start(path, "--engine", "ray", "--jobs", "2")
-    waits = lambda: any(float_of(name, path) >= 3 for name in calls(tmp_path))  # noqa: E731
-    wait_for(waits, process)
-    kill(process)
-    before = calls(tmp_path)
-    (tmp_path / "gate").touch()
-    assert start(path, "--engine", "ray", "--jobs", "2").wait(120) == 0
-    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
-    (cell,) = experiment.cells()
-    trials = stages.trials(experiment, cell)
-    assert len({run.settings["x"] for run in trials}) == 5
-    assert set(before) <= {run.folder.name for run in trials}
-    best = sorted(trials, key=lambda run: (run.settings["x"] - 2) ** 2)[:2]
-    assert stages.selected(experiment, cell) == [run.settings for run in best]
-    assert stages.open_stage(experiment) is None
-    after = calls(tmp_path)
-    assert len(after) == 5 + 2 * 2
-    assert all(each in (["new"], ["new", "last"]) for each in after.values())
-
-
-def float_of(name, path):
-    (record,) = (path.parent / "runs" / "tiny" / "smoke" / name).glob("trial-*.json")
-    return json.loads(record.read_text())["settings"]["x"]
+    search = {"metric": "val/loss", "better": "lower", "seed": 0, "trials": 1}
+    path = table(grid={"head": ["a"]}, search=search | {"space": {"x": {"low": 0, "high": 2}}})
+    with pytest.raises(SystemExit) as stop:
+        sweep.main(arguments(path))
+    assert stop.value.code == 2
+    assert "needs Optuna" in capsys.readouterr().err

@@ -21,13 +21,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from experiments.plan import ROOT
+from experiments.train_interface import ROOT
 
-# What train.py imports late. Not torch_geometric: it asks for CUDA devices when it is imported.
-_LIGHTNING = ("train", "callbacks", "lit_modules", "datamodules", "torch.utils.tensorboard")
-_KERNELS = "catnat.ops.triton_sparsemax"
 _LONGEST = 1 << 17  # bytes of a command
 
 # Looked up here: a process that was just forked must not.
@@ -45,26 +42,14 @@ class Gone(Exception):  # noqa: N818 - reads as what it says
     """The process that forks cannot start a run."""
 
 
-def can_run(command: Sequence[str]) -> bool:
-    """Whether there is something to gain, and a way."""
-    return Path(command[1]).name == "train.py" and _can_wait()
-
-
 @cache
-def _can_wait() -> bool:
+def can_wait() -> bool:
     """Whether the system can tell by a descriptor that a process has ended: Linux 5.3."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         return False
     return True
-
-
-def modules(command: Sequence[str]) -> tuple[str, ...]:
-    """What a command will import."""
-    if "--model=ppo" in command:
-        return ("train_ppo", _KERNELS)
-    return (*_LIGHTNING, _KERNELS) if any(w.startswith("--model=") for w in command) else ()
 
 
 class Server:
@@ -79,7 +64,13 @@ class Server:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.warm", str(theirs.fileno()), *imported],
+                [
+                    sys.executable,
+                    "-m",
+                    "experiments.engines.forks",
+                    str(theirs.fileno()),
+                    *imported,
+                ],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # Modules that ask whether there is CUDA do not initialise it then.
@@ -88,13 +79,21 @@ class Server:
                 pass_fds=[theirs.fileno()],
             )
 
-    def start(self, command: Sequence[str], log: TextIO, lock: int) -> Process:
+    def start(
+        self,
+        command: Sequence[str],
+        log: TextIO,
+        lock: int,
+        cwd: Path = ROOT,
+        more: Mapping[str, str] | None = None,
+    ) -> Process:
         """Start a command that writes to log and holds the lock; may raise :class:`Gone`."""
+        start = {"command": list(command), "cwd": str(cwd), "environment": dict(more or {})}
         mine, theirs = socket.socketpair()
         with mine, theirs:
             fds = [log.fileno(), lock, theirs.fileno()]
             try:
-                socket.send_fds(self._control, [json.dumps(command).encode()], fds)
+                socket.send_fds(self._control, [json.dumps(start).encode()], fds)
                 theirs.close()
                 return Process(mine)
             except OSError as error:
@@ -214,7 +213,10 @@ def serve(control: socket.socket, afresh: bool) -> list[str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if os.getppid() != server:  # it was too late to be told
         os.kill(os.getpid(), signal.SIGTERM)
-    command: list[str] = json.loads(message)
+    start: dict[str, Any] = json.loads(message)
+    command: list[str] = start["command"]
+    os.chdir(start["cwd"])
+    os.environ.update(start["environment"])
     if afresh:
         os.execv(command[0], command)
     return command

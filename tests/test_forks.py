@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import plan, runs, stages, warm
-from experiments.engines import Children, execute
+from experiments import plan, runs, stages, train_interface
+from experiments.engines import forks
+from experiments.engines.execute import execute
+from experiments.engines.processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="there are no such forks")
@@ -76,7 +78,8 @@ def driver(tmp_path, monkeypatch):
 def test_a_fork_is_what_the_command_line_makes_of_it(shown):
     (status, line), (status_forked, fork) = shown(False), shown(True)
     assert status == status_forked == 1
-    assert ("experiments.warm" in line.pop(0), "experiments.warm" in fork.pop(0)) == (False, True)
+    module = "experiments.engines.forks"
+    assert (module in line.pop(0), module in fork.pop(0)) == (False, True)
     assert fork[:3] == line[:3]
     assert line[2] == "in order, and at once"
     assert fork[-2:] == line[-2:] == ['    raise ValueError("wrong")', "ValueError: wrong"]
@@ -87,7 +90,7 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
     monkeypatch.setenv("BEGUN", "1")
     status, said = shown(True)
     assert status == 1
-    assert "experiments.warm" not in said[0]
+    assert "experiments.engines.forks" not in said[0]
     assert said[-1] == "ValueError: wrong"
 
 
@@ -96,18 +99,18 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
 def test_imports_do_not_begin_cuda(model, driver):
     check = """\
 import os, sys
-from experiments import warm
-warm.preload(sys.argv[1:])
+from experiments.engines import forks
+forks.preload(sys.argv[1:])
 import torch
 assert set(sys.argv[1:]) - set(sys.modules) <= {"catnat.ops.triton_sparsemax"}
 assert len(os.listdir("/proc/self/task")) == 1, "threads"
-assert not torch.cuda.is_initialized() and not warm.cuda_has_begun(), "CUDA"
+assert not torch.cuda.is_initialized() and not forks.cuda_has_begun(), "CUDA"
 os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 torch.cuda.is_available()
-assert warm.cuda_has_begun() or not torch.backends.cuda.is_built(), "would not have been noticed"
+assert forks.cuda_has_begun() or not torch.backends.cuda.is_built(), "would not have been noticed"
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    command = [sys.executable, "-c", check, *warm.modules([f"--model={model}"])]
+    command = [sys.executable, "-c", check, *train_interface.imports([f"--model={model}"])]
     subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
@@ -117,9 +120,9 @@ def test_a_fork_gives_the_numbers_of_the_command_line(tmp_path):
     for forked in (False, True):
         folder = tmp_path / str(forked)
         extra = (f"--root={folder}", "--num_pairs=400", "--accelerator=cpu")
-        run, _ = stages.open_stage(
+        run, _ = stages.known(
             plan.load("gsl", "smoke", folder, only={"head": ["natural"]}, extra=extra)
-        ).runs
+        )
         with closing(Children(forked)) as children:
             assert execute(run, 0, children) == "finished", (run.home / "log.txt").read_text()
         found.append(runs.metrics(run))
@@ -130,9 +133,9 @@ def test_nothing_is_forked_where_its_end_would_go_unnoticed(monkeypatch):
     def refuse(pid):
         raise OSError("not implemented")
 
-    warm._can_wait.cache_clear()
+    forks.can_wait.cache_clear()
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
     try:
-        assert not warm.can_run(["python", "train.py"])
+        assert not forks.can_wait()
     finally:
-        warm._can_wait.cache_clear()
+        forks.can_wait.cache_clear()

@@ -1,0 +1,93 @@
+"""All that experiments know of train.py: its command line, its imports, and how to load a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.schema import PlanError
+
+if TYPE_CHECKING:
+    from experiments.plan import Experiment
+
+ROOT = Path(__file__).resolve().parent.parent
+_SCRIPT = ROOT / "train.py"
+
+# Modules that train.py imports late. Not torch_geometric: it asks for CUDA devices when imported.
+_LIGHTNING = ("train", "callbacks", "lit_modules", "datamodules", "torch.utils.tensorboard")
+_KERNELS = "catnat.ops.triton_sparsemax"
+
+
+def models() -> tuple[str, ...]:
+    """The names that --model takes."""
+    import train
+
+    return tuple(train.NAMES)
+
+
+def command(experiment: Experiment, options: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """The command line of a run."""
+    if experiment.program:
+        words, first = program_words(experiment.program, experiment.file), []
+    else:
+        words = [str(_SCRIPT)]
+        first = [("model", experiment.model), *(("import", each) for each in experiment.imports)]
+    pairs = [*first, *options.items(), ("default_root_dir", folder)]
+    given = [f"--{option}={_text(value)}" for option, value in pairs]
+    return (sys.executable, *words, *given, *experiment.extra)
+
+
+def program_words(program: str, plan: Path) -> list[str]:
+    """A program and its first words; a script lies beside the plan, or in the checkout."""
+    script, *words = program.split()
+    if script == "-m":
+        return [script, *words]
+    found = next((each / script for each in (plan.parent, ROOT) if (each / script).is_file()), None)
+    if found is None:
+        raise PlanError(f"program: there is no {script} in {plan.parent} or {ROOT}")
+    return [str(found), *words]
+
+
+def is_train(words: Sequence[str]) -> bool:
+    """Whether a command is one of train.py."""
+    return Path(words[1]).name == _SCRIPT.name
+
+
+def imports(words: Sequence[str]) -> tuple[str, ...]:
+    """The modules that a command will import."""
+    if "--model=ppo" in words:
+        return ("train_ppo", _KERNELS)
+    return (*_LIGHTNING, _KERNELS) if any(w.startswith("--model=") for w in words) else ()
+
+
+def load_run(folder: Path) -> tuple[Any, Any]:
+    """The trained module of a run, on the CPU in eval mode, and its data module, set up."""
+    import torch
+
+    import cli
+    import train
+
+    try:
+        names, options = cli.read_names([f"--config={folder / 'config.yaml'}"], train.MODELS)
+        cli.import_modules(names.imports)  # a head of the user's own is known from here on
+        parser = train.build_parser(names.model)
+        config = cli.parse(parser, options)
+    except cli.UsageError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    config.model.pop("name")
+    objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
+    path = folder / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    objects.model.load_state_dict(saved["state_dict"])
+    objects.data.prepare_data()
+    objects.data.setup("test")
+    return objects.model.eval(), objects.data
+
+
+def _text(value: Any) -> str:
+    """A value as train.py reads it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
