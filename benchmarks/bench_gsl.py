@@ -32,9 +32,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from callbacks import FisherMonitor
-from datamodules import CommunityGraphDataModule
-from lit_modules import GraphStructureLearner
+from catnat.callbacks import FisherMonitor
+from catnat.datamodules import CommunityGraphDataModule
+from catnat.lit_modules import GraphStructureLearner
 
 ESTIMATORS = ("score_function", "local_expectation")
 BATCH, STEPS_OF_A_RUN = 64, 5000

@@ -28,8 +28,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
+from catnat.datamodules import make_atari_vec_env
 from catnat.sb3 import HeadActorCriticCnnPolicy, HeadPPO
-from datamodules import make_atari_vec_env
 
 STEPS, MINIBATCHES, EPOCHS = 128, 4, 4
 ALGORITHMS: dict[str, tuple[str, type[PPO], dict[str, Any]]] = {

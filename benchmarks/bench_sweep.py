@@ -55,8 +55,10 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
     """Train until told to stop, pausing when not needed; write when which step was reached."""
     from lightning.pytorch import Callback, Trainer
 
-    import cli
-    import train
+    from catnat.training import lightning
+    from catnat.training.errors import silence
+    from catnat.training.names import read_names
+    from catnat.training.options import parse
 
     class Pace(Callback):
         """Remembers times and steps."""
@@ -75,12 +77,12 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
             trainer.should_stop = not wanted
 
     ready = folder / f"ready{number}"
-    cli.silence()
-    names, rest = cli.read_names(options, train.MODELS)
-    parser = train.build_parser(names.model)
-    config = cli.parse(parser, [*rest, f"--model.name={names.model}", f"--model.head={names.head}"])
-    train.fill_in(config, train.MODELS[names.model])
-    run = train.compose("fit", parser, config)
+    silence()
+    names, rest = read_names(options)
+    parser = lightning.build_parser(names.model)
+    config = parse(parser, [*rest, f"--model.name={names.model}", f"--model.head={names.head}"])
+    lightning.fill_in(config, lightning.MODELS[names.model])
+    run = lightning.compose("fit", parser, config, None)
     pace = Pace()
     run.trainer.callbacks.append(pace)  # type: ignore[attr-defined]
     run.trainer.fit(run.model, datamodule=run.data)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from callbacks import FisherMonitor
-from datamodules import MNISTDataModule
-from lit_modules import DiscreteVAE
+from catnat.callbacks import FisherMonitor
+from catnat.datamodules import MNISTDataModule
+from catnat.lit_modules import DiscreteVAE
 
 N, K = 20, 32
 

@@ -6,7 +6,7 @@ when it is asked for.
 
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints import (
+from catnat.callbacks.checkpoints import (
     AtomicCheckpointIO,
     BestCheckpoint,
     LastCheckpoint,
@@ -16,16 +16,13 @@ from .checkpoints import (
     compare,
     load_checkpoint,
 )
-from .figures import GraphFigures, VAEFigures
-from .fisher import FisherMonitor
-from .folders import closing_runs, find_checkpoint, open_run
-from .progress import ProgressLines
-from .record import RunLogger, RunRecord, last_validation
-from .report import report, show_metrics
-from .standard import check_options, standard_options
+from catnat.callbacks.fisher_monitor import FisherMonitor
+from catnat.callbacks.images import GraphFigures, VAEFigures
+from catnat.callbacks.progress import ProgressLines
+from catnat.callbacks.run_record import RunLogger, RunRecord, last_validation
 
 if TYPE_CHECKING:
-    from .fisher_sb3 import FisherMonitorSB3
+    from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -39,24 +36,17 @@ __all__ = [
     "RunRecord",
     "Stopped",
     "VAEFigures",
-    "check_options",
     "check_same",
     "check_source",
-    "closing_runs",
     "compare",
-    "find_checkpoint",
     "last_validation",
     "load_checkpoint",
-    "open_run",
-    "report",
-    "show_metrics",
-    "standard_options",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name != "FisherMonitorSB3":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .fisher_sb3 import FisherMonitorSB3
+    from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
 
     return FisherMonitorSB3

@@ -5,13 +5,19 @@
 >>> head = make_head("natural", num_categories=5)
 >>> head(torch.zeros(head.num_scores)).probs
 tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
+
+Importing catnat imports nothing else: torch comes with the first name that is asked for.
 """
 
-from catnat import estimators, fisher, losses
-from catnat.distributions import HeadCategorical
-from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
-from catnat.probe import HeadProbe
-from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from catnat import estimators, fisher, losses
+    from catnat.distributions import HeadCategorical
+    from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
+    from catnat.probe import HeadProbe
+    from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,3 +35,23 @@ __all__ = [
     "losses",
     "make_head",
 ]
+_HOMES = {
+    "distributions": ("HeadCategorical",),
+    "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "probe": ("HeadProbe",),
+    "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("estimators", "fisher", "losses"):
+        return import_module(f"catnat.{name}")
+    home = next((each for each, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'catnat' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"catnat.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -10,14 +10,14 @@ from torch.distributions import Categorical, Distribution, constraints
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
-from catnat._numerics import (
+from catnat.estimators import straight_through_gumbel
+from catnat.numerics import (
     at_least_float32,
     can_branch_on,
     exp_of_log_probs,
     finite_log_probs,
     safe_log,
 )
-from catnat.estimators import straight_through_gumbel
 
 
 class HeadCategorical(Categorical):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from catnat._numerics import at_least_float32
+from catnat.numerics import at_least_float32
 
 
 def score_function_surrogate(

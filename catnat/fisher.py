@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
-from catnat._numerics import at_least_float32
 from catnat.heads import CategoricalHead
+from catnat.numerics import at_least_float32
 
 Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from catnat._numerics import at_least_float32
+from catnat.numerics import at_least_float32
 
 _FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
 

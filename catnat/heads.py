@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from catnat._numerics import (
+from catnat.distributions import HeadCategorical
+from catnat.numerics import (
     at_least_float32,
     exp_of_log_probs,
     is_plain,
     largest_score,
     safe_log,
 )
-from catnat.distributions import HeadCategorical
 from catnat.ops import sparsemax_log_probs
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
@@ -356,3 +356,6 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         p = self.probs(scores)
         support = (~(p <= 0)).to(p.dtype)  # NaN is in it
         return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)
+
+
+import catnat.tree_heads  # noqa: E402, F401 - so that the catnat heads are registered, too

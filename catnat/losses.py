@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat._numerics import at_least_float32, exp_of_log_probs
+from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
 class _PairwiseDistance(torch.autograd.Function):

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from catnat._numerics import exp_of_log_probs, is_plain
-from catnat._tree import path_sums, right_shares, subtree_sums
 from catnat.heads import CategoricalHead
+from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_probs
-from catnat.ops.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
+from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
+from catnat.tree import path_sums, right_shares, subtree_sums
 
 _CONSTANTS = ("constants32", "constants64")
 
@@ -47,11 +47,11 @@ class CatnatHead(CategoricalHead):
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
-    two: the tree is then a complete one, see :mod:`catnat._tree`.
+    two: the tree is then a complete one, see :mod:`catnat.tree`.
 
     A subclass overrides :meth:`log_split`, which says how a score splits its node; the rest
     follows. It may use parameters of the subclass: the centres follow them. The built-in ones
-    bring a :class:`~catnat.ops.splits.Split` instead, which knows more closed forms and has fused
+    bring a :class:`~catnat.splits.Split` instead, which knows more closed forms and has fused
     kernels.
 
     Args:

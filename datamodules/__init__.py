@@ -5,18 +5,18 @@ The environments' packages are imported when they are first asked for.
 
 from typing import TYPE_CHECKING, Any
 
-from .community_graph import CommunityGraphDataModule
-from .mnist import MNISTDataModule
+from catnat.datamodules.community_graph import CommunityGraphDataModule
+from catnat.datamodules.mnist import MNISTDataModule
 
 if TYPE_CHECKING:
-    from .atari import make_atari_vec_env
+    from catnat.datamodules.atari import make_atari_vec_env
 
 __all__ = ["CommunityGraphDataModule", "MNISTDataModule", "make_atari_vec_env"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "make_atari_vec_env":
-        from .atari import make_atari_vec_env
+        from catnat.datamodules.atari import make_atari_vec_env
 
         return make_atari_vec_env
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

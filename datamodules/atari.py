@@ -10,7 +10,7 @@ from ale_py import ALEInterface, LoggerMode, roms
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-from .atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
+from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
 
 Backend = Literal["native", "sb3"]
 _FOR_TWO = {"combat", "joust", "maze_craze", "warlords"}  # these cannot be played alone

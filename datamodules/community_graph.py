@@ -14,12 +14,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from catnat.datamodules.in_memory import InMemoryDataModule
+from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
 from catnat.graphs import sample_graphs
 from catnat.metrics import prediction_metrics
 from catnat.networks import GCN
-
-from .in_memory import InMemoryDataModule
-from .loader import GRAPH_DATA, PairLoader, mixed_seed
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
 _SIZE = 6  # nodes of a community

@@ -16,7 +16,7 @@ from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
 
-from .atari import Backend, game_names, make_atari_vec_env, rom_of
+from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, rom_of
 
 
 class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 
-from .loader import InMemoryLoader
+from catnat.datamodules.loader import InMemoryLoader
 
 
 class InMemoryDataModule(LightningDataModule):

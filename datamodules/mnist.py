@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from .idx import find_idx, read_idx_images
-from .in_memory import InMemoryDataModule
-from .loader import SPLIT, ImageLoader, Variant, mixed_seed
+from catnat.datamodules.idx import find_idx, read_idx_images
+from catnat.datamodules.in_memory import InMemoryDataModule
+from catnat.datamodules.loader import SPLIT, ImageLoader, Variant, mixed_seed
 
 _TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 _ROOT = "data"  # for this one there are substitutes

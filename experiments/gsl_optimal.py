@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from datamodules import CommunityGraphDataModule
+from catnat.datamodules import CommunityGraphDataModule
 
 HERE = Path(__file__).resolve().parent
 METRICS = {"energy_score_2x": "energy_score", "pp_mae": "pp_mae", "pp_mse": "pp_mse"}

@@ -16,15 +16,21 @@ ROOT = Path(__file__).resolve().parent.parent
 _SCRIPT = ROOT / "train.py"
 
 # Modules that train.py imports late. Not torch_geometric: it asks for CUDA devices when imported.
-_LIGHTNING = ("train", "callbacks", "lit_modules", "datamodules", "torch.utils.tensorboard")
+_LIGHTNING = (
+    "catnat.training.lightning",
+    "catnat.training.trainer_options",
+    "catnat.lit_modules",
+    "catnat.datamodules",
+    "torch.utils.tensorboard",
+)
 _KERNELS = "catnat.ops.triton_sparsemax"
 
 
 def models() -> tuple[str, ...]:
     """The names that --model takes."""
-    import train
+    from catnat.training.names import MODELS
 
-    return tuple(train.NAMES)
+    return MODELS
 
 
 def command(experiment: Experiment, options: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
@@ -58,7 +64,7 @@ def is_train(words: Sequence[str]) -> bool:
 def imports(words: Sequence[str]) -> tuple[str, ...]:
     """The modules that a command will import."""
     if "--model=ppo" in words:
-        return ("train_ppo", _KERNELS)
+        return ("catnat.training.ppo", _KERNELS)
     return (*_LIGHTNING, _KERNELS) if any(w.startswith("--model=") for w in words) else ()
 
 
@@ -66,15 +72,17 @@ def load_run(folder: Path) -> tuple[Any, Any]:
     """The trained module of a run, on the CPU in eval mode, and its data module, set up."""
     import torch
 
-    import cli
-    import train
+    from catnat.training import lightning
+    from catnat.training.errors import UsageError
+    from catnat.training.names import import_modules, read_names
+    from catnat.training.options import parse
 
     try:
-        names, options = cli.read_names([f"--config={folder / 'config.yaml'}"], train.MODELS)
-        cli.import_modules(names.imports)  # a head of the user's own is known from here on
-        parser = train.build_parser(names.model)
-        config = cli.parse(parser, options)
-    except cli.UsageError as error:
+        names, options = read_names([f"--config={folder / 'config.yaml'}"])
+        import_modules(names.imports)  # a head of the user's own is known from here on
+        parser = lightning.build_parser(names.model)
+        config = parse(parser, options)
+    except UsageError as error:
         raise ValueError(f"{folder}: {error}") from error
     config.model.pop("name")
     objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)

@@ -1,7 +1,7 @@
 """The experiments' models, as Lightning modules."""
 
-from .graph import GraphStructureLearner
-from .mlp_vae import MLPDiscreteVAE
-from .vae import DiscreteVAE
+from catnat.lit_modules.graph import GraphStructureLearner
+from catnat.lit_modules.mlp_vae import MLPDiscreteVAE
+from catnat.lit_modules.vae import DiscreteVAE
 
 __all__ = ["DiscreteVAE", "GraphStructureLearner", "MLPDiscreteVAE"]

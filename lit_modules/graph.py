@@ -9,14 +9,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
+from catnat.checks import require_positive
 from catnat.graphs import local_expectation_direction, sample_graphs, score_function_direction
+from catnat.lit_modules.base import ReplayedSteps, keep_kernels
+from catnat.lit_modules.row_means import RowMeans
 from catnat.losses import energy_from_terms, energy_terms
 from catnat.metrics import edge_metrics, prediction_metrics
 from catnat.networks import GCN, as_predictor
-
-from .capture import ReplayedSteps, keep_kernels
-from .checks import require_positive
-from .means import RowMeans
 
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]

@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from catnat import HeadCategorical
+from catnat.checks import require_positive
 from catnat.estimators import score_function_surrogate
+from catnat.lit_modules.vae import DiscreteVAE
 from catnat.networks import mlp_decoder, mlp_encoder
-
-from .checks import require_positive
-from .vae import DiscreteVAE
 
 _TABLE_BATCH = 128
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
+from catnat.checks import require_positive
+from catnat.lit_modules.base import ReplayedSteps, keep_kernels
+from catnat.lit_modules.row_means import RowMeans
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.networks import conv_decoder, conv_encoder
-
-from .capture import ReplayedSteps, keep_kernels
-from .checks import require_positive
-from .means import RowMeans
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood

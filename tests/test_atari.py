@@ -13,9 +13,9 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecTransposeImage
 
-from datamodules import make_atari_vec_env
-from datamodules.atari import game_names, rom_of
-from datamodules.atari_native import PairedAtariVecEnv
+from catnat.datamodules import make_atari_vec_env
+from catnat.datamodules.atari import game_names, rom_of
+from catnat.datamodules.atari_native import PairedAtariVecEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 NOOP, FIRE, RIGHT, LEFT = range(4)  # of Breakout

@@ -9,9 +9,9 @@ import torch
 from cases_callbacks import Memory, Small, loader
 from cases_cli import run
 
-from callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
-from callbacks.figures import heat_map, tile
-from callbacks.progress import line_of_test
+from catnat.callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
+from catnat.callbacks.images import heat_map, tile
+from catnat.callbacks.progress import line_of_test
 
 
 def test_tiles_and_heat_maps():

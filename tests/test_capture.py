@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from callbacks import FisherMonitor
-from catnat import capture as graphs
-from datamodules import MNISTDataModule
-from lit_modules import DiscreteVAE, MLPDiscreteVAE, capture
+from catnat import replay as graphs
+from catnat.callbacks import FisherMonitor
+from catnat.datamodules import MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules import base as capture
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -317,7 +318,7 @@ def test_a_backlog_waits_for_the_oldest(monkeypatch):
 
 
 def test_batches_of_another_dtype_are_not_alike():
-    from catnat.capture import same_shapes
+    from catnat.replay import same_shapes
 
     one = [torch.zeros(2, 3), torch.zeros(2)]
     assert same_shapes(one, [torch.ones(2, 3), torch.ones(2)])

@@ -10,10 +10,10 @@ import torch
 import yaml
 from cases_cli import ROOT, last, run
 
-import cli
 import train
 from catnat import make_head
 from catnat.heads import _REGISTRY
+from catnat.training import options as cli
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -332,7 +332,7 @@ def test_another_logger(workspace):
 
 
 def test_collapse_and_saturation_are_said_in_plain_words(capsys):
-    from callbacks.report import warnings_of
+    from catnat.training.report import warnings_of
 
     assert warnings_of({"test/collapsed": 0.0, "test/saturated": 0.1}) == []
     collapsed, saturated = warnings_of({"test/collapsed": 1.0, "test/saturated": 0.8})

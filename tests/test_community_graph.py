@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from catnat.datamodules import CommunityGraphDataModule, community_graph
+from catnat.datamodules.community_graph import community_graph as possible_edges
+from catnat.datamodules.community_graph import num_nodes
 from catnat.networks import GCN
-from datamodules import CommunityGraphDataModule, community_graph
-from datamodules.community_graph import community_graph as possible_edges
-from datamodules.community_graph import num_nodes
 
 PAPER = Path(__file__).resolve().parent.parent / "experiments" / "paper.json"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from catnat import head_names, make_head
-from catnat._numerics import LOG_ZERO
-from catnat._tree import subtree_sums
+from catnat.numerics import LOG_ZERO
+from catnat.tree import subtree_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CATEGORIES = [2, 3, 5, 18, 32, 256, 1000, 16384, 131072]

@@ -14,9 +14,9 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from callbacks import FisherMonitor, VAEFigures
-from datamodules import CommunityGraphDataModule, MNISTDataModule
-from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+from catnat.callbacks import FisherMonitor, VAEFigures
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
 
 class Recorder:
@@ -208,7 +208,7 @@ def test_a_rank_may_have_nothing_to_evaluate(folder, name):
 
 LATE_SIGNAL = """
 import os, signal
-from lit_modules import DiscreteVAE
+from catnat.lit_modules import DiscreteVAE
 
 def step(self, batch, batch_idx, original=DiscreteVAE.{step}):
     if self.global_rank == 0 and self.global_step == 3 and batch_idx == 1:

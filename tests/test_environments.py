@@ -7,7 +7,7 @@ from PIL import Image
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.monitor import Monitor
 
-from datamodules.environments import (
+from catnat.datamodules.environments import (
     ModuloActions,
     frames_of_a_game,
     is_atari,

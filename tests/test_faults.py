@@ -15,9 +15,9 @@ import torch
 import yaml
 from cases_cli import ROOT, last, run, same_weights
 
-import cli
-import resume
 import train
+from catnat.training import options as cli
+from catnat.training import resume
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workspace):
@@ -74,7 +74,7 @@ def test_a_run_can_go_on_with_another_interval_and_in_another_place(workspace):
 
 
 def test_a_signal_before_a_validation_waits_for_it(workspace, monkeypatch):
-    from lit_modules import DiscreteVAE
+    from catnat.lit_modules import DiscreteVAE
 
     def kill(self, optimizer):
         if self.global_step == 2:  # that is, within step 3
@@ -298,7 +298,7 @@ def test_a_full_disk_leaves_the_configuration(workspace, monkeypatch):
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "a bug"), OSError("a bug"),
                                    ConnectionRefusedError(111, "a bug")])  # fmt: skip
 def test_an_error_of_a_program_keeps_its_traceback(error, workspace, monkeypatch):
-    from lit_modules import DiscreteVAE
+    from catnat.lit_modules import DiscreteVAE
 
     def fail(self, *args):
         raise error

@@ -8,9 +8,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import FisherMonitor, VAEFigures
-from callbacks.observe import sampled_mean_fisher, summarize
 from catnat import head_names, make_head
+from catnat.callbacks import FisherMonitor, VAEFigures
+from catnat.callbacks.fisher_summary import sampled_mean_fisher, summarize
 from catnat.fisher import condition_number, off_diagonal_mass, score_fisher
 
 SCALARS = (
@@ -119,7 +119,7 @@ def test_batches_of_many_sizes_and_little_room(most, monkeypatch):
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_no_row_is_lost_or_written_twice(late, every, monkeypatch, tmp_path):
     """Also where results arrive later, as on a GPU, and around checkpoints."""
-    monkeypatch.setattr("callbacks.fisher._takes_time", lambda trainer: late)
+    monkeypatch.setattr("catnat.callbacks.fisher_monitor._takes_time", lambda trainer: late)
 
     class Save(L.Callback):
         def on_train_batch_end(self, trainer, *_):

@@ -18,8 +18,8 @@ if __name__ == "__main__":  # what pytest does for the others
 
 from cases_callbacks import Small, fit, loader
 
-from callbacks import FisherMonitor
 from catnat import make_head
+from catnat.callbacks import FisherMonitor
 from catnat.fisher import off_diagonal_mass
 from catnat.metrics import FisherOffDiagonalMass
 

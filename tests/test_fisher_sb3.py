@@ -23,7 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
-from callbacks import FisherMonitorSB3
+from catnat.callbacks import FisherMonitorSB3
 from catnat.fisher import off_diagonal_mass
 from catnat.sb3 import (
     HeadActorCriticPolicy,

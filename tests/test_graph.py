@@ -8,12 +8,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
 from torch import nn
 
-from callbacks import FisherMonitor, GraphFigures
+from catnat.callbacks import FisherMonitor, GraphFigures
+from catnat.datamodules import CommunityGraphDataModule
 from catnat.graphs import sample_graphs
+from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_score
 from catnat.networks import GCN
-from datamodules import CommunityGraphDataModule
-from lit_modules import GraphStructureLearner
 
 ESTIMATORS = ("score_function", "local_expectation")
 BOTH = pytest.mark.parametrize("estimator", ESTIMATORS)

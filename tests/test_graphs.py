@@ -11,9 +11,9 @@ from catnat.graphs import (
     sample_graphs,
     score_function_direction,
 )
+from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_terms
 from catnat.networks import GCN
-from lit_modules import GraphStructureLearner
 
 REPEATS = 1000
 

@@ -15,8 +15,8 @@ from cases import CATEGORIES, CATNAT, HEADS, autograd_fisher, exact_log_probs, r
 from entmax import sparsemax
 
 from catnat import CatnatHead, HeadCategorical, NaturalHead, SigmoidHead, head_names, make_head
-from catnat._tree import right_shares
 from catnat.heads import _ALIASES, _REGISTRY, CategoricalHead
+from catnat.tree import right_shares
 
 
 class CauchyHead(CatnatHead):

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDES = ("lit_modules", "datamodules", "callbacks")
-OURS = {"catnat", *SIDES, "train", "train_ppo", "experiments"}
+SIDES = ("lit_modules", "datamodules", "callbacks")  # know catnat, and never each other
+HOMES = (*SIDES, "training")  # folders of the root that are packages of catnat
+WALKED = ("catnat", *HOMES, "experiments", "benchmarks", "examples")
+PROGRAMS = ("train", "examples", "experiments", "benchmarks")  # each knows those before it
 
 # Beyond the standard library, torch and itself, what a file of catnat/ may import.
 GUESTS = {
@@ -29,31 +31,40 @@ class Import(NamedTuple):
     level: int  # number of leading dots in the source
 
 
-def imports(path: Path, root: Path) -> Iterator[Import]:
-    """Every import in a file, at any depth, relative ones resolved against root."""
-    package = path.relative_to(root).parent.parts
+def imports(path: Path) -> Iterator[Import]:
+    """Every import in a file, at any depth."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (Import(node.lineno, alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            stem = (*base, *(node.module or "").split("."))
             for alias in node.names:
-                yield Import(node.lineno, ".".join(filter(None, (*stem, alias.name))), node.level)
+                name = ".".join(filter(None, (node.module, alias.name)))
+                yield Import(node.lineno, name, node.level)
 
 
 def reason(file: str, found: Import) -> str | None:
     """Why this import breaks a rule, or None."""
     home = file.removesuffix(".py").split("/")[0]
     top, second, *_ = (*found.name.split("."), "")
-    if top == "catnat" and second in SIDES:  # the installed name of a side folder
-        top = second
-    if top == "experiments" and home != "experiments":
-        return "nothing imports experiments"
+    if found.level and home != "examples":
+        return "imports are absolute"
+    if not found.level and top in HOMES:
+        return f"it is called catnat.{top}"
+    if (
+        top in PROGRAMS
+        and top not in PROGRAMS[: PROGRAMS.index(home) + 1 if home in PROGRAMS else 0]
+    ):
+        return f"{home} does not know {top}"
+    if top == "catnat" and second in HOMES:
+        return _reason_above_the_library(home, second)
+    return _reason_in_library(file, top, second) if home == "catnat" else None
+
+
+def _reason_above_the_library(home: str, wanted: str) -> str | None:
     if home == "catnat":
-        return _reason_in_library(file, top, second)
-    if home in SIDES:
-        return _reason_in_side(home, top, found.level)
+        return f"the library does not know {wanted}"
+    if home in SIDES and wanted != home:
+        return f"{home} does not know {wanted}"
     return None
 
 
@@ -61,32 +72,21 @@ def _reason_in_library(file: str, top: str, second: str) -> str | None:
     if top == "catnat":
         stranger = second == "sb3" and not file.startswith("catnat/sb3/")
         return "only users import catnat.sb3" if stranger else None
-    if top in OURS:
-        return f"the library does not know {top}"
     guests = set().union(*(names for where, names in GUESTS.items() if file.startswith(where)))
     if top in {"torch", *guests} or top in sys.stdlib_module_names:
         return None
     return f"{top} has no place here"
 
 
-def _reason_in_side(home: str, top: str, level: int) -> str | None:
-    if top == home:
-        return None if level else f"files of {home} import each other relatively"
-    if level:
-        return f"a relative import leaves {home}"
-    return f"{home} does not know {top}" if top in OURS - {"catnat"} else None
-
-
 def violations(root: Path) -> list[str]:
     """One line for each import under root that breaks a rule."""
-    folders = ("catnat", *SIDES, "experiments")
-    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
-    mains = [root / name for name in ("train.py", "train_ppo.py", "ppo_options.py")]
-    paths += [path for path in mains if path.exists()]
+    paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
     found = []
-    for path in paths:
+    for path in sorted(path for path in paths if path.exists()):
         file = path.relative_to(root).as_posix()
-        for each in imports(path, root):
+        if file.split("/")[0] == "catnat" and file.split("/")[1] in HOMES:
+            continue  # a link to a folder that is walked anyway
+        for each in imports(path):
             if why := reason(file, each):
                 found.append(f"{file}:{each.line}: imports {each.name}: {why}")
     return found
@@ -103,18 +103,24 @@ def test_imports_follow_the_layers():
         ("catnat/heads.py", "from torchmetrics import Metric"),
         ("catnat/heads.py", "def f():\n    import numpy as np"),
         ("catnat/heads.py", "import datamodules"),
-        ("catnat/__init__.py", "from . import sb3"),
-        ("catnat/__init__.py", "from .sb3 import HeadActorCriticPolicy"),
+        ("catnat/heads.py", "from .tree import levels"),
+        ("catnat/__init__.py", "from catnat.sb3 import HeadActorCriticPolicy"),
         ("catnat/probe.py", "from catnat.callbacks import FisherMonitor"),
-        ("catnat/ops/tree.py", "from .. import sb3"),
+        ("catnat/probe.py", "from catnat.training import main"),
+        ("catnat/ops/dispatch.py", "from catnat import sb3"),
         ("catnat/sb3/policies.py", "import sb3_contrib"),
         ("catnat/sb3/policies.py", "import lightning"),
-        ("lit_modules/vae.py", "from datamodules import MNISTDataModule"),
+        ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),
         ("lit_modules/vae.py", "from lit_modules.graph import GraphStructureLearner"),
-        ("lit_modules/vae.py", "from ..catnat import make_head"),
-        ("callbacks/fisher.py", "from catnat.lit_modules import DiscreteVAE"),
+        ("lit_modules/vae.py", "from .graph import GraphStructureLearner"),
+        ("callbacks/fisher_monitor.py", "from catnat.lit_modules import DiscreteVAE"),
+        ("callbacks/fisher_monitor.py", "from catnat.training.folders import open_run"),
         ("datamodules/mnist.py", "import train"),
+        ("training/lightning.py", "import train"),
         ("train.py", "from experiments import sweep"),
+        ("experiments/sweep.py", "from benchmarks import bench_vae"),
+        ("benchmarks/bench.py", "from callbacks import FisherMonitor"),
+        ("examples/quickstart.py", "import lit_modules"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):
@@ -126,15 +132,16 @@ def test_a_planted_violation_is_found(tmp_path, file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("catnat/heads.py", "import math\nfrom torch import nn\nfrom ._tree import Tree"),
+        ("catnat/heads.py", "import math\nfrom torch import nn\nfrom catnat.tree import levels"),
         ("catnat/metrics.py", "from torchmetrics import Metric"),
-        ("catnat/ops/tree.py", "import triton\nfrom .._numerics import safe_log"),
-        ("catnat/sb3/policies.py", "import gymnasium\nfrom .distributions import draw"),
+        ("catnat/ops/dispatch.py", "import triton\nfrom catnat.numerics import safe_log"),
+        ("catnat/sb3/policies.py", "import gymnasium\nfrom catnat.sb3.objective import loss"),
         ("catnat/sb3/masked.py", "import sb3_contrib"),
         ("lit_modules/mlp_vae.py", "import lightning\nfrom catnat import make_head"),
-        ("lit_modules/mlp_vae.py", "from .vae import DiscreteVAE"),
-        ("train.py", "from lit_modules import DiscreteVAE\nfrom callbacks import FisherMonitor"),
-        ("experiments/sweep.py", "import train"),
+        ("lit_modules/mlp_vae.py", "from catnat.lit_modules.vae import DiscreteVAE"),
+        ("training/lightning.py", "from catnat.callbacks import FisherMonitor"),
+        ("train.py", "from catnat.training.main import main"),
+        ("experiments/sweep.py", "from catnat.training.names import MODELS"),
     ],
 )
 def test_what_the_layers_allow_passes(tmp_path, file, source):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 
-from datamodules import MNISTDataModule
-from datamodules.idx import read_idx_images
-from datamodules.loader import ImageLoader
+from catnat.datamodules import MNISTDataModule
+from catnat.datamodules.idx import read_idx_images
+from catnat.datamodules.loader import ImageLoader
 
 TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 

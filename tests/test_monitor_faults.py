@@ -7,8 +7,9 @@ import pytest
 import torch
 from cases_callbacks import Memory, Small, fit
 
-from callbacks import FisherMonitor, watched
 from catnat import make_head
+from catnat.callbacks import FisherMonitor
+from catnat.callbacks import watched_heads as watched
 from catnat.heads import SoftmaxHead
 
 SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_modules.noise import noise_state, separate_noise, set_noise_state
+from catnat.noise import noise_state, separate_noise, set_noise_state
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catnat import make_head
-from catnat._numerics import LOG_ZERO, can_branch_on, finite_log_probs, safe_log
+from catnat.numerics import LOG_ZERO, can_branch_on, finite_log_probs, safe_log
 
 EDGE = math.pi  # A/2 of the natural head
 

@@ -11,9 +11,11 @@ import torch
 from cases import CATEGORIES, CATNAT, leaf_path
 
 from catnat import make_head
-from catnat._numerics import LOG_ZERO
-from catnat._tree import levels, path_sums, subtree_sums
-from catnat.ops import native, sparsemax, tree
+from catnat.numerics import LOG_ZERO
+from catnat.ops import native
+from catnat.ops import sparsemax_reference as sparsemax
+from catnat.ops import tree_reference as tree
+from catnat.tree import levels, path_sums, subtree_sums
 
 built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
 SIZES = [*CATEGORIES, 31, 33, 100, 1000, 1025, 4096]

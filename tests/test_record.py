@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import train
-from callbacks import RunRecord, last_validation
+from catnat.callbacks import RunRecord, last_validation
 
 FOLDER = Path("runs/vae/natural/version_0")
 
@@ -72,7 +72,7 @@ def test_the_last_validation_is_written_once(options, every, wanted):
 
 
 def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatch):
-    from lit_modules import DiscreteVAE
+    from catnat.lit_modules import DiscreteVAE
 
     def dies(self, step, original=DiscreteVAE.prepare_step):
         if step == 6:

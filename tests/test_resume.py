@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks import LastCheckpoint, Stopped
-from datamodules import MNISTDataModule
-from lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.callbacks import LastCheckpoint, Stopped
+from catnat.datamodules import MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
 MODELS = {
     "vae": (lambda: DiscreteVAE("natural", lr_decay=0.9, lr_decay_steps=3, temperature_steps=2,

@@ -28,7 +28,13 @@ from catnat.sb3 import (
     HeadMultiInputActorCriticPolicy,
     HeadPPO,
 )
-from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, draw, masked, mixed
+from catnat.sb3.action_distributions import (
+    HeadDistribution,
+    HeadMultiDistribution,
+    draw,
+    masked,
+    mixed,
+)
 
 
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):

@@ -11,8 +11,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from catnat.capture import WARM_UP
-from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, optimizers, ppo
+from catnat.replay import WARM_UP
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, optimizers
+from catnat.sb3 import head_ppo as ppo
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

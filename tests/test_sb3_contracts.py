@@ -21,7 +21,9 @@ from catnat.sb3 import (
     HeadMaskableActorCriticPolicy,
     HeadPPO,
     NonFinite,
-    distributions,
+)
+from catnat.sb3 import (
+    action_distributions as distributions,
 )
 
 # -- NaN ------------------------------------------------------------------------------------------

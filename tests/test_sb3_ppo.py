@@ -15,7 +15,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
-from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, objective, ppo
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, objective
+from catnat.sb3 import head_ppo as ppo
 
 
 @pytest.mark.parametrize("head", HEADS)

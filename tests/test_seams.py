@@ -10,10 +10,10 @@ import torch
 from cases_cli import run
 from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
 
-from callbacks import FisherMonitor, GraphFigures
-from callbacks.figures import figures_for
-from datamodules import CommunityGraphDataModule, MNISTDataModule
-from lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+from catnat.callbacks import FisherMonitor, GraphFigures
+from catnat.callbacks.images import figures_for
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

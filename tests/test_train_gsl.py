@@ -10,9 +10,9 @@ import yaml
 from cases import HEADS
 
 import train
-from callbacks.figures import GraphFigures, VAEFigures, figures_for
-from callbacks.report import warnings_of
-from lit_modules import DiscreteVAE, GraphStructureLearner
+from catnat.callbacks.images import GraphFigures, VAEFigures, figures_for
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
+from catnat.training.report import warnings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,9 +18,9 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
 import train
-import train_ppo
-from callbacks.ppo import PPORun
+from catnat.callbacks.run_sb3 import PPORun
 from catnat.sb3 import HeadPPO
+from catnat.training import ppo as train_ppo
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import HeadProbe, head_names
-from lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
 MODELS = [DiscreteVAE, MLPDiscreteVAE]
 

@@ -8,7 +8,7 @@ Three implementations of each agree to rounding and are chosen by where the scor
 - Triton: CUDA, float32, one kernel forward and one backward.
 """
 
-from catnat.ops.sparsemax import sparsemax_log_probs
-from catnat.ops.tree import tree_fisher, tree_log_probs
+from catnat.ops.sparsemax_reference import sparsemax_log_probs
+from catnat.ops.tree_reference import tree_fisher, tree_log_probs
 
 __all__ = ["sparsemax_log_probs", "tree_fisher", "tree_log_probs"]

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from catnat._numerics import is_plain
+from catnat.numerics import is_plain
 from catnat.ops import native
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.ops.splits import NaturalSplit, Split
+from catnat.splits import NaturalSplit, Split
 
 PARALLEL = 1 << 18
 """Scores from which on a kernel starts as many threads as torch would use."""

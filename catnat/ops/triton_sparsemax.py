@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat._numerics import LOG_ZERO
+from catnat.numerics import LOG_ZERO
 from catnat.ops.triton_tree import on_device_of
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)

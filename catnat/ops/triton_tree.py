@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat._numerics import LOG_ZERO, largest_score
-from catnat.ops.splits import NaturalSplit, Split
+from catnat.numerics import LOG_ZERO, largest_score
+from catnat.splits import NaturalSplit, Split
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LARGEST = tl.constexpr(largest_score(torch.float32))

@@ -6,18 +6,18 @@ The ``HeadMaskable...`` policies need sb3-contrib, and are imported when they ar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .buffers import DeviceRolloutBuffer
-from .objective import cleanrl_schedule
-from .policies import (
+from catnat.sb3.buffers import DeviceRolloutBuffer
+from catnat.sb3.head_ppo import HeadPPO, NonFinite
+from catnat.sb3.objective import cleanrl_schedule
+from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
 )
-from .ppo import HeadPPO, NonFinite
 
 if TYPE_CHECKING:
-    from .masked import (
+    from catnat.sb3.masked import (
         HeadMaskableActorCriticCnnPolicy,
         HeadMaskableActorCriticPolicy,
         HeadMaskableMultiInputActorCriticPolicy,
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("HeadMaskable"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from . import masked
+        from catnat.sb3 import masked
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("sb3_contrib"):
             raise

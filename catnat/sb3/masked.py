@@ -8,7 +8,7 @@ from sb3_contrib.common.maskable.policies import (
     MaskableMultiInputActorCriticPolicy,
 )
 
-from .policies import HeadPolicy
+from catnat.sb3.policies import HeadPolicy
 
 
 class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):  # type: ignore[misc]

@@ -18,8 +18,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from catnat.heads import CategoricalHead, make_head
-
-from .distributions import OnlyChoice, categories_of, make_distribution
+from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
 
 if TYPE_CHECKING:
     _Base = BasePolicy

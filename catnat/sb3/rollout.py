@@ -13,10 +13,9 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from torch import Tensor
 
+from catnat.sb3.action_distributions import unchecked
+from catnat.sb3.buffers import DeviceRolloutBuffer, Observation, map_observations
 from catnat.transfer import send
-
-from .buffers import DeviceRolloutBuffer, Observation, map_observations
-from .distributions import unchecked
 
 Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 

@@ -1,7 +1,4 @@
-"""``train.py --model ppo``: PPO with a categorical head on Atari games and Gymnasium environments.
-
-Like train.py: parse, compose, run.
-"""
+"""Training with PPO: a policy with a categorical head, on Atari games and in Gymnasium."""
 
 from __future__ import annotations
 
@@ -25,18 +22,11 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-import cli
-from callbacks import (
-    FisherMonitorSB3,
-    Stopped,
-    compare,
-    find_checkpoint,
-    load_checkpoint,
-    open_run,
-    show_metrics,
-)
-from callbacks.ppo import PPORun, forked_random_state, load_state, recent_return
 from catnat import head_names
+from catnat.callbacks import FisherMonitorSB3, Stopped, compare, load_checkpoint
+from catnat.callbacks.run_sb3 import PPORun, forked_random_state, load_state, recent_return
+from catnat.datamodules.atari import rom_of
+from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -45,10 +35,11 @@ from catnat.sb3 import (
     NonFinite,
     cleanrl_schedule,
 )
-from cli import UsageError
-from datamodules.atari import rom_of
-from datamodules.environments import frames_of_a_game, is_atari, write_gif
-from ppo_options import (
+from catnat.training import options as cli
+from catnat.training.errors import UsageError, usage_errors
+from catnat.training.folders import find_checkpoint, open_run
+from catnat.training.names import builtin_heads, check_choice, import_modules
+from catnat.training.ppo_options import (
     ELSEWHERE,
     GROUPS,
     HELP,
@@ -61,23 +52,21 @@ from ppo_options import (
     build_parser,
     whole,
 )
+from catnat.training.report import show_metrics
 
 MUST_AGREE = ("env", "num_actions", "normalize")  # of a checkpoint and the command line
 MAX_SEED = 10**9 - 1  # evaluation has seeds of its own above it
 
 
 def main(names: Names, options: list[str]) -> int:
-    """Run a command line whose names are known; see train.main for what it returns."""
-    if names.help:
-        return show_help(options)
-    cli.silence()
-    cli.import_modules(names.imports)
-    cli.check_choice("--head", names.head, head_names())
+    """Run a command line whose names are known; see training.main for what it returns."""
+    import_modules(names.imports)
+    check_choice("--head", names.head, head_names())
     parser, config, note = parse(names, options)
     if names.print_config:
         print(parser.dump(config), end="")
         return 0
-    with cli.usage_errors():
+    with usage_errors():
         run = compose(names.command, parser, config)
     game = f"{names.command} ppo with {names.head} on {config.data.env}"
     print(f"{game}: {run.folder}{note if names.command == 'fit' else ''}", flush=True)
@@ -93,10 +82,10 @@ def main(names: Names, options: list[str]) -> int:
 def show_help(topics: list[str]) -> int:
     """Print the page, or the options of one group."""
     if topics:
-        cli.check_choice("help topic", topics[0], GROUPS)
+        check_choice("help topic", topics[0], GROUPS)
         print(cli.group_help(build_parser(), topics[0]))
         return 0
-    heads = ", ".join(dict.fromkeys(cli.builtin_heads().values()))
+    heads = ", ".join(dict.fromkeys(builtin_heads().values()))
     steps = {"steps": STEPS, "few": STEPS_ON_CPU, "elsewhere": STEPS_ELSEWHERE}
     print(HELP.format(heads=heads, **steps), end="")
     return 0
@@ -108,14 +97,14 @@ def parse(names: Names, options: list[str]) -> tuple[ArgumentParser, Namespace, 
     named = [re.sub(r"^--(trainer\.)?max[-_]steps(?==|$)", "--total_steps", x) for x in options]
     argv = [*named, "--model.name=ppo", f"--model.head={names.head}"]
     config = cli.parse(parser, argv)
-    with cli.usage_errors():
+    with usage_errors():
         atari = is_atari(config.data.env)
     if not atari:
         parser.set_defaults(ELSEWHERE)
         config = cli.parse(parser, argv)
     config["import"] = names.imports
     trainer, note = config.trainer, ""
-    with cli.usage_errors():
+    with usage_errors():
         for name in ("total_steps", "eval_every"):
             trainer[name] = whole(name, trainer[name])
     if trainer.total_steps is None:

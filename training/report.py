@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from .record import RunLogger, write_hparams
+from catnat.callbacks.run_record import RunLogger, write_hparams
 
 _MANY = 0.5  # share of saturated scores worth a sentence
 

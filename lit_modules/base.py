@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.capture import Backlog, StepGraph
+from catnat.checks import require_precision
+from catnat.noise import noise_state, own_noise, separate_noise, set_noise_state
+from catnat.replay import Backlog, StepGraph
 from catnat.transfer import send
-
-from .checks import require_precision
-from .noise import noise_state, own_noise, separate_noise, set_noise_state
 
 STEPS_PER_BATCH = 20  # Lightning's own work for a batch takes as long as a replayed step
 _STEPS_AHEAD = 2 * STEPS_PER_BATCH  # enough for the host to write logs while the device works on

@@ -17,20 +17,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.capture import StepGraph
-
-from . import objective
-from .buffers import DeviceRolloutBuffer
-from .distributions import categories_of, unchecked
-from .objective import Settings, ValueLoss
-from .optimizers import Snapshot, make_capturable, make_portable, portable_state
-from .policies import (
+from catnat.replay import StepGraph
+from catnat.sb3 import objective
+from catnat.sb3.action_distributions import categories_of, unchecked
+from catnat.sb3.buffers import DeviceRolloutBuffer
+from catnat.sb3.objective import Settings, ValueLoss
+from catnat.sb3.optimizers import Snapshot, make_capturable, make_portable, portable_state
+from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
 )
-from .rollout import Collector
+from catnat.sb3.rollout import Collector
 
 STATISTICS = (
     "policy_gradient_loss",

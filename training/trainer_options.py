@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
-from .checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
-from .figures import figures_for
-from .fisher import FisherMonitor
-from .progress import ProgressLines, StepBar
-from .record import RunLogger, RunRecord
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
+from catnat.callbacks.fisher_monitor import FisherMonitor
+from catnat.callbacks.images import figures_for
+from catnat.callbacks.progress import ProgressLines, StepBar
+from catnat.callbacks.run_record import RunLogger, RunRecord
 
 
 def standard_options(

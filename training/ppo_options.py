@@ -10,10 +10,10 @@ import torch
 from jsonargparse import ArgumentParser
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-import cli
-from callbacks import FisherMonitorSB3
-from datamodules.atari import Backend
-from datamodules.environments import is_atari, make_env
+from catnat.callbacks import FisherMonitorSB3
+from catnat.datamodules.atari import Backend
+from catnat.datamodules.environments import is_atari, make_env
+from catnat.training import options as cli
 
 HELP = """\
 usage: python train.py [fit | test] --model ppo --head HEAD [options]

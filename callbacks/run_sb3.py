@@ -22,8 +22,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from torch import Tensor
 
-from .checkpoints import AtomicCheckpointIO, Stopped, StopSignals
-from .progress import progress_line
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
+from catnat.callbacks.progress import progress_line
 
 Metrics = dict[str, float]
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat._tree import path_sums, subtree_sums
 from catnat.ops import native
 from catnat.ops.dispatch import backend, differentiable
-from catnat.ops.splits import CustomSplit, Split
+from catnat.splits import CustomSplit, Split
+from catnat.tree import path_sums, subtree_sums
 
 TRITON_LIMIT = 32768
 """Largest K the Triton kernels take: one program holds all leaves of a row in registers."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cli
+from catnat.training import options as cli
+from catnat.training.names import read_yaml, record_beside
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -77,7 +78,7 @@ def continued(
         checkpoint: its content.
         strict: refuse what may not change: a ``ValueError`` of one line names the option.
     """
-    record = cli.record_beside(path)
+    record = record_beside(path)
     inside = _hyperparameters(checkpoint, parser)
     if record is None:
         before = config.clone()
@@ -117,7 +118,7 @@ def _hyperparameters(checkpoint: dict[str, Any], parser: ArgumentParser) -> dict
 
 
 def _check_model(path: Path, record: Path, name: str) -> None:
-    made = (cli.read_yaml(str(record)).get("model") or {}).get("name")
+    made = (read_yaml(str(record)).get("model") or {}).get("name")
     if made != name:
         raise ValueError(f"checkpoint {path} is one of another model: {made}, not {name}")
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat._numerics import LOG_ZERO, largest_score
+from catnat.numerics import LOG_ZERO, largest_score
 
 
 class Split(Protocol):

@@ -12,10 +12,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
-
-from .figures import add_image, heat_map
-from .observe import matrices
-from .watched import Sent, Watched, sampled_width, width
+from catnat.callbacks.fisher_summary import matrices
+from catnat.callbacks.images import add_image, heat_map
+from catnat.callbacks.watched_heads import Sent, Watched, sampled_width, width
 
 _MAX_PICTURE = 2**22  # entries of a matrix that is drawn
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are sent

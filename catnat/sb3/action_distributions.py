@@ -15,9 +15,9 @@ from stable_baselines3.common.distributions import (
 )
 from torch import Tensor, nn
 
-from catnat._numerics import LOG_ZERO, is_plain
 from catnat.distributions import HeadCategorical
 from catnat.heads import CategoricalHead, SparsemaxHead
+from catnat.numerics import LOG_ZERO, is_plain
 
 SPARSEMAX_MIX = 1e-3  # what sparsemax gives to the uniform distribution, unless told otherwise
 

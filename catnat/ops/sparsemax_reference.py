@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat._numerics import safe_log
+from catnat.numerics import safe_log
 from catnat.ops import native
 from catnat.ops.dispatch import backend, differentiable
 

@@ -10,13 +10,12 @@ from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadCategorical, HeadProbe
+from catnat.callbacks.fisher_summary import sampled_mean_fisher, summarize
+from catnat.callbacks.images import heat_map
 from catnat.fisher import off_diagonal_mass
 from catnat.sb3 import HeadPolicy
+from catnat.sb3.action_distributions import masked, unchecked
 from catnat.sb3.buffers import map_observations
-from catnat.sb3.distributions import masked, unchecked
-
-from .figures import heat_map
-from .observe import sampled_mean_fisher, summarize
 
 _MAX_NUMBERS = 2**24  # of gradients (B, K, S) that are held at once
 

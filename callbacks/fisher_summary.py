@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from catnat import CategoricalHead
-from catnat._numerics import exp_of_log_probs
 from catnat.fisher import condition_number, condition_of_spectrum, off_diagonal_mass
+from catnat.numerics import exp_of_log_probs
 
 SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
 

@@ -1,0 +1,1 @@
+"""The training program: names, options, run folders, Lightning, PPO and reports."""

@@ -1,0 +1,178 @@
+"""Options of a command line: short names, types, one-line errors, help."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveInt
+
+from catnat.training.errors import UsageError
+from catnat.training.names import SHORT, hint, read_yaml
+
+_WIDTH = 100  # of help pages
+_NAMES = ("model", "head", "print_config", "help")  # read before there is a parser
+
+
+def base_parser(model: str, save_every: int) -> ArgumentParser:
+    """A parser with the options that all models have."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ckpt_path", type=str | None, default=None)
+    parser.add_argument("--save_every", type=PositiveInt, default=save_every)
+    parser.add_argument("--import", type=list[str], default=[])
+    parser.add_argument("--model.name", type=str, default=model)
+    return parser
+
+
+def how_to_go_on(folder: Path, path: str) -> str:
+    """The command line that continues a run."""
+    return shlex.join(
+        ["python", "train.py", "--config", f"{folder}/config.yaml", "--ckpt_path", path]
+    )
+
+
+def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
+    """Parse options whose group may be left out."""
+    words = list(_full_names(argv, option_names(parser), _links(parser)))
+    asked = (n for n, word in enumerate(words) if word.partition("=")[0].endswith(".help"))
+    if (first := next(asked, None)) is not None:
+        # The page of one class: other options have no say.
+        words = words[first : first + (1 if "=" in words[first] else 2)]
+    try:
+        return parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(_plain(str(error), parser)) from error
+
+
+def given(parser: ArgumentParser, argv: list[str]) -> set[str]:
+    """Names of the options that a command line sets, itself or in the files that it names."""
+    known, found = option_names(parser), set()
+    for arg in _full_names(argv, known, _links(parser)):
+        name, _, value = arg.removeprefix("--").partition("=")
+        if name == "config":
+            found |= {each for each in known if _holds(read_yaml(value), each.split("."))}
+        elif arg.startswith("--"):
+            found.add(_known_part(name.rstrip("+"), known) or name)
+    return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
+
+
+def _holds(config: object, parts: list[str]) -> bool:
+    """Whether nested dictionaries have such a key."""
+    if not parts:
+        return True
+    return isinstance(config, dict) and parts[0] in config and _holds(config[parts[0]], parts[1:])
+
+
+def option_names(parser: ArgumentParser) -> list[str]:
+    """Full names of all options, without leading dashes."""
+    options = [a for a in parser._actions if "".join(a.option_strings).startswith("-")]
+    return [a.dest for a in options if a.dest not in SHORT]
+
+
+def _links(parser: ArgumentParser) -> dict[str, str]:
+    """Options that follow from others: jsonargparse has them as 'f(data.x) --> model.y'."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    found = (re.fullmatch(r"(?:\w+\()?([\w.]+)\)? --> ([\w.]+)", name) for name in names)
+    return {each[2]: each[1] for each in found if each}
+
+
+def _full_names(argv: list[str], known: list[str], links: dict[str, str]) -> Iterator[str]:
+    """--max_steps and --max-steps become --trainer.max_steps; an unknown option raises."""
+    for arg in argv:
+        if not arg.startswith("--"):
+            yield arg
+            continue
+        typed, equals, value = arg[2:].partition("=")
+        name = typed.rstrip("+").replace("-", "_")
+        candidates = [name, *(f"{group}.{name}" for group in SHORT)]
+        if followed := next((links[each] for each in candidates if each in links), None):
+            if followed.split(".")[-1] != name.split(".")[-1]:
+                raise UsageError(f"--{typed} follows from --{followed}: set that")
+            candidates = [followed]
+        full = next((each for each in candidates if _known_part(each, known)), None)
+        if full is None:
+            full_names = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
+            near = known if full_names else [*_NAMES, *map(short_name, known)]
+            close = hint(name, near).replace("mean ", "mean --")
+            raise UsageError(f"unknown option --{typed}{close or '; see --help'}")
+        yield f"--{full}{'+' * typed.endswith('+')}{equals}{value}"
+
+
+def short_name(name: str) -> str:
+    """An option's name without the group that can be left out."""
+    return name.removeprefix(_group(name))
+
+
+def _group(name: str) -> str:
+    """The part of an option's name that can be left out."""
+    first, dot, _ = name.partition(".")
+    return first + dot if first in SHORT else ""
+
+
+def _known_part(name: str, known: list[str]) -> str | None:
+    """The option that a name sets or, like --logger.save_dir and --head_options.center, adds to."""
+    parts = name.split(".")
+    starts = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((start for start in starts if start in known), None)
+
+
+def _plain(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message in one line: the option, the value and what would do."""
+    if group := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        name = ".".join(group.groups())
+        return f"unknown option {name}{hint(name, option_names(parser))}"
+    if option := re.fullmatch(r"Option '(\S+)' is not accepted", message):
+        full = {short_name(name): name for name in option_names(parser)}
+        near = difflib.get_close_matches(option[1], full, 1)
+        meant = f"; did you mean {full[near[0]]}?" if near else ""
+        return f"unknown option {option[1]}{meant}"
+    key = re.search(r'[Pp]arser key "([^"]+)"', message)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
+    if key is None or value is None:
+        return re.sub(r'Parser key "([^"]+)":', r"--\1:", message)
+    if known := re.search(r"given class_path '(?:\w+\.)*(\w+)':\s+(.*)", message):
+        return _problem_of_class(key[1], *known.groups())
+    if part := re.match(r"NestedArg\(key='([^']+)'", value[1]):
+        return f"--{key[1]}.{part[1]} needs a class that has it: --{key[1]} CLASS"
+    literals = ", ".join(re.findall(r"Literal\[(.*?)\]", message))
+    choices = list(dict.fromkeys(re.findall(r"[^\s,']+", literals)))
+    if choices:
+        close = hint(value[1], choices)
+        return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
+    kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
+    wanted = " or ".join(kind for kind in kinds if kind != "NoneType")
+    if "Expected a dot import path" in message:
+        wanted = " or ".join(filter(None, ("the name of a class", wanted)))
+    return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
+
+
+def _problem_of_class(option: str, name: str, problem: str) -> str:
+    """One line about an option whose value is an object of a class."""
+    if missing := re.search(r"arguments are required: (.*)", problem):
+        return f"--{option} {name} needs --{option}.{missing[1].replace(', ', f' and --{option}.')}"
+    if unknown := re.search(r"Option '(\S+)' is not accepted", problem):
+        return f"--{option} {name} has no option {unknown[1]}; see --{option}.help {name}"
+    return f"--{option} {name}: {problem}"
+
+
+def group_help(parser: ArgumentParser, group: str) -> str:
+    """The options of one group, one line each."""
+    lines = []
+    for name in option_names(parser):
+        if not name.startswith(f"{group}.") or name.endswith(".help"):
+            continue
+        action = next(each for each in parser._actions if each.dest == name)
+        text = " ".join((action.help or "").split()).split(". ")[0].rstrip(".").replace("``", "")
+        default = parser.get_default(name)
+        value = "" if default is None else f" [{default}]"
+        option = f"  --{short_name(name):28} "
+        room = _WIDTH - len(option + value)
+        lines.append(option + (text if len(text) <= room else f"{text[: room - 4]} ...") + value)
+    return "\n".join(lines)
