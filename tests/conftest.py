@@ -34,6 +34,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch, data):
-    """An empty working directory, and the options of a run of a second."""
+    """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
-    return [f"--data.root={data}", "--batch_size=10", "--max_steps=3", "--nll_samples=2"]
+    sizes = ["--batch_size=10", "--max_steps=3", "--nll_samples=2"]
+    return [f"--data.root={data}", "--accelerator=cpu", *sizes]

@@ -24,10 +24,10 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch, data):
-    """An empty working directory, and the options of a run of a second."""
+    """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
     return [f"--root={data}", "--num_pairs=200", "--batch_size=20", "--max_steps=6",
-            "--test_passes=1", "--communities=2"]  # fmt: skip
+            "--test_passes=1", "--communities=2", "--accelerator=cpu"]  # fmt: skip
 
 
 def run(*argv, head="natural"):
