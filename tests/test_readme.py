@@ -13,9 +13,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def test_python_blocks_run():
-    code = "\n".join(blocks("python"))  # in another process: it registers a head
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def test_every_python_block_runs_on_its_own(tmp_path):
+    code = "\n".join(f"exec({block!r}, {{}})" for block in blocks("python"))
+    command = [sys.executable, "-c", code]  # another process, because a block registers a head
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "natural" in done.stdout
 

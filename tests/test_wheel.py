@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = ("callbacks", "datamodules", "lit_modules", "training")  # packages of catnat
 
+OTHER_NAMES = {"pillow": "PIL", "pyyaml": "yaml"}  # what a requirement is called when imported
+
 # Runs the example as `python -m` does, then says where everything of ours came from.
 DRIVER = f"""
 import json, runpy, sys
@@ -90,7 +92,7 @@ def test_metadata_lists_what_is_imported(site):
     requires = [line for line in Distribution.at(folder).requires or [] if "extra ==" not in line]
     required = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requires}
     known = required | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
-    known |= {"PIL"} if "pillow" in required else set()
+    known |= {module for name, module in OTHER_NAMES.items() if name in required}
     unlisted = {
         (str(path.relative_to(site)), name)
         for path in (site / "catnat").rglob("*.py")
