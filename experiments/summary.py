@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import runs, stages
-from experiments.plan_rules import PAPER
 from experiments.plan import Experiment, Run
+from experiments.plan_rules import PAPER
 from experiments.schema import Options
 from experiments.significance import Comparison, Verdict, compare, deviation, verdicts
 

@@ -139,8 +139,9 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     print(f"{table.name}, {table.scale}: {schedule.left} runs to do", flush=True)
     if table.search and table.search.early_stop and args.engine != "ray":
         print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
-    with Progress(schedule) as progress:
-        engine.run(schedule, progress)
+    if not schedule.finished:
+        with Progress(schedule) as progress:
+            engine.run(schedule, progress)
     if schedule.counts["interrupted"]:
         raise KeyboardInterrupt
     return report(table)

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -182,16 +183,36 @@ class RayTune:
 
 def why_no_connection(address: str | None, error: Exception) -> str:
     """Why Ray could not be reached or started, in one line."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     said = " ".join(str(error).split())
-    text = said.lower()
-    if isinstance(error, ray.exceptions.AuthenticationError) or "token" in text or "auth" in text:
+    tokens = [
+        each
+        for each in chain
+        if isinstance(each, ray.exceptions.AuthenticationError) or "token" in str(each).lower()
+    ]
+    if tokens:
+        text = " ".join(str(tokens[0]).split())[:160]
         return (
             f"--address {address}: the Ray cluster wants a token: set RAY_AUTH_MODE=token and "
-            f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH ({said[:160]})"
+            f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH ({text})"
         )
     if isinstance(error, ConnectionError) and address:
-        return f"--address {address}: there is no Ray cluster that answers ({said[:160]})"
+        token = "a cluster with token authentication needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        there = "something answers there, but refuses us" if _answers(address) else "no Ray cluster"
+        return f"--address {address}: {there}; {token} ({said[:160]})"
     return f"Ray does not start: {said[:240]}"
+
+
+def _answers(address: str) -> bool:
+    """Whether a server listens at host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 class _Link:
