@@ -124,11 +124,14 @@ def test_tpe_killed_and_restored(cluster, tmp_path):
     path = write_table(tmp_path, grid={"head": ["a"]}, search=search, seeds=[1, 2])
     process = begin(cluster, path, "--gpus_per_run", "0")
     wait_for(lambda: any(_x(name, path) >= 3 for name in calls(tmp_path)), process)
+    state = tmp_path / "runs/tiny/smoke/.ray/tiny-smoke"
+    wait_for(lambda: list(state.glob("experiment_state*")), process)
     kill(process)
-    before = calls(tmp_path)
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    wait_for(lambda: not any(map(runs.running, stages.known(experiment))))
+    before, kept = calls(tmp_path), {path.name for path in state.glob("RunTrial*")}
     (tmp_path / "gate").touch()
     assert begin(cluster, path, "--gpus_per_run", "0").wait(120) == 0
-    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
     (cell,) = experiment.cells()
     trials = stages.trials(experiment, cell)
     assert len({run.settings["x"] for run in trials}) == 5
@@ -137,6 +140,7 @@ def test_tpe_killed_and_restored(cluster, tmp_path):
     assert stages.selected(experiment, cell) == [run.settings for run in best]
     after = calls(tmp_path)
     assert len(after) == 5 + 2 * 2
+    assert kept <= {path.name for path in state.glob("RunTrial*")}  # Tune's own state was restored
     assert all(each in (["new"], ["new", "last"]) for each in after.values())
 
 
