@@ -125,7 +125,8 @@ def test_tpe_killed_and_restored(cluster, tmp_path):
     process = begin(cluster, path, "--gpus_per_run", "0")
     wait_for(lambda: any(_x(name, path) >= 3 for name in calls(tmp_path)), process)
     state = tmp_path / "runs/tiny/smoke/.ray/tiny-smoke"
-    wait_for(lambda: list(state.glob("experiment_state*")), process)
+    known = lambda: any("RunTrial" in x.read_text() for x in state.glob("experiment_state*"))  # noqa: E731
+    wait_for(known, process)
     kill(process)
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
     wait_for(lambda: not any(map(runs.running, stages.known(experiment))))

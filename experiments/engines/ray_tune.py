@@ -167,9 +167,7 @@ class RayTune:
             if not tune.Tuner.can_restore(path):
                 return None
             tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
-            results = tuner.get_results()
-            configs = [results[i].config for i in range(len(results))]
-            every = [run_of(each) for each in configs if each]
+            every = [run_of(each.config) for each in tune.ExperimentAnalysis(path).trials or []]
         except Exception:  # a state that was cut short: the run folders have all that matters
             return None
         wanted = {str(run.home) for run in stages.known(link.schedule.experiment)}
