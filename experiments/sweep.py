@@ -73,7 +73,7 @@ def build_parser() -> Parser:
     parser = Parser("sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
-    add_table_options(parser)
+    add_table_options(parser, "small, or the first of the plan")
     parser.add_argument("--engine", choices=("local", "print", "ray", "slurm"), default="local")
     many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room)"
     parser.add_argument("--jobs", type=int, help=many)
@@ -165,7 +165,7 @@ def show_status(argv: list[str]) -> int:
     """Print how far tables are."""
     parser = Parser("sweep.py status", description="How far tables are.", allow_abbrev=False)
     parser.add_argument("tables", nargs="+", metavar="TABLE", help="names, all, or YAML files")
-    add_table_options(parser)
+    add_table_options(parser, "small, or the first of the plan")
     args = parser.parse_args(argv)
     with parser.one_line_errors():
         found = [status.survey(load(name, args)) for name in wanted(args.tables)]

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "tables", nargs="+", metavar="TABLE", help=f"{', '.join(plan.names())}; all"
     )
-    add_table_options(parser)
+    add_table_options(parser, "the largest with runs")
     parser.add_argument("--out", type=Path, help="folder (default: that of the runs)")
     parser.add_argument("--curves", action="store_true", help="also write scalars over training")
     args = parser.parse_args(argv)

@@ -144,6 +144,7 @@ class RayTune:
             num_samples=-1,  # until the schedule says that it is finished
             max_concurrent_trials=self.jobs,
             reuse_actors=True,
+            trial_dirname_creator=_folder_name,
         )
         if "://" not in storage:  # run folders say what is finished, not an old experiment
             shutil.rmtree(Path(storage, name), ignore_errors=True)
@@ -211,6 +212,11 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+def _folder_name(trial: Any) -> str:
+    """The folder of a trial in Tune's storage: that of its run, and the head."""
+    return f"{run_of(trial.config).name.replace(' ', '-')}-{trial.trial_id}"
 
 
 class _Link:
