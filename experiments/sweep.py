@@ -78,12 +78,13 @@ def build_parser() -> Parser:
     many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room)"
     parser.add_argument("--jobs", type=int, help=many)
     parser.add_argument("--jobs_per_gpu", type=int, help="runs that share a GPU (default 2)")
+    share = "such as 2 or 0.08; wins over --jobs_per_gpu"
+    parser.add_argument("--gpus_per_run", type=float, help=share)
     parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
     parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
     parser.add_argument("--no_mps", action="store_true", help="do not start NVIDIA's MPS")
     ray = parser.add_argument_group("--engine ray")
     ray.add_argument("--address", help="of a cluster; auto: the one of this machine")
-    ray.add_argument("--gpus_per_run", type=float, help="such as 0.08; wins over --jobs_per_gpu")
     ray.add_argument("--cpus_per_run", type=float, default=1.0, help="default 1")
     ray.add_argument("--storage", help="of checkpoints, for all machines (default: the runs)")
     slurm = parser.add_argument_group("--engine slurm")
@@ -110,7 +111,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
     if args.engine == "slurm":
         return Slurm(args.jobs, args.retries, tuple(shlex.split(args.sbatch)), args.dry_run)
     if args.engine == "local":
-        return Local(args.jobs, args.jobs_per_gpu, args.retries, not args.no_mps)
+        return Local(args.jobs, args.jobs_per_gpu, args.gpus_per_run, args.retries, not args.no_mps)
     from experiments.engines.ray_tune import RayTune  # an extra
 
     return RayTune(
