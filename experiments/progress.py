@@ -48,6 +48,8 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
+            self._looked = 0.0
+            self.look()
             self._live.stop()
 
     def started(self, run: Run) -> None:
