@@ -131,7 +131,8 @@ def facts(experiment: Experiment, found: list[Row]) -> list[str]:
         )
     commands = experiment.folder / "commands.txt"
     made_by = commands.read_text().splitlines() if commands.is_file() else []
-    made_by.append(f"python experiments/tables.py {experiment.name} --scale {experiment.scale}")
+    name = experiment.name if experiment.file.parent == plan.PLANS else _file(experiment)
+    made_by.append(f"python experiments/tables.py {name} --scale {experiment.scale}")
     return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
 
 
