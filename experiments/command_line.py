@@ -28,11 +28,10 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
 
 
-def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """The options by which tables are found."""
-    parser.add_argument(
-        "--scale", help=f"{', '.join(plan.SCALES)}, or one of the plan's own (default: see above)"
-    )
+def add_table_options(parser: argparse.ArgumentParser, scale: str) -> None:
+    """The options by which tables are found, and which scale is the default."""
+    text = f"{', '.join(plan.SCALES)}, or one of the plan's own (default: {scale})"
+    parser.add_argument("--scale", help=text)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]")
 

@@ -87,7 +87,9 @@ def draw_band(axes: Axes, curves: list[Curve], colour: str, label: str) -> None:
     values = np.stack([np.interp(grid, steps, values) for steps, values in curves])
     mean = values.mean(0)
     style = _DASHES.get(label, "-")
-    axes.plot(grid, mean, color=colour, linewidth=1.4, linestyle=style, label=label)
+    marker = "o" if first == last else ""  # a line of one point could not be seen
+    line: dict[str, Any] = {"color": colour, "linewidth": 1.4, "linestyle": style}
+    axes.plot(grid, mean, label=label, marker=marker, **line)
     if len(curves) > 1:
         spread = values.std(0, ddof=1)
         axes.fill_between(grid, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)

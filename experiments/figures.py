@@ -70,7 +70,7 @@ def build_parser() -> Parser:
     ):
         kind = kinds.add_parser(name, help=text)
         kind.add_argument("table", help=", ".join(plan.names()))
-        add_table_options(kind)
+        add_table_options(kind, "the largest with runs")
         kind.add_argument("--out", type=Path, help="folder (default: that of the runs)")
         if draw is curves:
             tag = "fim/off_diagonal_mass_fro" if name == "mass" else "val/elbo"

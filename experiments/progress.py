@@ -27,7 +27,7 @@ class Progress:
         search, metrics = schedule.experiment.search, schedule.experiment.metrics
         self._shown = list(dict.fromkeys([search.metric if search else "", *metrics]))[:3]
         self._began = time.monotonic()
-        self._looked = 0.0
+        self._next = 0.0
         self._ended = 0
         self._live: Any = None
         if sys.stdout.isatty() if live is None else live:
@@ -48,6 +48,8 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
+            self._next = 0.0
+            self.look()
             self._live.stop()
 
     def started(self, run: Run) -> None:
@@ -64,9 +66,11 @@ class Progress:
 
     def look(self) -> None:
         """Draw the live table again, if it is time."""
-        if self._live is not None and time.monotonic() - self._looked > self.refresh:
+        began = time.monotonic()
+        if self._live is not None and began > self._next:
             self._live.update(status.table([status.survey(self.schedule.experiment)]), refresh=True)
-            self._looked = time.monotonic()
+            took = time.monotonic() - began  # longer for a large table, which is drawn less often
+            self._next = time.monotonic() + max(self.refresh, 20 * took)
 
     def _print(self, run: Run, outcome: Outcome) -> None:
         spent = time.monotonic() - self._began

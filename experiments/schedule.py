@@ -103,5 +103,6 @@ class Schedule:
         free = [r for r in pending if str(r.home) not in self._set_aside | set(self.running)]
         self._waiting[index] = sorted(free, key=lambda run: run.seed or 0)
         self._drawn[index] = max(0, stage.missing) if stage else 0
-        done = sum(runs.done(r) for s in stages.stages(self.experiment, cell) for r in s.runs)
+        every = [run for each in stages.stages(self.experiment, cell) for run in each.runs]
+        done = sum(runs.done(run) and str(run.home) not in self.running for run in every)
         self._left[index] = stages.planned(self.experiment, cell) - done

@@ -100,7 +100,8 @@ def table(statuses: list[Status]) -> Table:
     for column in ("table", "scale", "done", "running", "failed", "to do", ""):
         drawn.add_column(column, justify="left" if column in ("table", "scale", "") else "right")
     for status in statuses:
-        counts = (status.done, len(status.running), len(status.failed), status.todo)
+        ended = len(status.finished) + len(status.stopped)
+        counts = (ended, len(status.running), len(status.failed), status.todo)
         experiment = status.experiment
         drawn.add_row(experiment.name, experiment.scale, *map(str, counts), _when(status))
         for run in status.running:
@@ -128,7 +129,8 @@ def _when(status: Status) -> str:
     if seconds is None:
         return "no run has ended since the start"
     moment = datetime.now() + timedelta(seconds=seconds)
-    return f"at {status.per_hour:.3g} runs an hour done in {clock(seconds)}, {moment:%a %H:%M}"
+    rate = f"{status.per_hour:,.0f}" if (status.per_hour or 0) >= 10 else f"{status.per_hour:.2g}"
+    return f"at {rate} runs an hour done in {clock(seconds)}, {moment:%a %H:%M}"
 
 
 def clock(seconds: float) -> str:

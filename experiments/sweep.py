@@ -73,17 +73,18 @@ def build_parser() -> Parser:
     parser = Parser("sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
-    add_table_options(parser)
+    add_table_options(parser, "small, or the first of the plan")
     parser.add_argument("--engine", choices=("local", "print", "ray", "slurm"), default="local")
     many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room)"
     parser.add_argument("--jobs", type=int, help=many)
     parser.add_argument("--jobs_per_gpu", type=int, help="runs that share a GPU (default 2)")
+    share = "such as 2 or 0.08; wins over --jobs_per_gpu"
+    parser.add_argument("--gpus_per_run", type=float, help=share)
     parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
     parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
     parser.add_argument("--no_mps", action="store_true", help="do not start NVIDIA's MPS")
     ray = parser.add_argument_group("--engine ray")
     ray.add_argument("--address", help="of a cluster; auto: the one of this machine")
-    ray.add_argument("--gpus_per_run", type=float, help="such as 0.08; wins over --jobs_per_gpu")
     ray.add_argument("--cpus_per_run", type=float, default=1.0, help="default 1")
     ray.add_argument("--storage", help="of checkpoints, for all machines (default: the runs)")
     slurm = parser.add_argument_group("--engine slurm")
@@ -110,7 +111,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
     if args.engine == "slurm":
         return Slurm(args.jobs, args.retries, tuple(shlex.split(args.sbatch)), args.dry_run)
     if args.engine == "local":
-        return Local(args.jobs, args.jobs_per_gpu, args.retries, not args.no_mps)
+        return Local(args.jobs, args.jobs_per_gpu, args.gpus_per_run, args.retries, not args.no_mps)
     from experiments.engines.ray_tune import RayTune  # an extra
 
     return RayTune(
@@ -139,8 +140,9 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     print(f"{table.name}, {table.scale}: {schedule.left} runs to do", flush=True)
     if table.search and table.search.early_stop and args.engine != "ray":
         print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
-    with Progress(schedule) as progress:
-        engine.run(schedule, progress)
+    if not schedule.finished:
+        with Progress(schedule) as progress:
+            engine.run(schedule, progress)
     if schedule.counts["interrupted"]:
         raise KeyboardInterrupt
     return report(table)
@@ -164,7 +166,7 @@ def show_status(argv: list[str]) -> int:
     """Print how far tables are."""
     parser = Parser("sweep.py status", description="How far tables are.", allow_abbrev=False)
     parser.add_argument("tables", nargs="+", metavar="TABLE", help="names, all, or YAML files")
-    add_table_options(parser)
+    add_table_options(parser, "small, or the first of the plan")
     args = parser.parse_args(argv)
     with parser.one_line_errors():
         found = [status.survey(load(name, args)) for name in wanted(args.tables)]

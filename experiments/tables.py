@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "tables", nargs="+", metavar="TABLE", help=f"{', '.join(plan.names())}; all"
     )
-    add_table_options(parser)
+    add_table_options(parser, "the largest with runs")
     parser.add_argument("--out", type=Path, help="folder (default: that of the runs)")
     parser.add_argument("--curves", action="store_true", help="also write scalars over training")
     args = parser.parse_args(argv)
@@ -131,7 +131,8 @@ def facts(experiment: Experiment, found: list[Row]) -> list[str]:
         )
     commands = experiment.folder / "commands.txt"
     made_by = commands.read_text().splitlines() if commands.is_file() else []
-    made_by.append(f"python experiments/tables.py {experiment.name} --scale {experiment.scale}")
+    name = experiment.name if experiment.file.parent == plan.PLANS else _file(experiment)
+    made_by.append(f"python experiments/tables.py {name} --scale {experiment.scale}")
     return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
 
 

@@ -7,6 +7,7 @@ from cases_sweep import arguments, write_table
 
 from experiments import sweep
 from experiments.engines import devices
+from experiments.engines.local import Local
 
 EIGHT = [float(x) / 8 for x in range(8)]
 
@@ -39,6 +40,15 @@ def test_jobs_per_gpu_counts_for_each(path, tmp_path, monkeypatch, capsys):
     assert sweep.main(arguments(path, "--jobs_per_gpu", "2", "--no_mps")) == 0
     assert used(tmp_path)[:4] == ["0", "1", "0", "1"]
     assert set(used(tmp_path)) == {"0", "1"}
+
+
+def test_a_run_may_take_several_gpus_or_a_share_of_one(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    assert sweep.main(arguments(path, "--gpus_per_run", "2", "--jobs", "2", "--no_mps")) == 0
+    assert sorted(used(tmp_path)) == ["0,1"] * 4 + ["2,3"] * 4
+    assert Local(gpus_per_run=0.25, share=False).jobs_here(["0", "1"]) == (["0", "1"], 8)
+    with pytest.raises(ValueError, match="--gpus_per_run 6: this machine has 5"):
+        devices.grouped(devices.visible(), 6)
 
 
 def test_without_gpus_runs_have_none(path, tmp_path, monkeypatch):

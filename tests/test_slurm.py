@@ -1,6 +1,7 @@
 """Sweeps as SLURM array jobs, with an sbatch that runs the tasks of an array on this machine."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from cases_sweep import SEARCH, arguments, calls, start, wait_for, write_table
 
 from experiments import plan, runs, stages, sweep, tables
+from experiments.engines.commands import line
 
 # Understands what is asked of it and no more: --wait, --parsable, an array, and one signal.
 SBATCH = """\
@@ -115,6 +117,16 @@ def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     assert len(after) == 24 and after.pop("x3-a-seed1") == ["new", "last"]
     assert all(each == ["new"] for each in after.values())
     assert _table(path, tmp_path / "runs", tmp_path / "slurm") == _local_table(path, tmp_path)
+
+
+def test_a_worker_whose_time_is_up_stops_its_run_and_records_no_failure(tmp_path):
+    path = write_table(tmp_path, grid={"x": [3.0]})
+    (run,) = stages.known(plan.load(str(path), "smoke", tmp_path / "runs"))
+    worker = subprocess.Popen(shlex.split(line(run, retries=1)), stdout=subprocess.DEVNULL)
+    wait_for(lambda: calls(tmp_path), worker)
+    worker.terminate()
+    assert worker.wait(60) == 128 + signal.SIGTERM
+    assert not runs.running(run) and not runs.done(run) and runs.interrupted(run)
 
 
 def _worker(home):

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from cases_sweep import SEARCH, arguments, calls, kill, start, wait_for, write_table
@@ -147,6 +148,17 @@ def test_print_says_how_many_come_later(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 4
     assert "4 runs, then again, for 6 more" in err
+
+
+def test_all_tables_can_be_swept_in_one_go(tmp_path, capsys):
+    pytest.importorskip("optuna")
+    words = ["all", "--scale", "smoke", "--runs", str(tmp_path), "--engine", "print"]
+    assert sweep.main(words) == 0
+    out, err = capsys.readouterr()
+    assert [line.split(",")[0] for line in err.splitlines()] == plan.names()
+    assert {
+        Path(shlex.split(line)[2]).relative_to(tmp_path).parts[0] for line in out.splitlines()
+    } == set(plan.names())
 
 
 def test_a_run_that_crashes_after_its_checkpoint_goes_on_from_it_every_time(table, tmp_path):

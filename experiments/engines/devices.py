@@ -21,6 +21,14 @@ def visible() -> list[str]:
     return said.stdout.split() if said.returncode == 0 else []
 
 
+def grouped(found: list[str], each: int) -> list[str]:
+    """Devices for runs that take several of them: "0,1", "2,3"."""
+    if each > len(found):
+        raise ValueError(f"--gpus_per_run {each}: this machine has {len(found)}")
+    whole = len(found) - len(found) % each
+    return [",".join(found[i : i + each]) for i in range(0, whole, each)]
+
+
 def dealt(devices: list[str], jobs: int) -> list[str | None]:
     """The device of each job: all devices in turn; None where there are none."""
     return [devices[i % len(devices)] if devices else None for i in range(jobs)]

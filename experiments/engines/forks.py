@@ -1,7 +1,7 @@
-"""Runs of train.py without its imports: one process has them behind it, and forks for each run.
+"""Runs of train.py as forks of a process that has already imported torch.
 
-A run is then what the command line makes of it, in all but the seconds that torch takes to import;
-its code is that of the moment when the sweep began.
+A fork does the same as a new process with the same command line, without the seconds that the
+imports take. Its code is that of the moment when the sweep began.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Process:
             os.kill(self._pid, signal.SIGTERM)
 
     def wait(self) -> int:
-        """Its exit status. If the server is killed, the run is told to stop, and that is it."""
+        """Its exit status; that of a stopped run if the process that forks was killed."""
         with self._lines:
             return int(self._lines.readline() or -signal.SIGTERM)
 

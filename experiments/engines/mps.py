@@ -41,9 +41,14 @@ def server(device: str | None = None) -> Iterator[dict[str, str]]:
             yield {}
             return
         try:
-            yield here if device is None else here | {VISIBLE: "0"}
+            yield here if device is None else here | {VISIBLE: _from_zero(device)}
         finally:
             _control([], b"quit -t 10\n", here, device)  # seconds for whoever still uses it
+
+
+def _from_zero(device: str) -> str:
+    """The numbers by which clients know the devices of a server of its own."""
+    return ",".join(str(i) for i in range(len(device.split(","))))
 
 
 def _control(words: list[str], said: bytes, here: dict[str, str], device: str | None) -> int:

@@ -67,6 +67,7 @@ class RunTrial(tune.Trainable):
         self.children = Children()
         self.thread: threading.Thread | None = None
         self.outcome: str = "interrupted"
+        self.values: list[float] = []  # of the metric, one for each validation
         self.saved, self.validations, self.size = 0.0, 0, 0
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -80,10 +81,13 @@ class RunTrial(tune.Trainable):
         if self.thread is None:
             self.thread = threading.Thread(target=self._execute, daemon=True)
             self.thread.start()
-        while self.thread.is_alive():
+        while True:
+            alive = self.thread.is_alive()
             found = self._news()
             if found:
                 return found
+            if not alive:
+                break
             self.thread.join(self.poll)
         if self.outcome == "interrupted":  # Tune starts the trial again, here or elsewhere
             raise RuntimeError(f"{self.run_.name} was interrupted")
@@ -103,17 +107,17 @@ class RunTrial(tune.Trainable):
         return found
 
     def _validation(self) -> float | None:
-        """The newest validation metric, if there is a new one."""
+        """The next validation metric that was not yet reported; each one counts for ASHA."""
         files = [path for folder in runs.versions(self.run_) for path in folder.glob("events.*")]
         size = sum(path.stat().st_size for path in files)
-        if not self.metric or size == self.size:
+        if self.metric and size != self.size:
+            self.size = size
+            points = runs.curves(self.run_, [self.metric], points=0, unfinished=True)
+            self.values = [float(point["value"]) for point in points]
+        if len(self.values) <= self.validations:
             return None
-        self.size = size
-        points = list(runs.curves(self.run_, [self.metric], unfinished=True))
-        if len(points) <= self.validations:
-            return None
-        self.validations = len(points)
-        return float(points[-1]["value"])
+        self.validations += 1
+        return self.values[self.validations - 1]
 
     def _end(self) -> dict[str, Any]:
         """The last report: everything that the folder of the run says."""

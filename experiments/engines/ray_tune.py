@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class RayTune:
             num_samples=-1,  # until the schedule says that it is finished
             max_concurrent_trials=self.jobs,
             reuse_actors=True,
+            trial_dirname_creator=_folder_name,
         )
         if "://" not in storage:  # run folders say what is finished, not an old experiment
             shutil.rmtree(Path(storage, name), ignore_errors=True)
@@ -166,9 +168,7 @@ class RayTune:
             if not tune.Tuner.can_restore(path):
                 return None
             tuner = tune.Tuner.restore(path, trainable, resume_errored=True)
-            results = tuner.get_results()
-            configs = [results[i].config for i in range(len(results))]
-            every = [run_of(each) for each in configs if each]
+            every = [run_of(each.config) for each in tune.ExperimentAnalysis(path).trials or []]
         except Exception:  # a state that was cut short: the run folders have all that matters
             return None
         wanted = {str(run.home) for run in stages.known(link.schedule.experiment)}
@@ -182,16 +182,41 @@ class RayTune:
 
 def why_no_connection(address: str | None, error: Exception) -> str:
     """Why Ray could not be reached or started, in one line."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     said = " ".join(str(error).split())
-    text = said.lower()
-    if isinstance(error, ray.exceptions.AuthenticationError) or "token" in text or "auth" in text:
+    tokens = [
+        each
+        for each in chain
+        if isinstance(each, ray.exceptions.AuthenticationError) or "token" in str(each).lower()
+    ]
+    if tokens:
+        text = " ".join(str(tokens[0]).split())[:160]
         return (
             f"--address {address}: the Ray cluster wants a token: set RAY_AUTH_MODE=token and "
-            f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH ({said[:160]})"
+            f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH ({text})"
         )
     if isinstance(error, ConnectionError) and address:
-        return f"--address {address}: there is no Ray cluster that answers ({said[:160]})"
+        token = "a cluster with token authentication needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        there = "something answers there, but refuses us" if _answers(address) else "no Ray cluster"
+        return f"--address {address}: {there}; {token} ({said[:160]})"
     return f"Ray does not start: {said[:240]}"
+
+
+def _answers(address: str) -> bool:
+    """Whether a server listens at host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _folder_name(trial: Any) -> str:
+    """The folder of a trial in Tune's storage: that of its run, and the head."""
+    return f"{run_of(trial.config).name.replace(' ', '-')}-{trial.trial_id}"
 
 
 class _Link:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from experiments import runs
 from experiments.engines.commands import line
@@ -45,14 +46,13 @@ class Slurm:
         retries: of a run that fails, or whose job ends without a new checkpoint.
         options: words for sbatch, such as --partition=gpu.
         dry_run: print the script, submit nothing.
-        poll: seconds between looks at the run folders.
     """
 
     jobs: int | None = None
     retries: int = 1
     options: tuple[str, ...] = ()
     dry_run: bool = False
-    poll: float = 2.0
+    poll: ClassVar[float] = 2.0  # seconds between looks at the run folders
     _arrays: list[Array] = field(default_factory=list)
     _elsewhere: list[Run] = field(default_factory=list)
     _lost: dict[Path, tuple[float, int]] = field(default_factory=dict)
