@@ -126,7 +126,9 @@ def fisher(args: argparse.Namespace) -> list[Path]:
 def curves(args: argparse.Namespace) -> list[Path]:
     """One panel for each cell of a table, one band for each head."""
     experiment, groups = _groups(args)
-    figure, panels = drawing.panels(len(groups), sharex=True)
+    # Shares and returns are compared between panels; losses of different data sets are not.
+    same_scale = not args.tag.startswith("val/")
+    figure, panels = drawing.panels(len(groups), sharex=True, sharey=same_scale)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
     drawn: list[int] = []  # seeds of each line
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
