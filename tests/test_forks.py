@@ -109,7 +109,8 @@ os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 torch.cuda.is_available()
 assert forks.cuda_has_begun() or not torch.backends.cuda.is_built(), "would not have been noticed"
 """
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = [sys.executable, "-c", check, *train_interface.imports([f"--model={model}"])]
     subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, check=True)
 
