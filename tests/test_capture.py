@@ -57,7 +57,7 @@ def train(
     model_class,
     replayed,
     steps,
-    tmp_path,
+    root,
     ckpt_path=None,
     accelerator="cpu",
     monitor=None,
@@ -65,7 +65,7 @@ def train(
 ):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    data = MNISTDataModule(str(root), batch_size=2, download=False)
     logger = Curve()
     monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
@@ -98,9 +98,9 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}]
 )
-def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, options):
-    one, trainer_one, log_one = train(DiscreteVAE, False, 47, tmp_path, **options)
-    many, trainer_many, log_many = train(DiscreteVAE, None, 47, tmp_path, **options)
+def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, options):
+    one, trainer_one, log_one = train(DiscreteVAE, False, 47, data, **options)
+    many, trainer_many, log_many = train(DiscreteVAE, None, 47, data, **options)
     assert not many.automatic_optimization
     assert trainer_one.global_step == trainer_many.global_step == 47
     assert equal(one, many)
@@ -111,10 +111,10 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, option
     assert log_many.series("train/loss")[last] == pytest.approx(log_one.series("train/loss")[last])
 
 
-def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_path):
+def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, data):
     def series(replayed):
         monitor = FisherMonitor(every_n_steps=2, sampled_every_n_steps=3, write_every_n_steps=4)
-        return train(DiscreteVAE, replayed, 31, tmp_path, monitor=monitor)[2].rows
+        return train(DiscreteVAE, replayed, 31, data, monitor=monitor)[2].rows
 
     one, many = series(False), series(None)
     fim = [
@@ -127,7 +127,7 @@ def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_pat
     assert fim[0] == fim[1]
 
 
-def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
+def test_a_run_after_one_that_failed_is_observed_once(without_cuda, data):
     class Fails(DiscreteVAE):
         failed = False
 
@@ -138,7 +138,7 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
             return super().loss(batch, q)
 
     model, monitor = Fails(num_latents=2, num_categories=3), FisherMonitor()
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    images = MNISTDataModule(str(data), batch_size=2, download=False)
 
     def fit(logger):
         trainer = pl.Trainer(
@@ -146,7 +146,7 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             limit_val_batches=0,
         )  # fmt: skip
-        trainer.fit(model, datamodule=data)
+        trainer.fit(model, datamodule=images)
 
     with pytest.raises(ArithmeticError):
         fit(Curve())
@@ -156,19 +156,19 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
     assert not model.step_observers and not model.head._forward_hooks
 
 
-def test_the_mlp_model_too(without_cuda, tmp_path):
-    one, _, _ = train(MLPDiscreteVAE, False, 23, tmp_path)
-    many, trainer, _ = train(MLPDiscreteVAE, None, 23, tmp_path)
+def test_the_mlp_model_too(without_cuda, data):
+    one, _, _ = train(MLPDiscreteVAE, False, 23, data)
+    many, trainer, _ = train(MLPDiscreteVAE, None, 23, data)
     assert trainer.global_step == 23 and equal(one, many)
 
 
-def test_checkpoints_cross_over(without_cuda, tmp_path):
-    whole, _, _ = train(DiscreteVAE, None, 40, tmp_path)
+def test_checkpoints_cross_over(without_cuda, data, tmp_path):
+    whole, _, _ = train(DiscreteVAE, None, 40, data)
     for first, second in ((None, None), (None, False), (False, None)):
-        _, trainer, _ = train(DiscreteVAE, first, 20, tmp_path)
+        _, trainer, _ = train(DiscreteVAE, first, 20, data)
         path = tmp_path / "half.ckpt"
         trainer.save_checkpoint(path)
-        model, trainer, _ = train(DiscreteVAE, second, 40, tmp_path, ckpt_path=path)
+        model, trainer, _ = train(DiscreteVAE, second, 40, data, ckpt_path=path)
         assert trainer.global_step == 40
         assert equal(model, whole), (first, second)
 
@@ -201,9 +201,9 @@ def test_what_can_be_captured():
     assert not graphs.same_shapes(None, None)
 
 
-def test_data_and_trainer_are_given_back_as_they_were(without_cuda, tmp_path):
+def test_data_and_trainer_are_given_back_as_they_were(without_cuda, data):
     """Several steps a batch are for replayed runs alone, also if both are used again."""
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    data = MNISTDataModule(str(data), batch_size=2, download=False)
     checked = []
 
     class Watch(pl.Callback):
@@ -223,18 +223,18 @@ def test_data_and_trainer_are_given_back_as_they_were(without_cuda, tmp_path):
     assert checked == [(20, 3), (20, 3), (None, 60)]
 
 
-def test_says_why_not(tmp_path):
+def test_says_why_not(data):
     with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
-        model, _, _ = train(DiscreteVAE, True, 1, tmp_path)
+        model, _, _ = train(DiscreteVAE, True, 1, data)
     assert model.automatic_optimization
 
 
 @cuda
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
 @pytest.mark.parametrize("head", ["softmax", "natural"])
-def test_the_same_curve_as_eager(model_class, head, tmp_path):
-    _, _, eager = train(model_class, False, 100, tmp_path, accelerator="gpu", head=head)
-    model, trainer, graph = train(model_class, None, 100, tmp_path, accelerator="gpu", head=head)
+def test_the_same_curve_as_eager(model_class, head, data):
+    _, _, eager = train(model_class, False, 100, data, accelerator="gpu", head=head)
+    model, trainer, graph = train(model_class, None, 100, data, accelerator="gpu", head=head)
     assert not model.automatic_optimization and trainer.global_step == 100
     want, got = eager.series("train/loss"), graph.series("train/loss")
     for step in (19, 39, 99):
