@@ -17,17 +17,24 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.replay import StepGraph
+from catnat.replay import (
+    StepGraph,
+    make_capturable,
+    make_portable,
+    portable_state,
+    set_learning_rate,
+    why_not_captured,
+)
 from catnat.sb3 import objective
 from catnat.sb3.action_distributions import categories_of, unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer
 from catnat.sb3.objective import Settings, ValueLoss
-from catnat.sb3.optimizers import Snapshot, make_capturable, make_portable, portable_state
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
+    Snapshot,
 )
 from catnat.sb3.rollout import Collector
 
@@ -259,10 +266,7 @@ class HeadPPO(PPO):
         self.logger.record("train/learning_rate", rate)
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                set_learning_rate(group, rate, self.device if self._captured else None)
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
@@ -293,7 +297,7 @@ class HeadPPO(PPO):
 
     def _prepare(self) -> None:
         """Decide what is replayed, and begin with fresh graphs."""
-        reason = "capture is False" if self.capture is False else why_not(self)
+        reason = why_not(self)
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
@@ -328,15 +332,16 @@ class HeadPPO(PPO):
 
 
 def why_not(model: HeadPPO) -> str | None:
-    """Why a model's work cannot be captured; None if it can."""
-    if model.device.type != "cuda":
-        return "the device is not a CUDA device"
-    if model.target_kl is not None:
-        return "target_kl looks at each minibatch before the step"
-    if not isinstance(model.policy, HeadPolicy):
-        return "the policy has no head, and may wait for the device"
-    if "capturable" not in model.policy.optimizer.defaults:
-        return f"{type(model.policy.optimizer).__name__} cannot be captured"
-    if not model.rollout_buffer.on_device:
-        return "the device has no room for the observations of a rollout"
-    return None
+    """Why the policy and the update of a model are not replayed; None if they are."""
+    optimizer = model.policy.optimizer
+    obstacles = {
+        "target_kl looks at each minibatch before the step": model.target_kl is not None,
+        "the policy has no head, and may wait for the device": not isinstance(
+            model.policy, HeadPolicy
+        ),
+        f"{type(optimizer).__name__} cannot be captured": "capturable" not in optimizer.defaults,
+        "the device has no room for the observations of a rollout": (
+            not model.rollout_buffer.on_device
+        ),
+    }
+    return why_not_captured(model.capture, model.device, obstacles)
