@@ -50,7 +50,7 @@ class ReplayedSteps:
         self._module, self._trainer = module, module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
         self._backlog: Backlog | None = None
-        self._next_batches: Callable[[int], Iterable[Any]] | None = None
+        self._one_by_one = False  # whether Lightning hands over every single batch
         # The last loss on its way to the host: its step, a function that waits for it, settings.
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
 
@@ -69,7 +69,7 @@ class ReplayedSteps:
         return None if reason else cls(module)
 
     def start(self) -> None:
-        """Continue to count where a resumed run stopped, and find out where batches come from."""
+        """Continue to count where a resumed run stopped; decide whether to draw batches."""
         count_steps(self._trainer, 0)
         data = getattr(self._trainer, "datamodule", None)
         changed = any(
@@ -78,18 +78,17 @@ class ReplayedSteps:
             for owner in (self._module, data)
             if owner is not None
         )
-        if not changed and self._trainer.num_training_batches != float("inf"):
-            self._next_batches = getattr(self._trainer.train_dataloader, "next_batches", None)
+        draws = hasattr(self._trainer.train_dataloader, "next_batches")
+        endless = self._trainer.num_training_batches == float("inf")
+        self._one_by_one = changed or endless or not draws
         if self._trainer.strategy.root_device.type == "cuda":
-            at_once = 1 if self._next_batches is None else STEPS_AT_ONCE
-            self._backlog = Backlog(_STEPS_AHEAD // at_once)
+            self._backlog = Backlog(_STEPS_AHEAD // (1 if self._one_by_one else STEPS_AT_ONCE))
 
     def take(self, batch: Any) -> Tensor:
         """Take the step of this batch, and of the batches that follow; return the last loss."""
         module = self._module
         first = step = module.global_step
-        further = self._next_batches(self._steps_at_once() - 1) if self._next_batches else []
-        for each in (batch, *further):
+        for each in (batch, *self._further_batches()):
             module.prepare_step(step)
             loss, seen = self._graph(each)
             for observer, tensors in zip(module.step_observers, seen, strict=True):
@@ -112,6 +111,14 @@ class ReplayedSteps:
             self._sent = None
             for logger in self._module.loggers:
                 logger.log_metrics({"train/loss": receive().item()} | settings, step)
+
+    def _further_batches(self) -> Iterable[Any]:
+        """The batches after the one that Lightning handed over, to be taken together with it."""
+        if self._one_by_one:
+            return []
+        loader: Any = self._trainer.train_dataloader
+        batches: Iterable[Any] = loader.next_batches(self._steps_at_once() - 1)
+        return batches
 
     def _steps_at_once(self) -> int:
         """Steps from here to where Lightning validates, ends the epoch or ends the run."""

@@ -211,10 +211,8 @@ class DiscreteVAE(StepModule):
             return  # this rank's share of the last batch is empty
         with self.evaluation_noise(batch_idx):
             q = self(batch)
-            loss, reconstruction = (
-                self.loss(batch, q),
-                self.reconstruction(batch, q.one_hot_sample()),
-            )
+            loss = self.loss(batch, q)
+            reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
         rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
         self._val_means.update(len(kl), **_sums(rows))

@@ -444,6 +444,45 @@ def test_a_backlog_waits_for_the_oldest(monkeypatch):
         assert len(Event.waited) == max(0, number - 1)
 
 
+# -- numbers and optimizers of captured steps ------------------------------------------------------
+
+
+def test_a_device_scalar_changes_in_place_and_is_no_part_of_a_checkpoint():
+    model = nn.Module()
+    model.number = graphs.DeviceScalar(1.0)
+    place = model.number().data_ptr()
+    model.number.set(0.25)
+    assert model.number().item() == float(model.number) == 0.25
+    assert model.number().data_ptr() == place and not model.state_dict()
+    assert model.double().number().dtype == torch.float64, "it moves with its module"
+
+
+def test_an_optimizer_gets_the_options_that_its_kind_knows():
+    assert graphs.capturable_options(torch.optim.Adam) == {"capturable": True, "fused": True}
+    assert graphs.capturable_options(torch.optim.SGD) == {"fused": True}
+    assert graphs.capturable_options(torch.optim.LBFGS) == {}
+
+
+def test_a_learning_rate_changes_in_place_where_steps_are_captured():
+    group, device = {"lr": 0.1}, torch.device("cpu")
+    graphs.set_learning_rate(group, 0.2, None)
+    assert group == {"lr": 0.2}
+    graphs.set_learning_rate(group, 0.3, device)
+    place = group["lr"]
+    graphs.set_learning_rate(group, 0.4, device)
+    assert group["lr"] is place and place.item() == pytest.approx(0.4)
+    graphs.set_learning_rate(group, 0.5, None)
+    assert group == {"lr": 0.5}
+
+
+def test_the_first_reason_not_to_capture_is_told():
+    why, cuda_device = graphs.why_not_captured, torch.device("cuda")
+    assert why(False, cuda_device, {}) == "capture is False"
+    assert why(True, torch.device("cpu"), {"a": True}) == "the device is not a CUDA device"
+    assert why(None, cuda_device, {"a": False, "b": True, "c": True}) == "b"
+    assert why(None, cuda_device, {"a": False}) is None
+
+
 def test_batches_of_another_dtype_are_not_alike():
     from catnat.replay import same_shapes
 
