@@ -24,13 +24,13 @@ class InMemoryLoader(ABC):
     """Iterates over batches of B items, gathered by index.
 
     The order of epoch e is a function of (seed, e). ``state_dict`` says how far the current epoch
-    has come; after ``load_state_dict`` the next pass goes on from there. With several ranks, a
-    batch of ``batch_size * world_size`` items is dealt out, so that together they see what one
-    process with that batch size would see.
+    has come; after ``load_state_dict`` the next pass continues there. With several ranks, a batch
+    of ``batch_size * world_size`` items is dealt out to the ranks: together they see the items that
+    one process with that batch size would see.
 
     Without ``shuffle`` (evaluation) the order is that of the items, every pass is the same, and
-    the last batch may be smaller; with it, items beyond the last full batch wait for another
-    epoch.
+    the last batch may be smaller. With ``shuffle``, the items beyond the last full batch are left
+    out of the epoch.
 
     A subclass says how a batch is gathered, :meth:`gather`.
 
@@ -41,8 +41,8 @@ class InMemoryLoader(ABC):
         seed: of the order.
         max_batches: an epoch ends after so many batches, if it has more. (The iterating loop ends
             it; the loader needs the number to know where the next epoch begins.)
-        rank: which share is ours.
-        world_size: how many shares there are.
+        rank: which share of each batch this loader gives out.
+        world_size: number of shares.
     """
 
     noun: ClassVar[str] = "items"  # how error messages call the items
@@ -74,7 +74,8 @@ class InMemoryLoader(ABC):
         self.world_size = world_size
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
-        self._indices = torch.empty(0, dtype=torch.long)  # of the items, in the order of this epoch
+        self._order = torch.empty(0, dtype=torch.long)  # of the items, in the latest pass
+        self._drawn = 0  # batches given out by next_batches since the latest pass gave out one
         self._resumed = False
 
     @abstractmethod
@@ -107,48 +108,47 @@ class InMemoryLoader(ABC):
         if self._position and not (self._resumed and self._position < length):
             self.epoch, self._position = self.epoch + 1, 0
         self._resumed = False
-        self._indices = self._order()
-        while self._position < len(self):
-            self._position += 1
-            yield self._batch(self._position - 1)
+        epoch = self.epoch if self.shuffle else 0
+        order, batch = self._order_of(epoch), self._position
+        while batch < len(self):
+            self._order, self._position, self._drawn = order, batch + 1, 0
+            yield self._batch(order, epoch, batch)
+            batch += 1 + self._drawn
 
     def next_batches(self, most: int) -> Any:
-        """The batches that an iterator of this epoch would give out next, to be iterated over.
+        """The batches that the present pass would give out next, to be iterated over.
 
-        The iterator goes on after them. For models that take several steps at once: gathering
-        several batches together is faster.
+        The pass continues after them. This is for models that take several steps at once:
+        gathering several batches together is faster.
 
         Args:
             most: how many batches; fewer are given if the epoch has fewer left.
         """
         first, stride = self._position, self.batch_size * self.world_size
+        epoch = self.epoch if self.shuffle else 0
         self._position = min(first + most, len(self))
+        self._drawn += self._position - first
         if first == self._position:
             return []
-        if self._position * stride > self.size:  # the last one is smaller
-            return [self._batch(each) for each in range(first, self._position)]
-        index = self._indices[first * stride : self._position * stride].view(-1, stride)
-        return self.gather_several(index[:, self.rank :: self.world_size], self._epoch, first)
+        if self._position * stride > self.size:  # the last batch is smaller
+            return [self._batch(self._order, epoch, each) for each in range(first, self._position)]
+        index = self._order[first * stride : self._position * stride].view(-1, stride)
+        return self.gather_several(index[:, self.rank :: self.world_size], epoch, first)
 
-    @property
-    def _epoch(self) -> int:
-        """The number that the order and the noise of this epoch follow from."""
-        return self.epoch if self.shuffle else 0
-
-    def _order(self) -> Tensor:
+    def _order_of(self, epoch: int) -> Tensor:
         device = self.items[0].device
         if not self.shuffle:
             return torch.arange(self.size, device=device)
-        generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self._epoch))
+        generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, epoch))
         order = torch.randperm(self.size, generator=generator)
         if device.type == "cuda":
             order = order.pin_memory()  # a copy from other memory waits for all work of the device
         return order.to(device, non_blocking=True)
 
-    def _batch(self, batch: int) -> Any:
+    def _batch(self, order: Tensor, epoch: int, batch: int) -> Any:
         stride = self.batch_size * self.world_size
-        share = self._indices[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
-        return self.gather(share, self._epoch, batch)
+        share = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
+        return self.gather(share, epoch, batch)
 
 
 class ImageLoader(InMemoryLoader):
