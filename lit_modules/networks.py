@@ -18,6 +18,7 @@ def conv_encoder(num_outputs: int) -> nn.Sequential:
     Shapes: images (B, 1, 28, 28), result (B, num_outputs).
 
     Example:
+        >>> import torch
         >>> conv_encoder(70)(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 70])
     """
@@ -42,6 +43,7 @@ def conv_decoder(num_inputs: int) -> nn.Sequential:
     Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
 
     Example:
+        >>> import torch
         >>> conv_decoder(80)(torch.zeros(2, 80)).shape
         torch.Size([2, 1, 28, 28])
     """
