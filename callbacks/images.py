@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from catnat import HeadProbe
+from catnat.noise import forked_random_state
 
 _BLUE = (0.2, 0.3, 0.6)
 
@@ -120,9 +121,8 @@ class VAEFigures(Callback):
         self._draw_usage(trainer)
         if not trainer.is_global_zero:
             return
-        devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(0)  # the same draws each time, so that the change is the model's
+        # The same draws each time, so that the change is the model's.
+        with forked_random_state(pl_module.device, seed=0), torch.no_grad():
             self._draw_images(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
 from catnat.callbacks.progress import progress_line
+from catnat.noise import random_state, set_random_state
 
 Metrics = dict[str, float]
 
@@ -203,7 +202,7 @@ def state_of(model: PPO) -> dict[str, Any]:
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
         "normalizer": _normalizer_state(model),
-        "random": _random_state(model.device),
+        "random": random_state(model.device),
     }
 
 
@@ -215,7 +214,7 @@ def load_state(model: PPO, state: dict[str, Any]) -> None:
     model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(maxlen=model._stats_window_size)
     _load_normalizer_state(model, state["normalizer"])
-    _set_random_state(state["random"], model.device)
+    set_random_state(state["random"], model.device)
 
 
 def _moments(model: PPO) -> dict[str, RunningMeanStd]:
@@ -239,30 +238,3 @@ def _load_normalizer_state(model: PPO, state: dict[str, dict[str, Tensor]]) -> N
     for name, moments in _moments(model).items():
         for part, value in state[name].items():
             setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
-
-
-@contextmanager
-def forked_random_state(device: torch.device, seed: int) -> Iterator[None]:
-    """Whatever is drawn in here comes from a seed, and nobody notices afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
-        "python": random.getstate(),
-    }
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(state["python"])

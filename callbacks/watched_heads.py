@@ -14,7 +14,7 @@ from torch import Tensor
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_summary import SCALARS, sampled_mean_fisher, scalars
 from catnat.fisher import off_diagonal_mass
-from catnat.transfer import send
+from catnat.replay import send
 
 _MAX_SCORES = 2**24  # kept on the device before they are looked at: 64 MB
 _MAX_MATRIX = 2**26  # entries of a matrix that is looked at: 256 MB

@@ -1,7 +1,7 @@
-r"""Random graphs, and gradients of the energy score of what is predicted with them.
+r"""Random graphs, gradients of the energy score of predictions with them, and graph convolutions.
 
 A graph is a matrix A of 0 and 1, A_ji = 1 for an edge from node j to node i, each entry drawn on
-its own with probability θ_ji. M graphs are drawn and used for all of a batch; A_m gives the
+its own with probability θ_ji. M graphs are drawn and used for the whole batch; A_m gives the
 outputs f_m, and the loss is the mean over the batch of
 
 .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
@@ -9,8 +9,11 @@ outputs f_m, and the loss is the mean over the batch of
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from catnat.numerics import at_least_float32
 
@@ -38,13 +41,13 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     .. math:: \sum_m c_m \nabla \log p(A_m), \quad
         c_m = \frac1M \left[ |f_m - y| - b_m - \left( \frac{r_m}{M-1} - p_m \right) \right]
 
-    r_m is the sum of the distances |f_m - f_n| and the baselines are what the other graphs say:
-    b_m is the mean error of the others, p_m the mean distance (S - 2 r_m) / ((M-1)(M-2)) of
-    pairs without m, S being the sum of all. The c_m sum to zero, so that what counts is
-    sum_m c_m A_m; and an edge on which all graphs agree gets exactly zero, not a rounding error
-    that Adam would take for a gradient.
+    r_m is the sum of the distances |f_m - f_n|. The baselines come from the other graphs: b_m is
+    their mean error, p_m the mean distance (S - 2 r_m) / ((M-1)(M-2)) of the pairs without m, where
+    S is the sum of all distances. The c_m sum to zero, so the gradient is sum_m c_m A_m; and an
+    edge on which all graphs agree gets exactly zero, not a rounding error that Adam would take for
+    a gradient.
 
-    In θ itself this is to be used as ``(direction * (log θ - log(1 - θ))).sum()``.
+    To train θ, minimize ``(direction * (log θ - log(1 - θ))).sum()``.
 
     Shapes: ``error`` (M, B) and ``distance`` (B, M, M) from
     :func:`~catnat.losses.energy_terms`, ``graphs`` (M, N, N), result (N, N), in float32 also
@@ -75,7 +78,7 @@ def local_expectation_direction(
     edges at once: a flip adds ±z_j to node i's output alone. Its mean is the gradient in θ_ji,
     also for edges that are never sampled.
 
-    In θ itself this is to be used as ``(direction * θ).sum()``.
+    To train θ, minimize ``(direction * θ).sum()``.
 
     Shapes: ``messages`` (B, N, D), ``outputs`` (M, B, N, D), ``target`` (B, N, D), ``graphs``
     (M, N, N), result (N, N), in float32 also where the arguments are in half precision or autocast
@@ -87,8 +90,8 @@ def local_expectation_direction(
         target: y.
         graphs: A_m.
         num_flips: how many of the M graphs are flipped for each pair (x, y), from 1 to M. Pairs
-            take turns, so that all graphs count; in the term of pairs the partner of each is the
-            next one.
+            take turns, so that all graphs count; in the second term of the energy score the partner
+            of each graph is the next one.
 
     References:
         Titsias and Lázaro-Gredilla, Local Expectation Gradients for Black Box Variational
@@ -105,7 +108,7 @@ def local_expectation_direction(
     for some in chosen.split(at_once):
         mine, sign = outputs[some, row], 1 - 2 * graphs[some]
         total += flip_gains(messages, mine - target, sign)
-        # A half of it, twice: both graphs of a pair have that edge.
+        # The factor 1/2 of the second term cancels: both graphs of a pair have that edge.
         total -= flip_gains(messages, mine - outputs[(some + 1) % M, row], sign)
     return total / (num_flips * B)
 
@@ -124,3 +127,113 @@ def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
     flipped.add_(squared.sqrt()).clamp_min_(torch.finfo(change.dtype).tiny)
     # |r'| - |r| = (|r'|^2 - |r|^2) / (|r'| + |r|), which does not cancel.
     return change.div_(flipped).mul_(sign).sum((0, 1))
+
+
+# -- predictors: networks on M graphs at once ------------------------------------------------------
+
+
+class GCN(nn.Module):
+    r"""One linear graph convolution without normalization, y = Aᵀ x W, on M graphs at once.
+
+    A_ji = 1 is an edge from j to i. The result is that of torch-geometric's
+    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``. Graphs with fewer than
+    ``sparse_from`` nodes are multiplied as dense matrices; for larger graphs torch-geometric passes
+    messages along the edges.
+
+    Args:
+        in_features: of a node's x.
+        out_features: of a node's y.
+        sparse_from: the smallest number of nodes for which the edges are listed.
+
+    Shapes: x (B, N, in_features), graphs (M, N, N), result (M, B, N, out_features).
+
+    References:
+        Kipf and Welling, Semi-Supervised Classification with Graph Convolutional Networks, 2017.
+
+    Example:
+        >>> GCN(4, 2)(torch.zeros(5, 24, 4), torch.ones(3, 24, 24)).shape
+        torch.Size([3, 5, 24, 2])
+    """
+
+    def __init__(self, in_features: int, out_features: int, sparse_from: int = 1024) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        nn.init.xavier_uniform_(self.weight)
+        self.sparse_from = sparse_from
+
+    def messages(self, x: Tensor) -> Tensor:
+        """The message of each node, x W; y_i is the sum of the messages that arrive at node i."""
+        return x @ self.weight
+
+    def is_dense(self, num_nodes: int) -> bool:
+        """Whether graphs of this size are multiplied as dense matrices."""
+        return num_nodes < self.sparse_from
+
+    def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
+        """Outputs of all nodes in every graph."""
+        messages = self.messages(x)
+        if self.is_dense(graphs.shape[-1]):
+            return _dense_sums(messages, graphs)
+        return _sparse_sums(messages, graphs)
+
+
+def _dense_sums(messages: Tensor, graphs: Tensor) -> Tensor:
+    """One matrix product for all pairs of an input and a graph."""
+    (B, N, D), M = messages.shape, graphs.shape[0]
+    # Both contiguous: on ARM processors a transposed operand takes a path a hundred times slower.
+    rows = graphs.mT.reshape(M * N, N)
+    columns = messages.transpose(0, 1).reshape(N, B * D)
+    return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
+
+
+def _sparse_sums(messages: Tensor, graphs: Tensor) -> Tensor:
+    """From the N nodes of the inputs to the M N nodes of the graphs, along all edges."""
+    from torch_geometric.nn import SimpleConv  # slow to import
+
+    (B, N, D), M = messages.shape, graphs.shape[0]
+    graph, source, target = graphs.nonzero(as_tuple=True)
+    edges = torch.stack([source, graph * N + target])
+    # The targets send nothing: their empty features only say how many targets there are.
+    sums: Tensor = SimpleConv(aggr="sum")((messages, messages.new_empty(B, M * N, 0)), edges)
+    return sums.reshape(B, M, N, D).transpose(0, 1)
+
+
+class GraphConvolution(nn.Module):
+    """Any convolution of torch-geometric, on M graphs at once, in place of :class:`GCN`.
+
+    A sparse convolution, called as ``conv(x, edge_index)``, gets the B M graphs as one graph with
+    B M parts; a dense one, called as ``conv(x, adjacency)``, gets them as a batch.
+
+    Args:
+        conv: the convolution.
+
+    Shapes: as in :class:`GCN`.
+    """
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        from torch_geometric.nn import MessagePassing
+
+        self.conv = conv
+        self.sparse = isinstance(conv, MessagePassing)
+
+    def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
+        """Outputs of all nodes in every graph."""
+        (B, N, _), M = x.shape, graphs.shape[0]
+        every_x = x.repeat(M, 1, 1)  # (M B, N, D), graph by graph
+        if self.sparse:
+            graph, source, target = graphs.repeat_interleave(B, 0).nonzero(as_tuple=True)
+            edges = torch.stack([source, target]) + graph * N
+            y: Tensor = self.conv(every_x.flatten(0, 1), edges)
+        else:  # in dense convolutions the row is the target
+            y = self.conv(every_x, graphs.mT.repeat_interleave(B, 0))
+        return y.reshape(M, B, N, -1)
+
+
+def as_predictor(module: nn.Module) -> nn.Module:
+    """The module itself, or wrapped to take M graphs at once if it is one of torch-geometric's."""
+    known: Any = sys.modules.get("torch_geometric.nn")  # no import: without it no module is of it
+    dense = type(module).__module__.startswith("torch_geometric.nn.dense.")
+    if dense or (known is not None and isinstance(module, known.MessagePassing)):
+        return GraphConvolution(module)
+    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,6 +69,55 @@ class FisherOffDiagonalMass(Metric):
     def mean(self) -> Tensor:
         """The mean matrix on this rank so far, (S, S)."""
         return self.fisher_sum / self.count.clamp_min(1)
+
+
+class RowMeans(Metric):
+    """Means of several values over all rows of all batches and ranks.
+
+    Sums and the number of rows are added over batches and ranks, and divided last. A rank may have
+    no rows at all.
+
+    Args:
+        shapes: shape of the value of one row, by name.
+        kwargs: passed to ``torchmetrics.Metric``.
+
+    >>> means = RowMeans({"loss": ()})
+    >>> means.update(2, loss=torch.tensor(3.0))
+    >>> means.update(1, loss=torch.tensor(6.0))
+    >>> means.compute()
+    {'loss': tensor(3., dtype=torch.float64)}
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    count: Tensor
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.names = tuple(shapes)
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        for name, shape in shapes.items():
+            zeros = torch.zeros(shape, dtype=torch.float64)
+            self.add_state(f"sum_of_{name}", zeros, dist_reduce_fx="sum")
+
+    def update(self, rows: int, **sums: Tensor) -> None:
+        """Add so many rows, with each value summed over these rows."""
+        self.count += rows
+        for name, value in sums.items():
+            getattr(self, f"sum_of_{name}").add_(value.detach())
+
+    def reset(self) -> None:
+        """Forget all rows. No row is a result too, so ``compute`` may follow at once."""
+        super().reset()
+        self.update(0)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The means in float64, the same on every rank; an empty dictionary if there is no row."""
+        if not self.count:
+            return {}
+        return {name: getattr(self, f"sum_of_{name}") / self.count for name in self.names}
 
 
 # -- what is predicted with M sampled graphs ---------------------------------------------------

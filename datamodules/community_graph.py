@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
-from catnat.graphs import sample_graphs
+from catnat.graphs import GCN, sample_graphs
 from catnat.metrics import prediction_metrics
-from catnat.networks import GCN
+from catnat.noise import forked_random_state
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
 _SIZE = 6  # nodes of a community
@@ -160,7 +160,8 @@ class CommunityGraphDataModule(InMemoryDataModule):
         x = torch.randn(self.num_pairs, nodes, self.in_features, generator=generator)
         graph = community_graph(self.communities)
         y = _outputs(x @ psi, graph, self.theta, generator)
-        with torch.random.fork_rng(devices=[]):  # or the first run would draw other noise
+        # The run that generates the data draws the same noise as a run that finds them.
+        with forked_random_state(torch.device("cpu"), self.seed):
             model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": psi})
         test = slice(-self._sizes[2], None)

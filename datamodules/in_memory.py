@@ -1,4 +1,4 @@
-"""What data modules have in common whose data stay in memory, on the training device."""
+"""The base of data modules whose data stay in memory, on the training device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from catnat.datamodules.loader import InMemoryLoader
 
 
 class InMemoryDataModule(LightningDataModule):
-    """Three parts, "train", "val" and "test", each given out by an :class:`InMemoryLoader`.
+    """Data in three parts, "train", "val" and "test", each with an :class:`InMemoryLoader`.
 
     Args:
         batch_size: B, of each device.
-        seed: of whatever is random.
+        seed: of the split, the order, and all other randomness of the data.
     """
 
     def __init__(self, batch_size: int, seed: int) -> None:
@@ -26,7 +26,6 @@ class InMemoryDataModule(LightningDataModule):
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
         self.batch_size, self.seed = batch_size, seed
-        self.steps_per_batch: int | None = None  # for models that take several steps per call
         self._train_loader: InMemoryLoader | None = None
         self._train_state: dict[str, int] | None = None
 
@@ -35,14 +34,14 @@ class InMemoryDataModule(LightningDataModule):
         """A loader of one part that gives out batches on a device."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Begin anew."""
+        """Forget the loader of an earlier run."""
         self._train_loader = self._train_state = None
 
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""
-        if self._train_loader is None:  # else Lightning reloads it, and the epochs go on
-            overfit = getattr(self.trainer, "overfit_batches", 0)  # always the same few batches
-            loader = self._loader("train", not overfit, self.steps_per_batch)
+        if self._train_loader is None:  # Lightning may ask again: the epochs of one loader go on
+            overfit = getattr(self.trainer, "overfit_batches", 0)  # the same few batches each epoch
+            loader = self._loader("train", shuffle=not overfit)
             limit = getattr(self.trainer, "limit_train_batches", 1.0)
             loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
             if self._train_state is not None:
@@ -59,16 +58,14 @@ class InMemoryDataModule(LightningDataModule):
         return self._loader("test")
 
     def state_dict(self) -> dict[str, int]:
-        """Where the training data are; Lightning restores its loaders' states only mid-epoch."""
+        """The state of the training loader; Lightning itself saves it only within an epoch."""
         return {} if self._train_loader is None else self._train_loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from there."""
+        """Make the training loader go on from this state."""
         self._train_state = state_dict
 
-    def _loader(
-        self, part: str, shuffle: bool = False, steps_per_batch: int | None = None
-    ) -> InMemoryLoader:
+    def _loader(self, part: str, shuffle: bool = False) -> InMemoryLoader:
         device, rank, world_size = torch.device("cpu"), 0, 1
         if self.trainer is not None:
             device = self.trainer.strategy.root_device
@@ -80,5 +77,4 @@ class InMemoryDataModule(LightningDataModule):
             seed=self.seed,
             rank=rank,
             world_size=world_size,
-            steps_per_batch=steps_per_batch,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Variant = Literal["gray", "binary", "stochastic"]
 
-SPLIT, _ORDER, _BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # first number of a seed: what it is for
+SPLIT, _ORDER, _BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # the first number of a seed: its purpose
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -24,13 +24,13 @@ class InMemoryLoader(ABC):
     """Iterates over batches of B items, gathered by index.
 
     The order of epoch e is a function of (seed, e). ``state_dict`` says how far the current epoch
-    has come; after ``load_state_dict`` the next pass goes on from there. With several ranks, a
-    batch of ``batch_size * world_size`` items is dealt out, so that together they see what one
-    process with that batch size would see.
+    has come; after ``load_state_dict`` the next pass continues there. With several ranks, a batch
+    of ``batch_size * world_size`` items is dealt out to the ranks: together they see the items that
+    one process with that batch size would see.
 
     Without ``shuffle`` (evaluation) the order is that of the items, every pass is the same, and
-    the last batch may be smaller; with it, items beyond the last full batch wait for another
-    epoch.
+    the last batch may be smaller. With ``shuffle``, the items beyond the last full batch are left
+    out of the epoch.
 
     A subclass says how a batch is gathered, :meth:`gather`.
 
@@ -39,15 +39,13 @@ class InMemoryLoader(ABC):
         batch_size: B, of each rank.
         shuffle: a new order in every epoch.
         seed: of the order.
-        max_batches: end every epoch after so many batches, if it has more. (Whoever iterates does
-            that; the loader needs to know when it begins the next one.)
-        rank: which share is ours.
-        world_size: how many shares there are.
-        steps_per_batch: k; give out k batches at once, which come out again when iterated over,
-            for models that take several steps per call. The last may be fewer.
+        max_batches: an epoch ends after so many batches, if it has more. (The iterating loop ends
+            it; the loader needs the number to know where the next epoch begins.)
+        rank: which share of each batch this loader gives out.
+        world_size: number of shares.
     """
 
-    noun: ClassVar[str] = "items"  # what they are, in messages
+    noun: ClassVar[str] = "items"  # how error messages call the items
 
     def __init__(
         self,
@@ -58,7 +56,6 @@ class InMemoryLoader(ABC):
         max_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
-        steps_per_batch: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
@@ -75,9 +72,10 @@ class InMemoryLoader(ABC):
         self.max_batches = max_batches
         self.rank = rank
         self.world_size = world_size
-        self.steps_per_batch = steps_per_batch
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
+        self._order = torch.empty(0, dtype=torch.long)  # of the items, in the latest pass
+        self._drawn = 0  # batches given out by next_batches since the latest pass gave out one
         self._resumed = False
 
     @abstractmethod
@@ -89,7 +87,7 @@ class InMemoryLoader(ABC):
         return [self.gather(each, epoch, first + i) for i, each in enumerate(index)]
 
     def state_dict(self) -> dict[str, int]:
-        """Where we are, the same on all ranks."""
+        """The number of this epoch, and of the batches given out; the same on all ranks."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -97,66 +95,71 @@ class InMemoryLoader(ABC):
         self.epoch, self._position, self._resumed = state["epoch"], state["position"], True
 
     def __len__(self) -> int:
-        return -(-self.num_batches // (self.steps_per_batch or 1))
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of B in an epoch, however many of them are given out at once."""
         stride = self.batch_size * self.world_size
         return self.size // stride if self.shuffle else -(-self.size // stride)
 
     def __iter__(self) -> Iterator[Any]:
-        # Lightning may make an iterator and never draw from it, or load a state in between: as
-        # this is a generator, all is decided at the first draw. And the epochs are counted here,
+        # Lightning may make an iterator and never draw from it, or load a state in between. This is
+        # a generator, so nothing is decided before the first draw. The epochs are counted here,
         # because Lightning's count is one too high after resuming from the end of an epoch.
-        length = self.num_batches
+        length = len(self)
         if self.max_batches is not None:
-            length = min(length, self.max_batches * (self.steps_per_batch or 1))
+            length = min(length, self.max_batches)
         if self._position and not (self._resumed and self._position < length):
             self.epoch, self._position = self.epoch + 1, 0
         self._resumed = False
         epoch = self.epoch if self.shuffle else 0
-        order = self._order(epoch)
-        for batch in range(self._position, self.num_batches, self.steps_per_batch or 1):
-            if self.steps_per_batch is None:
-                self._position = batch + 1
-                yield self._batch(order, epoch, batch)
-            else:
-                self._position = min(batch + self.steps_per_batch, self.num_batches)
-                yield self._batches(order, epoch, range(batch, self._position))
+        order, batch = self._order_of(epoch), self._position
+        while batch < len(self):
+            self._order, self._position, self._drawn = order, batch + 1, 0
+            yield self._batch(order, epoch, batch)
+            batch += 1 + self._drawn
 
-    def _order(self, epoch: int) -> Tensor:
+    def next_batches(self, most: int) -> Any:
+        """The batches that the present pass would give out next, to be iterated over.
+
+        The pass continues after them. This is for models that take several steps at once:
+        gathering several batches together is faster.
+
+        Args:
+            most: how many batches; fewer are given if the epoch has fewer left.
+        """
+        first, stride = self._position, self.batch_size * self.world_size
+        epoch = self.epoch if self.shuffle else 0
+        self._position = min(first + most, len(self))
+        self._drawn += self._position - first
+        if first == self._position:
+            return []
+        if self._position * stride > self.size:  # the last batch is smaller
+            return [self._batch(self._order, epoch, each) for each in range(first, self._position)]
+        index = self._order[first * stride : self._position * stride].view(-1, stride)
+        return self.gather_several(index[:, self.rank :: self.world_size], epoch, first)
+
+    def _order_of(self, epoch: int) -> Tensor:
         device = self.items[0].device
         if not self.shuffle:
             return torch.arange(self.size, device=device)
         generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, epoch))
         order = torch.randperm(self.size, generator=generator)
         if device.type == "cuda":
-            order = order.pin_memory()  # or the copy would wait for all that the device has to do
+            order = order.pin_memory()  # a copy from other memory waits for all work of the device
         return order.to(device, non_blocking=True)
 
     def _batch(self, order: Tensor, epoch: int, batch: int) -> Any:
         stride = self.batch_size * self.world_size
-        index = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
-        return self.gather(index, epoch, batch)
-
-    def _batches(self, order: Tensor, epoch: int, several: range) -> Any:
-        stride = self.batch_size * self.world_size
-        if several.stop * stride > self.size:  # the last one is smaller
-            return [self._batch(order, epoch, each) for each in several]
-        index = order[several.start * stride : several.stop * stride].view(-1, stride)
-        return self.gather_several(index[:, self.rank :: self.world_size], epoch, several.start)
+        share = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
+        return self.gather(share, epoch, batch)
 
 
 class ImageLoader(InMemoryLoader):
     """Batches (B, 1, 28, 28) of float images in [0, 1].
 
-    The binarization of a batch is a function of the seed, the epoch, and its place in there.
+    The binarization of a batch is a function of the seed, the epoch, and the batch's number in it.
 
     Args:
         images: (n, 28, 28) uint8, on the device where the batches are wanted.
         batch_size: B, of each rank.
-        variant: as in :class:`~datamodules.MNISTDataModule`.
+        variant: as in :class:`~catnat.datamodules.MNISTDataModule`.
         options: as in :class:`InMemoryLoader`.
     """
 
@@ -179,7 +182,7 @@ class ImageLoader(InMemoryLoader):
         return torch.bernoulli(images, generator=generator)
 
     def gather_several(self, index: Tensor, epoch: int, first: int) -> Any:
-        """At once, where no batch has noise of its own."""
+        """All batches with one gather, unless each batch has noise of its own."""
         if self.variant == "stochastic":
             return super().gather_several(index, epoch, first)
         return self._images(index)
@@ -200,5 +203,5 @@ class PairLoader(InMemoryLoader):
         return tuple(each[index] for each in self.items)
 
     def gather_several(self, index: Tensor, epoch: int, first: int) -> list[tuple[Tensor, ...]]:
-        """At once."""
+        """All batches with one gather."""
         return list(zip(*(each[index] for each in self.items), strict=True))

@@ -1,4 +1,4 @@
-"""Learning the structure of a random graph from what is predicted with it."""
+"""Learning the structure of a random graph from predictions that are made with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_positive
-from catnat.graphs import local_expectation_direction, sample_graphs, score_function_direction
-from catnat.lit_modules.base import ReplayedSteps, keep_kernels
-from catnat.lit_modules.row_means import RowMeans
+from catnat.graphs import (
+    GCN,
+    as_predictor,
+    local_expectation_direction,
+    sample_graphs,
+    score_function_direction,
+)
+from catnat.lit_modules.base import StepModule
 from catnat.losses import energy_from_terms, energy_terms
-from catnat.metrics import edge_metrics, prediction_metrics
-from catnat.networks import GCN, as_predictor
+from catnat.metrics import RowMeans, edge_metrics, prediction_metrics
+from catnat.replay import DeviceScalar
 
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
@@ -30,25 +35,26 @@ _OTHER_LEARNING_RATE = 0.02  # of heads defined elsewhere
 _PSI_LEARNING_RATE = 0.05
 
 
-class GraphStructureLearner(ReplayedSteps):
+class GraphStructureLearner(StepModule):
     r"""Learns θ_ji, the probability of an edge from node j to node i, and psi of the predictor.
 
     Each of the N^2 possible edges is a categorical variable of K = 2 (0: absent, 1: present) with
-    scores of its own. M graphs A_m are drawn and shared by a batch of pairs (x, y), and what the
-    predictor makes of them, f_m = f(x, A_m), is held against y by the energy score,
+    scores of its own. M graphs A_m are drawn and shared by a batch of pairs (x, y). The predictions
+    f_m = f(x, A_m) are compared with y by the energy score,
 
     .. math:: \frac1M \sum_m |f_m - y| - \frac1{2M(M-1)} \sum_{m \neq n} |f_m - f_n|.
 
-    psi gets the pathwise gradient, θ that of the estimator: "score_function" with leave-one-out
-    baselines in both terms, which works with every predictor, or "local_expectation", which
-    flips each edge in turn; its variance is far lower and edges that are never sampled get a
-    gradient, too. It needs a predictor that is linear in the edges, such as the default,
-    ``catnat.networks.GCN``. Its recipe: ``lr_schedule="linear"`` and an epoch of
-    ``psi_warmup_steps`` (a wrong psi would drive all edges to zero, where saturating heads stay).
+    psi gets the pathwise gradient, θ the gradient of an estimator. "score_function", with
+    leave-one-out baselines in both terms, works with every predictor. "local_expectation" flips
+    each edge in turn: its variance is far lower, and edges that are never sampled get a gradient,
+    too. It needs a predictor that is linear in the edges, such as the default,
+    ``catnat.graphs.GCN``. The recipe for local expectation: ``lr_schedule="linear"`` and an epoch
+    of ``psi_warmup_steps`` (a wrong psi would drive all edges to zero, where saturating heads
+    stay).
 
     A batch is (x, y), x (B, N, in_features) and y (B, N, out_features). Subclasses override
-    :meth:`scores`, which may read the batch, or :meth:`loss`. With several ranks each draws graphs
-    of its own: the expected gradient is the same as with shared ones, and its variance lower.
+    :meth:`scores`, which may read the batch, or :meth:`loss`. With several ranks each rank draws
+    its own graphs: the expected gradient is the same as with shared graphs, and its variance lower.
 
     Logged: train/loss; val/loss; and for val/ and test/: energy_score, energy_score_2x (the
     paper's table has twice its formula), pp_mae (of the median of M samples), pp_mse (of their
@@ -64,25 +70,23 @@ class GraphStructureLearner(ReplayedSteps):
         out_features: of a node's y.
         num_samples: M, graphs per batch.
         estimator: of the gradient in θ, "score_function" or "local_expectation".
-        learning_rate: of the scores. None: what suits the head and the estimator.
-        psi_learning_rate: of the predictor. None: the same; 0.05 with local expectation, where it
-            must be right when the warm-up ends.
+        learning_rate: of the scores. None: a value that suits the head and the estimator.
+        psi_learning_rate: of the predictor. None: as ``learning_rate``; 0.05 with local
+            expectation, where psi must be right when the warm-up ends.
         lr_schedule: "constant", or "linear", to zero at the end of the run.
         psi_warmup_steps: steps that train psi alone, at the beginning.
         theta_init: range of the uniform distribution from which θ is drawn at the beginning.
         flip_samples: of the M graphs, how many are flipped edge by edge for each pair (local
-            expectation); pairs take turns, so that all graphs count. More give less noise, and
-            steps that take longer.
+            expectation); pairs take turns, so that all graphs count. With more, gradients have less
+            noise and steps take longer.
         predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
             (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
         head_options: options of the head, such as ``amplitude`` for natural.
-        capture: replay training steps as CUDA graphs. None: wherever that is possible, and the
-            predictor is the default one.
-        test_passes: passes over the test pairs, each with new graphs; one carries a noise of
-            about 0.015 in energy_score_2x.
+        capture: replay training steps as CUDA graphs, see :class:`StepModule`. None: wherever that
+            is possible, and the predictor is the default one.
+        test_passes: passes over the test pairs, each with new graphs; the energy_score_2x of one
+            pass has a noise of about 0.015.
     """
-
-    theta_moves: Tensor
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class GraphStructureLearner(ReplayedSteps):
         if estimator == "local_expectation" and not hasattr(self.predictor, "messages"):
             raise ValueError(
                 "estimator 'local_expectation' needs a predictor that is linear in the edges, with "
-                f"a method messages(x) like catnat.networks.GCN; {type(predictor).__name__} has "
+                f"a method messages(x) like catnat.graphs.GCN; {type(predictor).__name__} has "
                 "none: choose estimator 'score_function'"
             )
         self.num_nodes, self.num_samples, self.estimator = num_nodes, num_samples, estimator
@@ -142,21 +146,19 @@ class GraphStructureLearner(ReplayedSteps):
         self.learning_rates = (learning_rate, psi_learning_rate)
         self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
-        # On the device, because a captured step reads it there; a function of the step, so not
-        # part of a checkpoint.
-        self.register_buffer("theta_moves", torch.ones(()), persistent=False)
-        self._moves = True  # the same where reading it waits for nothing
-        self._left: float | None = None  # share of the learning rates, in the step before
+        self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
+        self._rate_factor: float | None = None  # on the learning rates, in the step before
         self._num_steps = 0.0
         self._prediction, self._edges = prediction_metrics(), edge_metrics()
-        self._means = RowMeans(self.device)
+        edges = (num_nodes, num_nodes)
+        self._means = RowMeans({"loss": (), "saturated": (), "theta": edges})
         self._latest: Any = None  # the batch that was evaluated last
 
     def _initial_scores(self, low: float, high: float) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
         theta = torch.empty(self.num_nodes, self.num_nodes).uniform_(low, high)
         scores = self.head.inverse(torch.stack([1 - theta, theta], -1))
-        # Of the many scores with this θ that softmax and sparsemax have, the symmetric ones.
+        # Softmax and sparsemax have many scores with this θ: take those with mean zero.
         centred = scores - scores.mean(-1, keepdim=True)
         same = torch.allclose(self.head.probs(centred), self.head.probs(scores), atol=1e-6)
         return centred if same else scores
@@ -193,7 +195,8 @@ class GraphStructureLearner(ReplayedSteps):
     def theta(self) -> Tensor:
         """Probabilities of the edges as they are now, (N, N) without gradient.
 
-        Where :meth:`scores` reads the batch, they are those of the batch that was evaluated last.
+        Where :meth:`scores` reads the batch, these are the probabilities for the batch that was
+        evaluated last.
         """
         batch = self.transfer_batch_to_device(self._latest, self.device, 0)
         with torch.no_grad():
@@ -202,21 +205,21 @@ class GraphStructureLearner(ReplayedSteps):
     # -- training --------------------------------------------------------------------------
 
     def step_loss(self, batch: Any) -> Tensor:
-        """The loss of a step, as device work alone: no waiting for the host, no logging."""
+        """The loss of a training batch, a scalar; no gradient for θ while psi is trained alone."""
         scores = self.scores(batch)
         fixed = scores.detach()
-        # Plus exactly zero, whose gradient is zero too while psi is trained alone.
-        scores = fixed + self.theta_moves * (scores - fixed)
+        # Plus exactly zero; its gradient is zero too where theta_moves is 0.
+        scores = fixed + self.theta_moves() * (scores - fixed)
         return self.loss(batch, self.head(scores))
 
-    def why_not_replayed(self) -> str | None:
-        """A predictor that lists the edges waits for the device."""
+    def why_host_needed(self) -> str | None:
+        """A predictor that lists the edges of a graph needs the host."""
         if isinstance(self.predictor, GCN):
             if not self.predictor.is_dense(self.num_nodes):
                 return "the graph is sparse, and listing its edges waits for the device"
         elif not self.capture:
             return "the predictor may wait for the device"
-        return super().why_not_replayed()
+        return None
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam, with one learning rate for the scores and one for the predictor."""
@@ -226,32 +229,28 @@ class GraphStructureLearner(ReplayedSteps):
             {"params": params, "lr": rate}
             for params, rate in zip((others, psi), self.learning_rates, strict=True)
         ]
-        options: dict[str, Any] = self.optimizer_options("adam")
-        return keep_kernels(torch.optim.Adam(groups, **options))
+        return self.make_optimizer(torch.optim.Adam, groups)
 
     def on_train_start(self) -> None:
-        """Find out how long the run is."""
+        """Find out how many steps the run has, for the linear schedule."""
         super().on_train_start()
-        self._num_steps, self._left = self.num_steps(), None
-        if self.lr_schedule == "linear" and self._num_steps == float("inf"):
+        self._num_steps, self._rate_factor = self.trainer.estimated_stepping_batches, None
+        if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
 
     def prepare_step(self, step: int) -> None:
-        """Set what depends on the step: the learning rates, and whether θ moves."""
-        left = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
-        if left != self._left:
-            self._left = left
-            self.set_learning_rates(*(rate * max(left, 0.0) for rate in self.learning_rates))
-        moves = step >= self.psi_warmup_steps
-        if moves != self._moves:
-            self._moves = moves
-            self.theta_moves.fill_(moves)
+        """Set the learning rates of a step, and whether θ moves in it."""
+        factor = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
+        if factor != self._rate_factor:
+            self._rate_factor = factor
+            self.set_learning_rates(*(rate * max(factor, 0.0) for rate in self.learning_rates))
+        self.theta_moves.set(step >= self.psi_warmup_steps)
 
     # -- evaluation ------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Forget earlier sums."""
-        self._forget(loss=())
+        """Forget the pairs of earlier epochs."""
+        self._forget()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One pass."""
@@ -269,7 +268,7 @@ class GraphStructureLearner(ReplayedSteps):
         self._log_metrics("val")
 
     def on_test_epoch_start(self) -> None:
-        """Forget earlier sums."""
+        """Forget the pairs of earlier epochs."""
         self._forget()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -287,13 +286,12 @@ class GraphStructureLearner(ReplayedSteps):
         """Log the metrics of all pairs of all ranks."""
         self._log_metrics("test")
 
-    def _forget(self, **shapes: tuple[int, ...]) -> None:
+    def _forget(self) -> None:
         self._prediction.reset()
-        theta = (self.num_nodes, self.num_nodes)
-        self._means = RowMeans(self.device, saturated=(), theta=theta, **shapes)
+        self._means.reset()
 
     def _is_empty(self, batch: Any) -> bool:
-        """Whether there is no pair for this rank; its metrics still count as updated."""
+        """Whether this rank has no pair; torchmetrics wants an update on every rank anyway."""
         _, y = batch
         if not len(y):
             self._prediction.update(y.expand(self.num_samples, *y.shape), y)
@@ -305,18 +303,19 @@ class GraphStructureLearner(ReplayedSteps):
         self._prediction.update(self.predictor(x, graphs), y)
 
     def _add(self, batch: Any, scores: Tensor, q: HeadCategorical, **values: Tensor) -> None:
-        """Add what is the same for all pairs of a batch to the sums of this epoch."""
+        """Add values that are the same for all pairs of a batch to the means of this epoch."""
         self._latest, pairs = batch, len(batch[1])
         values["saturated"] = self.head.saturated(scores).float().mean()
         values["theta"] = q.probs[..., 1]
-        sums = {name: each.detach().double() * pairs for name, each in values.items()}
-        self._means.add(pairs, **sums)
+        self._means.update(pairs, **{name: x.double() * pairs for name, x in values.items()})
 
     def _log_metrics(self, stage: str) -> None:
-        means = {name: each.float() for name, each in self._means.compute(self.trainer).items()}
+        means = {name: each.float() for name, each in self._means.compute().items()}
         if not means:
             return  # a subclass evaluates in its own way
-        theta = means.pop("theta")
+        theta = means.pop("theta").reshape(self.num_nodes, self.num_nodes)
+        if stage == "test":
+            del means["loss"]
         values: dict[str, Tensor] = self._prediction.compute() | means
         values["energy_score_2x"] = 2 * values["energy_score"]
         data = getattr(self.trainer, "datamodule", None)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from catnat import HeadCategorical
 from catnat.checks import require_positive
 from catnat.estimators import score_function_surrogate
+from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
-from catnat.networks import mlp_decoder, mlp_encoder
 
 _TABLE_BATCH = 128
 
@@ -23,8 +23,8 @@ class MLPDiscreteVAE(DiscreteVAE):
 
     .. math:: (-\log p(x \mid z) - b) \, \nabla \log q(z \mid x), \qquad z \sim q,
 
-    with a constant b, or the mean of the other samples. Trained on images that are binarized anew
-    at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
+    with a constant b, or b the mean over the other samples. Trained on images that are binarized
+    anew at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
 
     Logged besides: test/elbo_table, the ELBO as the paper's table of this model has it. The code
     behind that table subtracts N log K once per batch of 128 instead of once per image, so that
@@ -103,8 +103,8 @@ class MLPDiscreteVAE(DiscreteVAE):
         )
         return (reconstruction + self.kl(q)).mean()
 
-    def settings(self) -> dict[str, float]:
-        """There is no temperature here."""
+    def logged_settings(self) -> dict[str, float]:
+        """Nothing: this model has no temperature."""
         return {}
 
     def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_positive
-from catnat.lit_modules.base import ReplayedSteps, keep_kernels
-from catnat.lit_modules.row_means import RowMeans
+from catnat.lit_modules.base import StepModule
+from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
-from catnat.networks import conv_decoder, conv_encoder
+from catnat.metrics import RowMeans
+from catnat.replay import DeviceScalar
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -28,7 +29,7 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-class DiscreteVAE(ReplayedSteps):
+class DiscreteVAE(StepModule):
     r"""VAE on 28 x 28 images with latents z = (z_1..z_N), each one of K categories.
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
@@ -40,12 +41,11 @@ class DiscreteVAE(ReplayedSteps):
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
 
     Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl; test/nll, test/elbo, test/kl,
-    test/information (what the latents tell about an image, in nats: the sum over n of I(x; z_n),
-    at least I(x; z)),
-    test/saturated (share of scores in a flat region of the head) and test/collapsed (1 if the
-    latents carry nothing; KL alone does not tell, as a q that is the same for all images can be
-    far from the prior). Evaluation draws noise of its own, the same each time: how often it
-    happens does not change what is learned.
+    test/information (of the latents about an image, in nats: the sum over n of I(x; z_n), which is
+    at least I(x; z)), test/saturated (share of scores in a flat region of the head) and
+    test/collapsed (1 if the latents carry no information; KL alone does not show that, as a q that
+    is the same for all images can be far from the prior). Evaluation draws noise of its own, the
+    same each time: how often a model is evaluated does not change what it learns.
 
     Args:
         head: a name from ``catnat.head_names()``.
@@ -62,12 +62,9 @@ class DiscreteVAE(ReplayedSteps):
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
-        capture: replay training steps as CUDA graphs, many times faster for a model this small,
-            with the same results. None: wherever that is possible. A replayed step does not call
-            the hooks of single batches and optimizer steps.
+        capture: replay training steps as CUDA graphs, see :class:`StepModule`.
     """
 
-    temperature: Tensor
     _options_not_used: ClassVar[tuple[str, ...]] = ()  # for subclasses: kept out of hparams
 
     def __init__(
@@ -113,12 +110,13 @@ class DiscreteVAE(ReplayedSteps):
         self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
         self.temperature_steps = temperature_steps
         self.nll_samples = nll_samples
-        # On the device, because a captured step reads it there; a function of the step, so not
-        # part of a checkpoint.
-        self.register_buffer("temperature", torch.ones(()), persistent=False)
-        self._temperature = 1.0  # the same number where reading it waits for nothing
-        self._means = RowMeans(self.device)
-        self._prior_draws = 0  # how often; a generator could not be pickled
+        self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
+        self._val_means = RowMeans({"loss": (), "elbo": (), "kl": ()})
+        usage = (num_latents, num_categories)  # of mean q(z | x)
+        self._test_means = RowMeans(
+            {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
+        )
+        self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
@@ -130,8 +128,8 @@ class DiscreteVAE(ReplayedSteps):
         return scores.reshape(-1, self.num_latents, self.head.num_scores)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """What is minimized, a scalar; q has batch shape (B, N)."""
-        z = q.rsample_relaxed(self.temperature, hard=True)  # (B, N, K)
+        """The negative ELBO with one sample of z, a scalar; q has batch shape (B, N)."""
+        z = q.rsample_relaxed(self.temperature(), hard=True)  # (B, N, K)
         return (self.reconstruction(batch, z) + self.kl(q)).mean()
 
     def forward(self, batch: Any) -> HeadCategorical:
@@ -161,14 +159,14 @@ class DiscreteVAE(ReplayedSteps):
 
     @torch.no_grad()
     def sample_prior(self, n: int) -> Tensor:
-        """Mean pixels at n latents drawn from the prior, (n, 1, 28, 28); leaves torch's seed be."""
+        """Mean pixels at n latents from the prior, (n, 1, 28, 28); no draw from torch's seed."""
         K = self.head.num_categories
         noise = torch.Generator().manual_seed(self._prior_draws)
         self._prior_draws += 1
         index = torch.randint(K, (n, self.num_latents), generator=noise)
         with evaluating(self):
             z = F.one_hot(index.to(self.device), K)
-            return self.decode(z.to(self.temperature.dtype)).sigmoid()
+            return self.decode(z.to(self.temperature().dtype)).sigmoid()
 
     # -- training --------------------------------------------------------------------------
 
@@ -179,16 +177,12 @@ class DiscreteVAE(ReplayedSteps):
 
     def prepare_step(self, step: int) -> None:
         """Set the temperature of a step."""
-        temperature = self.annealed_temperature(step)
-        if temperature != self._temperature:
-            self._temperature = temperature
-            self.temperature.fill_(temperature)
+        self.temperature.set(self.annealed_temperature(step))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam or SGD, with a decaying learning rate if asked for."""
         kind = _OPTIMIZERS[self.optimizer_name]
-        options = self.optimizer_options(self.optimizer_name)
-        optimizer = keep_kernels(kind(self.parameters(), lr=self.learning_rate, **options))
+        optimizer = self.make_optimizer(kind, self.parameters(), lr=self.learning_rate)
         if self.lr_decay == 1:
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, self.lr_decay_steps, self.lr_decay)
@@ -197,69 +191,57 @@ class DiscreteVAE(ReplayedSteps):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as the Trainer says, else to the norm ``gradient_clip``."""
-        if gradient_clip_val is None:
-            gradient_clip_val = self.gradient_clip
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
-
     def step_loss(self, batch: Any) -> Tensor:
-        """The loss of a step, as device work alone: no waiting for the host, no logging."""
+        """The loss of a training batch, a scalar."""
         return self.loss(batch, self(batch))
 
-    def settings(self) -> dict[str, float]:
-        """What is logged beside the loss."""
-        return {"train/temperature": self._temperature}
+    def logged_settings(self) -> dict[str, float]:
+        """The temperature, logged beside the loss."""
+        return {"train/temperature": float(self.temperature)}
 
     # -- evaluation ------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Forget earlier sums."""
-        self._means = RowMeans(self.device, loss=(), elbo=(), kl=())
+        """Forget the images of earlier epochs."""
+        self._val_means.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         if not len(images(batch)):
-            return  # this rank's share of the last batch
+            return  # this rank's share of the last batch is empty
         with self.evaluation_noise(batch_idx):
             q = self(batch)
-            loss, reconstruction = (
-                self.loss(batch, q),
-                self.reconstruction(batch, q.one_hot_sample()),
-            )
+            loss = self.loss(batch, q)
+            reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        self._add(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
+        rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
+        self._val_means.update(len(kl), **_sums(rows))
 
     def on_validation_epoch_end(self) -> None:
         """Log means over all images of all ranks."""
-        self._log_means("val", self._means.compute(self.trainer))
+        self._log_metrics("val", self._val_means.compute())
 
     def on_test_epoch_start(self) -> None:
-        """Forget earlier sums."""
-        usage = (self.num_latents, self.head.num_categories)
-        self._means = RowMeans(self.device, nll=(), elbo=(), kl=(), saturated=(), usage=usage)
+        """Forget the images of earlier epochs."""
+        self._test_means.reset()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         if not len(images(batch)):
-            return  # this rank's share of the last batch
+            return  # this rank's share of the last batch is empty
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
             nll, reconstruction = self._likelihood(batch, q)
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
-        self._add(nll=nll, elbo=-reconstruction - kl, kl=kl, saturated=saturated, usage=q.probs)
+        rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
+        self._test_means.update(len(kl), **_sums(rows | {"usage": q.probs}))
 
     def on_test_epoch_end(self) -> None:
-        """Log means over all images of all ranks, and what follows from them."""
-        means = self._means.compute(self.trainer)
-        self._log_means("test", self._test_metrics(means) if means else {})
+        """Log means over all images of all ranks, and metrics that follow from the means."""
+        means = self._test_means.compute()
+        self._log_metrics("test", self._test_metrics(means) if means else {})
 
     def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
         usage = means.pop("usage")  # mean q(z | x), (N, K)
@@ -286,14 +268,13 @@ class DiscreteVAE(ReplayedSteps):
         nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
         return nll, total / self.nll_samples
 
-    def _add(self, **values: Tensor) -> None:
-        """Add values of images, each (B, *), to the sums of this epoch."""
-        self._means.add(
-            len(values["kl"]), **{name: each.double().sum(0) for name, each in values.items()}
-        )
+    def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
+        self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
 
-    def _log_means(self, stage: str, means: Mapping[str, Tensor]) -> None:
-        self.log_dict({f"{stage}/{name}": m.float() for name, m in means.items()}, sync_dist=True)
+
+def _sums(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each value summed over the images, (B, *) -> (*)."""
+    return {name: each.double().sum(0) for name, each in rows.items()}
 
 
 def images(batch: Any) -> Tensor:

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import MNISTDataModule
-from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
-from catnat.lit_modules import base as capture
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -53,11 +52,31 @@ class Curve(pl.loggers.logger.Logger):
         return {step: row[tag] for step, row in self.rows if tag in row}
 
 
+class Watch(pl.Callback):
+    """Notes whether steps are replayed, and the steps at which batches end and validation comes."""
+
+    def __init__(self):
+        self.replayed, self.ends, self.validated, self.epochs = None, [], [], []
+
+    def on_train_start(self, trainer, module):
+        self.replayed = module.replays
+
+    def on_train_batch_end(self, trainer, *args):
+        self.ends.append(trainer.global_step)
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append(trainer.global_step)
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validated.append(trainer.global_step)
+
+
 def train(
     model_class,
     replayed,
     steps,
-    tmp_path,
+    root,
     ckpt_path=None,
     accelerator="cpu",
     monitor=None,
@@ -65,15 +84,15 @@ def train(
 ):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
-    logger = Curve()
+    data = MNISTDataModule(str(root), batch_size=2, download=False)
+    logger, watch = Curve(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator=accelerator,
         devices=1,
         logger=logger,
-        callbacks=[monitor],
+        callbacks=[monitor, watch],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -81,14 +100,17 @@ def train(
         limit_val_batches=1,
     )
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    assert watch.replayed is (replayed is None)
     return model, trainer, logger
 
 
 @pytest.fixture
 def without_cuda(monkeypatch):
-    monkeypatch.setattr(capture, "why_not", lambda module: None)
-    monkeypatch.setattr(capture, "StepGraph", EagerGraph)
-    monkeypatch.setattr(capture, "_REPLAYED", {"adam": {"fused": True}, "sgd": {"fused": True}})
+    monkeypatch.setattr(
+        replay, "why_not_captured", lambda capture, *_: "no" if capture is False else None
+    )
+    monkeypatch.setattr(replay, "StepGraph", EagerGraph)
+    monkeypatch.setattr(graphs, "CAPTURABLE", {"fused": True})
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
@@ -98,10 +120,9 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}]
 )
-def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, options):
-    one, trainer_one, log_one = train(DiscreteVAE, False, 47, tmp_path, **options)
-    many, trainer_many, log_many = train(DiscreteVAE, None, 47, tmp_path, **options)
-    assert not many.automatic_optimization
+def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, options):
+    one, trainer_one, log_one = train(DiscreteVAE, False, 47, data, **options)
+    many, trainer_many, log_many = train(DiscreteVAE, None, 47, data, **options)
     assert trainer_one.global_step == trainer_many.global_step == 47
     assert equal(one, many)
     fim = log_one.series("fim/off_diagonal_mass_sampled")
@@ -111,10 +132,10 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, tmp_path, option
     assert log_many.series("train/loss")[last] == pytest.approx(log_one.series("train/loss")[last])
 
 
-def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_path):
+def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, data):
     def series(replayed):
         monitor = FisherMonitor(every_n_steps=2, sampled_every_n_steps=3, write_every_n_steps=4)
-        return train(DiscreteVAE, replayed, 31, tmp_path, monitor=monitor)[2].rows
+        return train(DiscreteVAE, replayed, 31, data, monitor=monitor)[2].rows
 
     one, many = series(False), series(None)
     fim = [
@@ -127,7 +148,7 @@ def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, tmp_pat
     assert fim[0] == fim[1]
 
 
-def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
+def test_a_run_after_one_that_failed_is_observed_once(without_cuda, data):
     class Fails(DiscreteVAE):
         failed = False
 
@@ -138,7 +159,7 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
             return super().loss(batch, q)
 
     model, monitor = Fails(num_latents=2, num_categories=3), FisherMonitor()
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
+    images = MNISTDataModule(str(data), batch_size=2, download=False)
 
     def fit(logger):
         trainer = pl.Trainer(
@@ -146,7 +167,7 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             limit_val_batches=0,
         )  # fmt: skip
-        trainer.fit(model, datamodule=data)
+        trainer.fit(model, datamodule=images)
 
     with pytest.raises(ArithmeticError):
         fit(Curve())
@@ -156,19 +177,19 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, tmp_path):
     assert not model.step_observers and not model.head._forward_hooks
 
 
-def test_the_mlp_model_too(without_cuda, tmp_path):
-    one, _, _ = train(MLPDiscreteVAE, False, 23, tmp_path)
-    many, trainer, _ = train(MLPDiscreteVAE, None, 23, tmp_path)
+def test_the_mlp_model_too(without_cuda, data):
+    one, _, _ = train(MLPDiscreteVAE, False, 23, data)
+    many, trainer, _ = train(MLPDiscreteVAE, None, 23, data)
     assert trainer.global_step == 23 and equal(one, many)
 
 
-def test_checkpoints_cross_over(without_cuda, tmp_path):
-    whole, _, _ = train(DiscreteVAE, None, 40, tmp_path)
+def test_checkpoints_cross_over(without_cuda, data, tmp_path):
+    whole, _, _ = train(DiscreteVAE, None, 40, data)
     for first, second in ((None, None), (None, False), (False, None)):
-        _, trainer, _ = train(DiscreteVAE, first, 20, tmp_path)
+        _, trainer, _ = train(DiscreteVAE, first, 20, data)
         path = tmp_path / "half.ckpt"
         trainer.save_checkpoint(path)
-        model, trainer, _ = train(DiscreteVAE, second, 40, tmp_path, ckpt_path=path)
+        model, trainer, _ = train(DiscreteVAE, second, 40, data, ckpt_path=path)
         assert trainer.global_step == 40
         assert equal(model, whole), (first, second)
 
@@ -186,10 +207,10 @@ def test_batches_with_labels_stay_whole(without_cuda):
     model = Labelled(num_latents=3, num_categories=4)
     trainer = pl.Trainer(
         max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch := Watch()],
     )  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=10))
-    assert not model.automatic_optimization and trainer.global_step == 4
+    assert watch.replayed and trainer.global_step == 4
     assert seen == [(10,)] * 4
 
 
@@ -201,41 +222,147 @@ def test_what_can_be_captured():
     assert not graphs.same_shapes(None, None)
 
 
-def test_data_and_trainer_are_given_back_as_they_were(without_cuda, tmp_path):
-    """Several steps a batch are for replayed runs alone, also if both are used again."""
-    data = MNISTDataModule(str(tmp_path), batch_size=20, download=False)
-    checked = []
+# -- where Lightning has something to do, a block of steps ends ----------------------------------
 
-    class Watch(pl.Callback):
-        def on_train_start(self, trainer, module):
-            checked.append((data.steps_per_batch, trainer.val_check_batch))
 
+class OneByOne(MNISTDataModule):
+    """A hook looks at batches, so replayed steps come one by one."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+def counted(root, replayed, kind=MNISTDataModule, fails_at=None, **options):
+    """Train on 30 batches an epoch; returns the parameters, what was watched, the trainer."""
+
+    class Model(DiscreteVAE):
+        def prepare_step(self, step):
+            if step == fails_at:
+                raise ArithmeticError
+            super().prepare_step(step)
+
+    pl.seed_everything(1, verbose=False)
+    model = Model(num_latents=2, num_categories=2, capture=None if replayed else False)
+    data, watch = kind(str(root), batch_size=2, download=False), Watch()
+    options = {"max_epochs": -1, "limit_val_batches": 1} | options
     trainer = pl.Trainer(
-        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=1,
-        val_check_interval=60, check_val_every_n_epoch=None, callbacks=[Watch()],
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
-    for replayed in (None, None, False):
-        model = DiscreteVAE(num_latents=2, num_categories=2, capture=replayed)
+    attributes = [dict(vars(trainer)), set(vars(data))]
+    if fails_at is None:
         trainer.fit(model, datamodule=data)
-        trainer.fit_loop.epoch_loop.max_steps += 3
-        assert data.steps_per_batch is None and trainer.val_check_interval == 60
-    assert checked == [(20, 3), (20, 3), (None, 60)]
+    else:
+        with pytest.raises(ArithmeticError):
+            trainer.fit(model, datamodule=data)
+    assert watch.replayed is replayed
+    return model, watch, trainer, data, attributes
 
 
-def test_says_why_not(tmp_path):
+COUNTED = {
+    "max_steps": ({"max_steps": 47}, [20, 30, 47]),
+    "limit_train_batches": (
+        {"max_steps": 50, "limit_train_batches": 23}, [20, 23, 43, 46, 50]
+    ),
+    "a share of the batches": (
+        {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 0.5}, [15, 30]
+    ),
+    "val_check_interval": (
+        {"max_steps": 45, "val_check_interval": 7}, [7, 14, 21, 28, 30, 37, 44, 45]
+    ),
+    "a share of an epoch": (
+        {"max_steps": 40, "val_check_interval": 0.25}, [7, 14, 21, 28, 30, 37, 40]
+    ),
+    "across epochs": (
+        {"max_steps": 75, "val_check_interval": 35, "check_val_every_n_epoch": None},
+        [20, 30, 35, 55, 60, 70, 75],
+    ),
+    "without validation": (
+        {"max_steps": 30, "val_check_interval": 7, "limit_val_batches": 0}, [20, 30]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_options_of_the_trainer_count_steps_however_they_are_taken(without_cuda, data, case):
+    options, ends = COUNTED[case]
+    eager, watched, one, data_one, _ = counted(data, replayed=False, **options)
+    for kind in (MNISTDataModule, OneByOne):
+        model, watch, trainer, data_many, _ = counted(data, replayed=True, kind=kind, **options)
+        assert watch.ends == (ends if kind is MNISTDataModule else watched.ends)
+        assert watch.validated == watched.validated and watch.epochs == watched.epochs
+        assert equal(eager, model) and trainer.global_step == one.global_step
+        assert data_many.state_dict() == data_one.state_dict()
+        progress = [each.fit_loop.epoch_loop.batch_progress for each in (one, trainer)]
+        assert progress[0] == progress[1], "checkpoints of both ways count alike"
+
+
+@pytest.mark.parametrize("steps", [17, 37])
+def test_a_run_may_be_resumed_after_any_step(without_cuda, data, tmp_path, steps):
+    options = {"val_check_interval": 11, "check_val_every_n_epoch": None}
+    whole, watched, *_ = counted(data, True, max_steps=50, **options)
+    for first in (True, False):
+        *_, trainer, _, _ = counted(data, first, max_steps=steps, **options)
+        trainer.save_checkpoint(tmp_path / "some.ckpt")
+        for second in (True, False):
+            pl.seed_everything(9, verbose=False)
+            model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
+            model.capture = None if second else False
+            trainer = pl.Trainer(
+                accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
+                enable_progress_bar=False, enable_model_summary=False, max_steps=50, max_epochs=-1,
+                num_sanity_val_steps=0, limit_val_batches=1, **options,
+            )  # fmt: skip
+            images = MNISTDataModule(str(data), batch_size=2, download=False)
+            trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "some.ckpt")
+            assert watch.replayed is second and equal(model, whole)
+            assert watch.validated == [step for step in watched.validated if step > steps]
+
+
+def test_a_checkpoint_that_counted_blocks_as_batches_validates_at_the_same_steps(
+    without_cuda, data, tmp_path
+):
+    options = {"val_check_interval": 20, "check_val_every_n_epoch": None}
+    *_, trainer, _, _ = counted(data, True, max_steps=20, **options)
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    total.ready = total.started = total.processed = total.completed = 1
+    trainer.save_checkpoint(tmp_path / "blocks.ckpt")
+    model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
+        enable_progress_bar=False, enable_model_summary=False, max_steps=70, max_epochs=-1,
+        num_sanity_val_steps=0, limit_val_batches=1, **options,
+    )  # fmt: skip
+    images = MNISTDataModule(str(data), batch_size=2, download=False)
+    trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "blocks.ckpt")
+    assert watch.validated == [40, 60]
+
+
+@pytest.mark.parametrize("fails_at", [None, 25])
+def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data, fails_at):
+    given = {"max_steps": 40, "val_check_interval": 7, "limit_train_batches": 23}
+    model, _, trainer, images, (before, names) = counted(data, True, fails_at=fails_at, **given)
+    for name in ("val_check_interval", "limit_train_batches", "check_val_every_n_epoch"):
+        assert getattr(trainer, name) == before[name]
+    assert set(vars(images)) - names <= {"source", "prepare_data_per_node"}
+    loader = images.train_dataloader()
+    assert all(batch.shape == (2, 1, 28, 28) for batch in loader), "one batch at a time"
+    if fails_at is None:
+        assert not model.replays and model.automatic_optimization
+
+
+def test_says_why_not(data):
     with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
-        model, _, _ = train(DiscreteVAE, True, 1, tmp_path)
-    assert model.automatic_optimization
+        train(DiscreteVAE, True, 1, data)
 
 
 @cuda
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
 @pytest.mark.parametrize("head", ["softmax", "natural"])
-def test_the_same_curve_as_eager(model_class, head, tmp_path):
-    _, _, eager = train(model_class, False, 100, tmp_path, accelerator="gpu", head=head)
-    model, trainer, graph = train(model_class, None, 100, tmp_path, accelerator="gpu", head=head)
-    assert not model.automatic_optimization and trainer.global_step == 100
+def test_the_same_curve_as_eager(model_class, head, data):
+    _, _, eager = train(model_class, False, 100, data, accelerator="gpu", head=head)
+    _, trainer, graph = train(model_class, None, 100, data, accelerator="gpu", head=head)
+    assert trainer.global_step == 100
     want, got = eager.series("train/loss"), graph.series("train/loss")
     for step in (19, 39, 99):
         assert got[step] == pytest.approx(want[step], rel=1e-3)
@@ -315,6 +442,45 @@ def test_a_backlog_waits_for_the_oldest(monkeypatch):
     for number in range(4):
         backlog.add()
         assert len(Event.waited) == max(0, number - 1)
+
+
+# -- numbers and optimizers of captured steps ------------------------------------------------------
+
+
+def test_a_device_scalar_changes_in_place_and_is_no_part_of_a_checkpoint():
+    model = nn.Module()
+    model.number = graphs.DeviceScalar(1.0)
+    place = model.number().data_ptr()
+    model.number.set(0.25)
+    assert model.number().item() == float(model.number) == 0.25
+    assert model.number().data_ptr() == place and not model.state_dict()
+    assert model.double().number().dtype == torch.float64, "it moves with its module"
+
+
+def test_an_optimizer_gets_the_options_that_its_kind_knows():
+    assert graphs.capturable_options(torch.optim.Adam) == {"capturable": True, "fused": True}
+    assert graphs.capturable_options(torch.optim.SGD) == {"fused": True}
+    assert graphs.capturable_options(torch.optim.LBFGS) == {}
+
+
+def test_a_learning_rate_changes_in_place_where_steps_are_captured():
+    group, device = {"lr": 0.1}, torch.device("cpu")
+    graphs.set_learning_rate(group, 0.2, None)
+    assert group == {"lr": 0.2}
+    graphs.set_learning_rate(group, 0.3, device)
+    place = group["lr"]
+    graphs.set_learning_rate(group, 0.4, device)
+    assert group["lr"] is place and place.item() == pytest.approx(0.4)
+    graphs.set_learning_rate(group, 0.5, None)
+    assert group == {"lr": 0.5}
+
+
+def test_the_first_reason_not_to_capture_is_told():
+    why, cuda_device = graphs.why_not_captured, torch.device("cuda")
+    assert why(False, cuda_device, {}) == "capture is False"
+    assert why(True, torch.device("cpu"), {"a": True}) == "the device is not a CUDA device"
+    assert why(None, cuda_device, {"a": False, "b": True, "c": True}) == "b"
+    assert why(None, cuda_device, {"a": False}) is None
 
 
 def test_batches_of_another_dtype_are_not_alike():

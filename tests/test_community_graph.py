@@ -9,7 +9,7 @@ import torch
 from catnat.datamodules import CommunityGraphDataModule, community_graph
 from catnat.datamodules.community_graph import community_graph as possible_edges
 from catnat.datamodules.community_graph import num_nodes
-from catnat.networks import GCN
+from catnat.graphs import GCN
 
 PAPER = Path(__file__).resolve().parent.parent / "experiments" / "paper.json"
 
@@ -85,10 +85,11 @@ def test_parts_do_not_overlap_and_follow_the_seed(tmp_path):
 def test_training_batches_are_shuffled_pairs(tmp_path):
     data = ready(tmp_path, batch_size=20)
     whole = {tuple(x.flatten().tolist()): y for x, y in zip(*data._parts["train"], strict=True)}
-    data.steps_per_batch = 3
-    batches = list(data.train_dataloader())
-    assert [len(each) for each in batches] == [3, 1]
-    for x, y in batches[0] + batches[1]:
+    loader = data.train_dataloader()
+    draws = iter(loader)
+    batches = [next(draws), *loader.next_batches(2), *draws]
+    assert len(batches) == len(loader) == 4 and not loader.next_batches(2)
+    for x, y in batches:
         assert x.shape == (20, 24, 4)
         for one, other in zip(x, y, strict=True):
             assert torch.equal(whole.pop(tuple(one.flatten().tolist())), other)

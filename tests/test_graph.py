@@ -5,15 +5,14 @@ import pytest
 import torch
 from cases import HEADS
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
+from test_capture import Curve, Watch, without_cuda  # noqa: F401 - a fixture
 from torch import nn
 
 from catnat.callbacks import FisherMonitor, GraphFigures
 from catnat.datamodules import CommunityGraphDataModule
-from catnat.graphs import sample_graphs
+from catnat.graphs import GCN, sample_graphs
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_score
-from catnat.networks import GCN
 
 ESTIMATORS = ("score_function", "local_expectation")
 BOTH = pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -179,7 +178,7 @@ def test_a_predictor_of_ones_own():
     model = make(predictor=Sums())
     model.step_loss(batch()).backward()
     assert model.predictor.scale.grad.any() and model.edge_scores.grad.any()
-    assert model.why_not_replayed() == "the predictor may wait for the device"
+    assert model.why_host_needed() == "the predictor may wait for the device"
 
 
 def test_subclasses_may_override_scores_and_loss(root):
@@ -308,9 +307,10 @@ def test_replayed_steps_are_the_same_steps(without_cuda, root, length):  # noqa:
     for capture in (False, None):
         pl.seed_everything(1, verbose=False)
         models.append(make(capture=capture, **options))
-        fit(models[-1], root, **length)
+        watch = Watch()
+        fit(models[-1], root, callbacks=[watch], **length)
+        assert watch.replayed is (capture is None)
     one, many = models
-    assert one.automatic_optimization and not many.automatic_optimization
     for ours, theirs in zip(one.parameters(), many.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)  # a rate as a float32 tensor rounds
     assert isinstance(many.optimizers().param_groups[0]["lr"], torch.Tensor)
@@ -324,14 +324,15 @@ def test_a_captured_run_on_cuda_takes_the_eager_steps(root, estimator):
         pl.seed_everything(1, verbose=False)
         models.append(make(capture=capture, lr_schedule="linear", estimator=estimator))
         data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32, root=str(root))
+        watch = Watch()
         trainer = pl.Trainer(
             accelerator="gpu", devices=1, max_steps=60, logger=False, limit_val_batches=0,
+            callbacks=[watch],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(models[-1], datamodule=data)
-        assert trainer.global_step == 60
+        assert trainer.global_step == 60 and watch.replayed is (capture is None)
     eager, replayed = models
-    assert not replayed.automatic_optimization
     for ours, theirs in zip(eager.parameters(), replayed.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-3)
 
@@ -340,4 +341,4 @@ def test_large_graphs_are_not_captured():
     assert GCN(4, 2).is_dense(24)
     for capture in (None, True):
         model = make(predictor=GCN(4, 2, sparse_from=6), capture=capture)
-        assert "the graph is sparse" in model.why_not_replayed()
+        assert "the graph is sparse" in model.why_host_needed()

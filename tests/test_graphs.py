@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from catnat.graphs import (
+    GCN,
     flip_gains,
     local_expectation_direction,
     sample_graphs,
@@ -13,7 +14,6 @@ from catnat.graphs import (
 )
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_terms
-from catnat.networks import GCN
 
 REPEATS = 1000
 

@@ -18,7 +18,8 @@ PROGRAMS = ("train", "examples", "experiments", "benchmarks")  # each knows thos
 # Beyond the standard library, torch and itself, what a file of catnat/ may import.
 GUESTS = {
     "catnat/metrics.py": {"torchmetrics"},
-    "catnat/networks.py": {"torch_geometric"},
+    "catnat/graphs.py": {"torch_geometric"},
+    "catnat/noise.py": {"numpy"},
     "catnat/sb3/": {"stable_baselines3", "gymnasium", "numpy"},
     "catnat/sb3/masked.py": {"sb3_contrib"},
     "catnat/ops/": {"triton"},

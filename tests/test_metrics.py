@@ -8,7 +8,7 @@ from cases import HEADS
 
 from catnat import make_head
 from catnat.fisher import off_diagonal_mass
-from catnat.metrics import FisherOffDiagonalMass, edge_metrics, prediction_metrics
+from catnat.metrics import FisherOffDiagonalMass, RowMeans, edge_metrics, prediction_metrics
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])
@@ -28,6 +28,25 @@ def test_does_not_depend_on_how_the_data_are_cut(name, norm):
         weighted.update(head.mean_fisher(part), weight=len(part))
     assert weighted.compute() == pytest.approx(whole.item(), abs=1e-6)
     assert torch.allclose(weighted.mean().float(), head.mean_fisher(scores), atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [[7], [2, 5], [7, 0], [1] * 7])
+def test_means_over_rows_do_not_depend_on_how_the_rows_are_cut(cut):
+    rows = torch.randn(7, 2, 3)
+    means = RowMeans({"loss": (), "usage": (2, 3)})
+    for part in rows.split(cut):
+        means.update(len(part), loss=part[:, 0, 0].double().sum(), usage=part.double().sum(0))
+    found = means.compute()
+    assert found["loss"].item() == pytest.approx(rows[:, 0, 0].mean().item(), abs=1e-6)
+    assert torch.allclose(found["usage"].float(), rows.mean(0), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_means_over_no_rows_are_no_means():
+    means = RowMeans({"loss": ()})
+    means.update(2, loss=torch.tensor(3.0))
+    means.reset()
+    assert means.compute() == {}
 
 
 def test_reset_and_errors():

@@ -253,6 +253,27 @@ def test_resuming_goes_on_exactly_where_it_stopped(position):
     assert torch.equal(batches(resumed, 20 - position), straight[position:])
 
 
+@pytest.mark.parametrize("variant", ["gray", "stochastic"])
+@pytest.mark.parametrize(("shuffle", "most"), [(True, 2), (True, 9), (False, 2), (False, 9)])
+def test_batches_drawn_together_are_the_batches_drawn_one_by_one(variant, shuffle, most):
+    def fresh():
+        return ImageLoader(numbered(55), 10, variant, shuffle=shuffle, seed=3)
+
+    one, together = fresh(), fresh()
+    for _ in range(2):
+        found = []
+        for batch in together:
+            found += [batch, *together.next_batches(most)]
+        wanted = list(one)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert together.state_dict() == one.state_dict()
+
+
+def test_two_passes_of_an_evaluation_do_not_disturb_each_other():
+    loader = ImageLoader(numbered(50), 10)
+    assert all(torch.equal(a, b) for a, b in zip(loader, loader, strict=True))
+
+
 def test_resuming_at_the_end_of_a_shortened_epoch_begins_the_next():
     _, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
     resumed = ImageLoader(numbered(50), 10, shuffle=True, max_batches=3)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from catnat import networks
-from catnat.networks import (
-    GCN,
+from catnat.graphs import GCN, as_predictor
+from catnat.lit_modules import networks
+from catnat.lit_modules.networks import (
     Upsample,
-    as_predictor,
     conv_decoder,
     conv_encoder,
     mlp_decoder,
@@ -133,7 +132,7 @@ def test_other_modules_stay_what_they_are():
 
 def test_the_dense_path_does_not_import_torch_geometric():
     code = (
-        "import sys, torch; from catnat.networks import GCN, as_predictor;"
+        "import sys, torch; from catnat.graphs import GCN, as_predictor;"
         "as_predictor(GCN(4, 2))(torch.zeros(1, 24, 4), torch.zeros(2, 24, 24));"
         "print('torch_geometric' in sys.modules)"
     )

@@ -1,9 +1,19 @@
 """Noise of ranks: each has its own, and a resumed run draws what it would have drawn."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from catnat.noise import noise_state, separate_noise, set_noise_state
+from catnat.noise import (
+    forked_random_state,
+    noise_state,
+    random_state,
+    separate_noise,
+    set_noise_state,
+    set_random_state,
+)
 
 CPU = torch.device("cpu")
 
@@ -49,3 +59,27 @@ def test_ranks_that_were_there_go_on():
         separate_noise(rank)
         torch.rand(7)
         assert torch.rand(4).tolist() == draws(states, 4)[rank]
+
+
+def test_a_fork_draws_from_its_seed_and_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        with forked_random_state(CPU, seed=3):
+            found.append(torch.rand(4).tolist())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
+    with pytest.raises(ArithmeticError), forked_random_state(CPU, seed=3):
+        raise ArithmeticError
+    assert torch.equal(torch.get_rng_state(), before), "also after an error"
+
+
+def test_a_restored_state_is_that_of_all_generators():
+    def numbers():
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+    state = random_state(CPU)
+    first = numbers()
+    assert numbers() != first
+    set_random_state(state, CPU)
+    assert numbers() == first

@@ -11,8 +11,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from catnat import replay
 from catnat.replay import WARM_UP
-from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, optimizers
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule
 from catnat.sb3 import head_ppo as ppo
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,9 +54,13 @@ class FakeGraph:
 @pytest.fixture
 def without_cuda(monkeypatch):
     FakeGraph.made = []
-    monkeypatch.setattr(ppo, "why_not", lambda model: None)
+    monkeypatch.setattr(
+        ppo,
+        "why_not_captured",
+        lambda capture, *_: "no" if capture is False else None,
+    )
     monkeypatch.setattr(ppo, "StepGraph", FakeGraph)
-    monkeypatch.setattr(optimizers, "CAPTURED", {"fused": False})
+    monkeypatch.setattr(replay, "CAPTURABLE", {"fused": False})
 
 
 CASES = {

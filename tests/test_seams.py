@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases_cli import run
-from test_capture import Curve, without_cuda  # noqa: F401 - a fixture
+from test_capture import Curve, Watch, without_cuda  # noqa: F401 - a fixture
 
 from catnat.callbacks import FisherMonitor, GraphFigures
 from catnat.callbacks.images import figures_for
@@ -100,11 +100,11 @@ def test_a_subclass_that_would_never_optimize_is_told(data):
 
 def test_a_model_that_was_replayed_may_be_trained_without_that(without_cuda, data):  # noqa: F811
     model = DiscreteVAE(num_latents=2, num_categories=3)
-    make_trainer(4).fit(model, datamodule=images(data))
-    assert model.replays
-    model.capture = False
-    make_trainer(4).fit(model, datamodule=images(data))
-    assert not model.replays and model.automatic_optimization
+    for capture in (None, False):
+        model.capture, watch = capture, Watch()
+        make_trainer(4, callbacks=[watch]).fit(model, datamodule=images(data))
+        assert watch.replayed is (capture is None)
+        assert not model.replays and model.automatic_optimization
 
 
 # -- optimizers of the user's --------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_training_is_zero_grad_backward_clip_step(x):
         optimizer.param_groups[0]["lr"] = 1e-3 * 0.5 ** (step // 2)
         temperature = max(math.exp(-0.1 * (step // 2 * 2)), 0.5)
         optimizer.zero_grad()
-        twin.temperature.fill_(temperature)
+        twin.temperature.set(temperature)
         loss = twin.step_loss(x)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
@@ -171,7 +171,7 @@ def test_the_temperature_follows_the_optimizer_steps(x):
 
     class Seen(DiscreteVAE):
         def loss(self, batch, q):
-            seen.append(self.temperature.item())
+            seen.append(self.temperature().item())
             return super().loss(batch, q)
 
     run = fit(Seen(temperature_rate=0.1, temperature_steps=2), x, steps=6)

@@ -24,9 +24,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat import head_names
 from catnat.callbacks import FisherMonitorSB3, Stopped, compare, load_checkpoint
-from catnat.callbacks.run_sb3 import PPORun, forked_random_state, load_state, recent_return
+from catnat.callbacks.run_sb3 import PPORun, load_state, recent_return
 from catnat.datamodules.atari import rom_of
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
+from catnat.noise import forked_random_state
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,

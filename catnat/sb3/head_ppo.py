@@ -1,4 +1,4 @@
-"""HeadPPO: the PPO of Stable-Baselines3, on the device as far as it goes."""
+"""HeadPPO: the PPO of Stable-Baselines3 with rollout, policy and update on the device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.replay import StepGraph
+from catnat.replay import (
+    StepGraph,
+    make_capturable,
+    make_portable,
+    portable_state,
+    set_learning_rate,
+    why_not_captured,
+)
 from catnat.sb3 import objective
 from catnat.sb3.action_distributions import categories_of, unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer
 from catnat.sb3.objective import Settings, ValueLoss
-from catnat.sb3.optimizers import Snapshot, make_capturable, make_portable, portable_state
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
     HeadPolicy,
+    Snapshot,
 )
 from catnat.sb3.rollout import Collector
 
@@ -50,15 +57,16 @@ class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
 class HeadPPO(PPO):
     """PPO for policies with a categorical head (and others over the same action spaces).
 
-    With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each
-    loads the zips that the other saves (the other ignores ``value_loss``). It is made for a GPU:
-    the rollout stays there, pictures as bytes; what is logged is read once per update; the policy
-    and the update are replayed as CUDA graphs; and an environment with ``halves`` plays with one
-    half while the policy looks at the other, see :class:`Collector`.
+    With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each of
+    the two loads the zips that the other saves (``stable_baselines3.PPO`` ignores ``value_loss``).
+    HeadPPO is made for a GPU: the rollout stays there, pictures as bytes; logged values are read
+    once per update; the policy and the update are replayed as CUDA graphs; and an environment with
+    ``halves`` plays with one half while the policy computes the actions of the other, see
+    :class:`Collector`.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update, with policy and optimizer put back to where they were before it. An action that
-    was played and has become impossible is none of these: in the KL divergence it counts 1000.
+    was played and has become impossible does not raise: its term in the KL divergence is 1000.
 
     Args:
         args: as for ``stable_baselines3.PPO``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy"
@@ -66,8 +74,8 @@ class HeadPPO(PPO):
         value_loss: "sb3", or "cleanrl" for the larger one of the errors of clipped and unclipped
             values, where ``clip_range_vf`` is the same as ``clip_range`` unless given. Neither has
             a factor 1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
-        capture: replay CUDA graphs: None for wherever possible, False for never, True to be
-            told why not.
+        capture: replay the policy and the update as CUDA graphs. None: wherever that is possible.
+            False: never. True: as None, with a warning that says why where it is not possible.
         overlap: use the ``halves`` of an environment that has them.
         kwargs: as for ``stable_baselines3.PPO``.
     """
@@ -101,7 +109,7 @@ class HeadPPO(PPO):
         rollout_buffer: Any,
         n_rollout_steps: int,
     ) -> bool:
-        """Play one rollout; False if a callback stopped it.
+        """Play one rollout; return False if a callback stopped it.
 
         Callbacks see the local variables that they see in Stable-Baselines3, for the joint step of
         all environments. With halves, the first one is already playing its next step: callbacks
@@ -127,7 +135,7 @@ class HeadPPO(PPO):
                     collector.bootstrap(step)
                     rollout_buffer.receive(rewards, self._last_episode_starts)
                     self._last_obs, self._last_episode_starts = new_obs, dones
-        finally:  # after an interrupt, too; without observations, learn() begins new episodes
+        finally:  # also after an interrupt; without observations, learn() begins new episodes
             self._last_obs, self._last_episode_starts = collector.observations(), collector.dones()
         n_steps, values = n_rollout_steps, collector.last_values()
         rollout_buffer.upload(dones)
@@ -166,7 +174,7 @@ class HeadPPO(PPO):
         return True
 
     def _minimize(self, indices: Tensor) -> Tensor:
-        """One step of the optimizer; returns ``STATISTICS``. Device work alone."""
+        """One step of the optimizer, on the device alone; returns ``STATISTICS``."""
         return self._descend(*self._loss(indices))
 
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +188,7 @@ class HeadPPO(PPO):
         advantages = batch.advantages
         if self.normalize_advantage:
             advantages = objective.normalized(advantages)
-        # What the policy did not choose says nothing about its choices.
+        # A forced action was not chosen by the policy, so it has no part in the ratios.
         log_ratio = torch.where(batch.forced, 0.0, log_prob - batch.log_probs)
         policy_loss = objective.policy_loss(log_ratio, advantages, numbers.low, numbers.high)
         value_loss = objective.value_loss(
@@ -206,7 +214,7 @@ class HeadPPO(PPO):
         return torch.cat([statistics, norm.detach()[None]])
 
     def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
-        """Read what happened, all at once."""
+        """Read the statistics of the update from the device, all at once, and log them."""
         buffer = self.rollout_buffer
         explained = objective.explained_variance(buffer.tensors.values, buffer.tensors.returns)
         table = torch.stack([row for rows in epochs for row in rows]).cpu()
@@ -224,7 +232,7 @@ class HeadPPO(PPO):
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _where(self, table: Tensor, sizes: list[int]) -> str:
-        """Where the table of statistics is first not finite."""
+        """The first entry of the table of statistics that is not finite, in words."""
         row, column = (~table.isfinite()).nonzero()[0].tolist()
         places = [(e, m) for e, size in enumerate(sizes, 1) for m in range(1, size + 1)]
         epoch, minibatch = places[row]
@@ -235,7 +243,7 @@ class HeadPPO(PPO):
         )
 
     def _set_numbers(self) -> dict[str, float]:
-        """Bring what may change between updates to the device; returns what is logged of it."""
+        """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
         clip = self.clip_range(remaining)  # type: ignore[operator]
         own = self.clip_range_vf
@@ -259,10 +267,7 @@ class HeadPPO(PPO):
         self.logger.record("train/learning_rate", rate)
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                set_learning_rate(group, rate, self.device if self._captured else None)
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
@@ -292,8 +297,8 @@ class HeadPPO(PPO):
         return super()._setup_learn(*args, **kwargs)
 
     def _prepare(self) -> None:
-        """Decide what is replayed, and begin with fresh graphs."""
-        reason = "capture is False" if self.capture is False else why_not(self)
+        """Decide whether CUDA graphs are replayed, and begin with new graphs."""
+        reason = why_not(self)
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
@@ -322,21 +327,22 @@ class HeadPPO(PPO):
 
     def _excluded_save_params(self) -> list[str]:
         made_anew = ["_collector", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
-        if self.rollout_buffer_class is DeviceRolloutBuffer:  # whoever loads it has its own
+        if self.rollout_buffer_class is DeviceRolloutBuffer:  # each PPO that loads has its own
             made_anew.append("rollout_buffer_class")
         return [*super()._excluded_save_params(), *made_anew]
 
 
 def why_not(model: HeadPPO) -> str | None:
-    """Why a model's work cannot be captured; None if it can."""
-    if model.device.type != "cuda":
-        return "the device is not a CUDA device"
-    if model.target_kl is not None:
-        return "target_kl looks at each minibatch before the step"
-    if not isinstance(model.policy, HeadPolicy):
-        return "the policy has no head, and may wait for the device"
-    if "capturable" not in model.policy.optimizer.defaults:
-        return f"{type(model.policy.optimizer).__name__} cannot be captured"
-    if not model.rollout_buffer.on_device:
-        return "the device has no room for the observations of a rollout"
-    return None
+    """Why the policy and the update of a model are not replayed; None if they are."""
+    optimizer = model.policy.optimizer
+    obstacles = {
+        "target_kl looks at each minibatch before the step": model.target_kl is not None,
+        "the policy has no head, and may wait for the device": not isinstance(
+            model.policy, HeadPolicy
+        ),
+        f"{type(optimizer).__name__} cannot be captured": "capturable" not in optimizer.defaults,
+        "the device has no room for the observations of a rollout": (
+            not model.rollout_buffer.on_device
+        ),
+    }
+    return why_not_captured(model.capture, model.device, obstacles)

@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import Schedule
-from torch import nn
+from torch import Tensor, nn
 
 from catnat.heads import CategoricalHead, make_head
 from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
@@ -98,3 +98,23 @@ class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):  # type: ignor
 
 class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):  # type: ignore[misc]
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
+
+
+class Snapshot:
+    """A copy of the weights of a policy and of the state of its optimizer."""
+
+    def __init__(self, policy: BasePolicy) -> None:
+        self.policy = policy
+        self._weights = {name: x.clone() for name, x in policy.state_dict().items()}
+        self._state = {
+            parameter: {
+                name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()
+            }
+            for parameter, state in policy.optimizer.state.items()
+        }
+
+    def restore(self) -> None:
+        """Put the policy and its optimizer back to where they were when the copy was made."""
+        self.policy.load_state_dict(self._weights)
+        self.policy.optimizer.state.clear()
+        self.policy.optimizer.state.update(self._state)

@@ -13,9 +13,9 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from torch import Tensor
 
+from catnat.replay import send
 from catnat.sb3.action_distributions import unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer, Observation, map_observations
-from catnat.transfer import send
 
 Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 

@@ -1,0 +1,110 @@
+"""Encoders from 28 x 28 images to scores, and decoders from latents to the logits of pixels."""
+
+from __future__ import annotations
+
+import platform
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMAGE_SHAPE = (1, 28, 28)
+_SLOW_TRANSPOSED = platform.machine() in {"aarch64", "arm64"}
+
+
+def conv_encoder(num_outputs: int) -> nn.Sequential:
+    """Three strided convolutions and two linear layers.
+
+    Shapes: images (B, 1, 28, 28), result (B, num_outputs).
+
+    Example:
+        >>> import torch
+        >>> conv_encoder(70)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 70])
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1),  # 14 x 14
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),  # 7 x 7
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),  # 3 x 3
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_outputs),
+    )
+
+
+def conv_decoder(num_inputs: int) -> nn.Sequential:
+    """Mirror of :func:`conv_encoder`: two linear layers and three transposed convolutions.
+
+    Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
+
+    Example:
+        >>> import torch
+        >>> conv_decoder(80)(torch.zeros(2, 80)).shape
+        torch.Size([2, 1, 28, 28])
+    """
+    return nn.Sequential(
+        nn.Linear(num_inputs, 128),
+        nn.ReLU(),
+        nn.Linear(128, 288),
+        nn.ReLU(),
+        nn.Unflatten(1, (32, 3, 3)),
+        Upsample(32, 16),  # 7 x 7
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Upsample(16, 8, padding=1),  # 14 x 14
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        Upsample(8, 1, padding=1),  # 28 x 28
+    )
+
+
+def mlp_encoder(num_outputs: int) -> nn.Sequential:
+    """784 - 512 - 256 - num_outputs with ReLU.
+
+    Shapes: images (B, 1, 28, 28), result (B, num_outputs).
+    """
+    return nn.Sequential(nn.Flatten(), *_mlp(784, 512, 256, num_outputs))
+
+
+def mlp_decoder(num_inputs: int) -> nn.Sequential:
+    """Mirror of :func:`mlp_encoder`: num_inputs - 256 - 512 - 784 with ReLU.
+
+    Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
+    """
+    return nn.Sequential(*_mlp(num_inputs, 256, 512, 784), nn.Unflatten(1, IMAGE_SHAPE))
+
+
+def _mlp(*sizes: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]
+
+
+class Upsample(nn.ConvTranspose2d):
+    """Transposed convolution with kernel 3 and stride 2, (B, C, n, n) -> (B, C', m, m).
+
+    m = 2n + 1 without padding, 2n with it. On ARM processors oneDNN takes up to five times as
+    long for these as one matrix product and a fold.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, padding: int = 0) -> None:
+        super().__init__(
+            in_channels, out_channels, 3, stride=2, padding=padding, output_padding=padding
+        )
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The transposed convolution of x."""
+        if not (_SLOW_TRANSPOSED and x.device.type == "cpu") or output_size is not None:
+            return super().forward(x, output_size)
+        assert self.bias is not None
+        padding = int(self.padding[0])
+        size = (2 * x.shape[-2] + 1 - padding, 2 * x.shape[-1] + 1 - padding)
+        columns = self.weight.flatten(1).t() @ x.flatten(2)  # (B, 9 C', n n)
+        image = F.fold(columns, size, kernel_size=3, padding=padding, stride=2)
+        return image + self.bias[:, None, None]
