@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
+from catnat.callbacks.progress import StepBar
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 
@@ -338,6 +340,22 @@ def test_a_checkpoint_that_counted_blocks_as_batches_validates_at_the_same_steps
     assert watch.validated == [40, 60]
 
 
+def test_a_progress_bar_counts_steps(without_cuda, data):
+    shown = []
+
+    class Bar(StepBar):
+        def _update(self, progress_bar_id, current, visible=True):
+            shown.append(current)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Bar()],
+        enable_model_summary=False, max_epochs=1, limit_val_batches=0,
+    )  # fmt: skip
+    images = MNISTDataModule(str(data), batch_size=2, download=False)
+    trainer.fit(DiscreteVAE(num_latents=2, num_categories=2), datamodule=images)
+    assert shown == [20, 30]
+
+
 @pytest.mark.parametrize("fails_at", [None, 25])
 def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data, fails_at):
     given = {"max_steps": 40, "val_check_interval": 7, "limit_train_batches": 23}
@@ -349,6 +367,39 @@ def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data,
     assert all(batch.shape == (2, 1, 28, 28) for batch in loader), "one batch at a time"
     if fails_at is None:
         assert not model.replays and model.automatic_optimization
+
+
+REASONS = {
+    "the host": {"why_host_needed": lambda: "the host is needed"},
+    "more than one process": {"world_size": 2},
+    "bf16-mixed, not 32-true": {"precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "the Trainer clips gradients": {"gradient_clip_val": 1.0},
+    "capture is False": {"capture": False},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_each_reason_not_to_replay_is_told(reason):
+    options = {
+        "strategy": SimpleNamespace(root_device=torch.device("cuda")),
+        "world_size": 1,
+        "precision": "32-true",
+        "accumulate_grad_batches": 1,
+        "gradient_clip_val": None,
+        "capture": None,
+        "why_host_needed": lambda: None,
+    }
+    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
+    assert replay.why_not(model) is None
+    options |= REASONS[reason]
+    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
+    assert reason in replay.why_not(model)
+
+
+def test_without_capture_there_are_no_replayed_steps(without_cuda, data, monkeypatch):
+    monkeypatch.setattr(replay.ReplayedSteps, "__init__", None)
+    counted(data, replayed=False, max_steps=2)
 
 
 def test_says_why_not(data):
