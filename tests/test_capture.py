@@ -82,11 +82,12 @@ def train(
     ckpt_path=None,
     accelerator="cpu",
     monitor=None,
+    batch_size=2,
     **options,
 ):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
-    data = MNISTDataModule(str(root), batch_size=2, download=False)
+    data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
     logger, watch = Curve(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
@@ -234,7 +235,7 @@ class OneByOne(MNISTDataModule):
         return batch
 
 
-def counted(root, replayed, kind=MNISTDataModule, fails_at=None, **options):
+def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cpu", **options):
     """Train on 30 batches an epoch; returns the parameters, what was watched, the trainer."""
 
     class Model(DiscreteVAE):
@@ -248,8 +249,9 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, **options):
     data, watch = kind(str(root), batch_size=2, download=False), Watch()
     options = {"max_epochs": -1, "limit_val_batches": 1} | options
     trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
+        accelerator=accelerator, logger=False, enable_checkpointing=False, callbacks=[watch],
+        devices=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        **options,
     )  # fmt: skip
     attributes = [dict(vars(trainer)), set(vars(data))]
     if fails_at is None:
@@ -411,16 +413,29 @@ def test_says_why_not(data):
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
 @pytest.mark.parametrize("head", ["softmax", "natural"])
 def test_the_same_curve_as_eager(model_class, head, data):
-    _, _, eager = train(model_class, False, 100, data, accelerator="gpu", head=head)
-    _, trainer, graph = train(model_class, None, 100, data, accelerator="gpu", head=head)
+    options = {"accelerator": "gpu", "head": head, "batch_size": 20}  # three batches an epoch
+    _, _, eager = train(model_class, False, 100, data, **options)
+    _, trainer, graph = train(model_class, None, 100, data, **options)
     assert trainer.global_step == 100
     want, got = eager.series("train/loss"), graph.series("train/loss")
-    for step in (19, 39, 99):
+    assert list(got) == [*range(2, 99, 3), 99], "the last step of each block"
+    for step in (20, 50, 99):
         assert got[step] == pytest.approx(want[step], rel=1e-3)
     mass = graph.series("fim/off_diagonal_mass_fro")
     assert list(mass) == list(range(100))
     for step, value in eager.series("fim/off_diagonal_mass_fro").items():
         assert mass[step] == pytest.approx(value, abs=1e-3)
+
+
+@cuda
+@pytest.mark.parametrize("case", COUNTED)
+def test_options_of_the_trainer_count_steps_on_cuda(data, case):
+    options, ends = COUNTED[case]
+    _, watched, one, data_one, _ = counted(data, False, accelerator="gpu", **options)
+    _, watch, trainer, data_many, _ = counted(data, True, accelerator="gpu", **options)
+    assert watch.ends == ends and watch.validated == watched.validated
+    assert trainer.global_step == one.global_step
+    assert data_many.state_dict() == data_one.state_dict()
 
 
 @cuda
