@@ -18,6 +18,18 @@ class StepBar(RichProgressBar):
         most = self.trainer.max_steps
         return f"step {steps} of {most:,}" if most > 0 else f"step {steps}"
 
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Move the bar to the last batch that was trained on: a model may take several at once."""
+        latest = trainer.fit_loop.epoch_loop.batch_idx
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, latest)
+
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:

@@ -82,8 +82,8 @@ class GraphStructureLearner(StepModule):
         predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
             (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
         head_options: options of the head, such as ``amplitude`` for natural.
-        capture: replay training steps as CUDA graphs, see :class:`StepModule`. None: wherever that
-            is possible, and the predictor is the default one.
+        capture: replay training steps as CUDA graphs, faster and with the same results. None:
+            wherever that is possible, and the predictor is the default one.
         test_passes: passes over the test pairs, each with new graphs; the energy_score_2x of one
             pass has a noise of about 0.015.
     """

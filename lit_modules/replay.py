@@ -56,7 +56,9 @@ class ReplayedSteps:
 
     @classmethod
     def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
-        """The replayed steps of a module; None, if asked for with a warning, if that cannot be.
+        """The replayed steps of a module; None if they cannot be replayed, or must not be.
+
+        If ``capture`` is True and the steps cannot be replayed, a warning says why.
 
         Args:
             module: the module, about to be trained.

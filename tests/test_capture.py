@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
+from catnat.callbacks.progress import StepBar
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 
@@ -80,11 +82,12 @@ def train(
     ckpt_path=None,
     accelerator="cpu",
     monitor=None,
+    batch_size=2,
     **options,
 ):
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
-    data = MNISTDataModule(str(root), batch_size=2, download=False)
+    data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
     logger, watch = Curve(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
     trainer = pl.Trainer(
@@ -232,7 +235,7 @@ class OneByOne(MNISTDataModule):
         return batch
 
 
-def counted(root, replayed, kind=MNISTDataModule, fails_at=None, **options):
+def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cpu", **options):
     """Train on 30 batches an epoch; returns the parameters, what was watched, the trainer."""
 
     class Model(DiscreteVAE):
@@ -246,8 +249,9 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, **options):
     data, watch = kind(str(root), batch_size=2, download=False), Watch()
     options = {"max_epochs": -1, "limit_val_batches": 1} | options
     trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
+        accelerator=accelerator, logger=False, enable_checkpointing=False, callbacks=[watch],
+        devices=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        **options,
     )  # fmt: skip
     attributes = [dict(vars(trainer)), set(vars(data))]
     if fails_at is None:
@@ -338,6 +342,22 @@ def test_a_checkpoint_that_counted_blocks_as_batches_validates_at_the_same_steps
     assert watch.validated == [40, 60]
 
 
+def test_a_progress_bar_counts_steps(without_cuda, data):
+    shown = []
+
+    class Bar(StepBar):
+        def _update(self, progress_bar_id, current, visible=True):
+            shown.append(current)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Bar()],
+        enable_model_summary=False, max_epochs=1, limit_val_batches=0,
+    )  # fmt: skip
+    images = MNISTDataModule(str(data), batch_size=2, download=False)
+    trainer.fit(DiscreteVAE(num_latents=2, num_categories=2), datamodule=images)
+    assert shown == [20, 30]
+
+
 @pytest.mark.parametrize("fails_at", [None, 25])
 def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data, fails_at):
     given = {"max_steps": 40, "val_check_interval": 7, "limit_train_batches": 23}
@@ -351,6 +371,39 @@ def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data,
         assert not model.replays and model.automatic_optimization
 
 
+REASONS = {
+    "the host": {"why_host_needed": lambda: "the host is needed"},
+    "more than one process": {"world_size": 2},
+    "bf16-mixed, not 32-true": {"precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "the Trainer clips gradients": {"gradient_clip_val": 1.0},
+    "capture is False": {"capture": False},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_each_reason_not_to_replay_is_told(reason):
+    options = {
+        "strategy": SimpleNamespace(root_device=torch.device("cuda")),
+        "world_size": 1,
+        "precision": "32-true",
+        "accumulate_grad_batches": 1,
+        "gradient_clip_val": None,
+        "capture": None,
+        "why_host_needed": lambda: None,
+    }
+    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
+    assert replay.why_not(model) is None
+    options |= REASONS[reason]
+    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
+    assert reason in replay.why_not(model)
+
+
+def test_without_capture_there_are_no_replayed_steps(without_cuda, data, monkeypatch):
+    monkeypatch.setattr(replay.ReplayedSteps, "__init__", None)
+    counted(data, replayed=False, max_steps=2)
+
+
 def test_says_why_not(data):
     with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
         train(DiscreteVAE, True, 1, data)
@@ -360,16 +413,29 @@ def test_says_why_not(data):
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
 @pytest.mark.parametrize("head", ["softmax", "natural"])
 def test_the_same_curve_as_eager(model_class, head, data):
-    _, _, eager = train(model_class, False, 100, data, accelerator="gpu", head=head)
-    _, trainer, graph = train(model_class, None, 100, data, accelerator="gpu", head=head)
+    options = {"accelerator": "gpu", "head": head, "batch_size": 20}  # three batches an epoch
+    _, _, eager = train(model_class, False, 100, data, **options)
+    _, trainer, graph = train(model_class, None, 100, data, **options)
     assert trainer.global_step == 100
     want, got = eager.series("train/loss"), graph.series("train/loss")
-    for step in (19, 39, 99):
+    assert list(got) == [*range(2, 99, 3), 99], "the last step of each block"
+    for step in (20, 50, 99):
         assert got[step] == pytest.approx(want[step], rel=1e-3)
     mass = graph.series("fim/off_diagonal_mass_fro")
     assert list(mass) == list(range(100))
     for step, value in eager.series("fim/off_diagonal_mass_fro").items():
         assert mass[step] == pytest.approx(value, abs=1e-3)
+
+
+@cuda
+@pytest.mark.parametrize("case", COUNTED)
+def test_options_of_the_trainer_count_steps_on_cuda(data, case):
+    options, ends = COUNTED[case]
+    _, watched, one, data_one, _ = counted(data, False, accelerator="gpu", **options)
+    _, watch, trainer, data_many, _ = counted(data, True, accelerator="gpu", **options)
+    assert watch.ends == ends and watch.validated == watched.validated
+    assert trainer.global_step == one.global_step
+    assert data_many.state_dict() == data_one.state_dict()
 
 
 @cuda
