@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import operator
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,11 @@ class CategoricalHead(nn.Module, ABC):
     num_scores: int
     validate_args: bool | None = None  # of the distributions; None leaves it to them
 
+    if TYPE_CHECKING:  # torch declares that calling a module returns Any
+
+        def __call__(self, scores: Tensor) -> HeadCategorical:
+            """The distribution these scores stand for."""
+
     def __init_subclass__(
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
     ) -> None:
@@ -148,7 +153,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def forward(self, scores: Tensor) -> HeadCategorical:
         """The distribution these scores stand for."""
-        return HeadCategorical(self.log_probs(scores), self.validate_args)
+        return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
