@@ -10,9 +10,10 @@ from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadCategorical, HeadProbe
-from catnat.callbacks.fisher_summary import sampled_mean_fisher, summarize
+from catnat.callbacks.fisher_diagnostics import matrices_of, scalars_of
 from catnat.callbacks.images import heat_map
-from catnat.fisher import off_diagonal_mass
+from catnat.checks import require_at_least
+from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import masked, unchecked
 from catnat.sb3.buffers import map_observations
@@ -52,14 +53,8 @@ class FisherMonitorSB3(BaseCallback):
         seed: int = 0,
         verbose: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("every_n_rollouts", every_n_rollouts, 1),
-            ("num_samples", num_samples, 0),
-            ("max_states", max_states, 1),
-            ("image_every_n_rollouts", image_every_n_rollouts, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
+        require_at_least(0, num_samples=num_samples, image_every_n_rollouts=image_every_n_rollouts)
         super().__init__(verbose)
         self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
         self.max_states, self.seed = max_states, seed
@@ -101,13 +96,14 @@ class FisherMonitorSB3(BaseCallback):
             prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
             if name in masks:
                 head = GivenMask(head, masks[name])
-            matrix, (values,) = summarize(head, head.diagnostics(scores)[None].cpu())
+            diagnostics = head.diagnostics(scores)[None].cpu()
+            (values,) = scalars_of(head, diagnostics)
             if self.num_samples:
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
                 values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
             self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
             if every and number % every == 0:
-                self._record_image(f"{prefix}/mean", matrix[0])
+                self._record_image(f"{prefix}/mean", matrices_of(head, diagnostics)[0])
         self.latest["train/entropy"] = float(entropy)
         for tag, value in self.latest.items():
             self.logger.record(tag, value)
@@ -196,7 +192,7 @@ class GivenMask(CategoricalHead):
         self.num_scores = head.num_scores
 
     def log_probs(self, scores: Tensor) -> Tensor:
-        """log p(k | k allowed), (M B, S) -> (M B, K)."""
+        """log p(k | k allowed), (*, B, S) -> (*, B, K)."""
         return self._given(self.head.log_probs(scores), self.allowed)
 
     def inverse(self, probs: Tensor) -> Tensor:
@@ -227,5 +223,5 @@ class GivenMask(CategoricalHead):
 
     @staticmethod
     def _given(log_probs: Tensor, allowed: Tensor) -> Tensor:
-        rows = allowed.repeat(len(log_probs) // len(allowed), 1)
-        return masked(HeadCategorical(log_probs, validate_args=False), rows).logits
+        free = HeadCategorical(log_probs, validate_args=False)
+        return masked(free, allowed.expand(log_probs.shape)).logits

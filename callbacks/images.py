@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from catnat import HeadProbe
+from catnat.checks import require_at_least
 
 _BLUE = (0.2, 0.3, 0.6)
 
@@ -68,8 +69,7 @@ class VAEFigures(Callback):
     """
 
     def __init__(self, num_images: int = 10) -> None:
-        if num_images < 1:
-            raise ValueError(f"num_images must be at least 1, got {num_images}")
+        require_at_least(1, num_images=num_images)
         self.num_images = num_images
         self._probe: HeadProbe | None = None
         self._usage: dict[str, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from catnat.checks import require_positive
 from catnat.numerics import at_least_float32
 
 
@@ -90,8 +91,8 @@ def straight_through_gumbel(
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not isinstance(temperature, Tensor):
+        require_positive(temperature=temperature)
     scores = at_least_float32(log_probs)
     scores = scores + gumbel_like(scores, generator=generator)
     y = (scores / temperature).softmax(-1)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
+from catnat.checks import require_at_least, require_choice
 from catnat.heads import CategoricalHead
-from catnat.numerics import at_least_float32
+from catnat.numerics import at_least_float32, exp_of_log_probs
 
 Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]
@@ -45,13 +46,27 @@ def score_fisher(
     tensor([[ 0.2500, -0.2500],
             [-0.2500,  0.2500]])
     """
+    require_choice(("exact", "sampled"), kind=kind)
     if kind == "exact":
         return head.fisher(scores)
-    if kind != "sampled":
-        raise ValueError(f"unknown kind {kind!r}; choose from exact, sampled")
     gradients = sampled_scores(head, scores, num_samples, generator)  # (M, *, S)
     with torch.autocast(gradients.device.type, enabled=False):
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
+
+
+def sampled_mean_fisher(
+    head: CategoricalHead,
+    scores: Tensor,
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Mean over all rows of :func:`score_fisher` with ``kind="sampled"``, (*, S) -> (S, S).
+
+    The matrices of single rows are never formed, and the host does not wait for the device.
+    """
+    gradients = sampled_scores(head, scores, num_samples, generator).flatten(0, -2)  # (M B, S)
+    with torch.autocast(gradients.device.type, enabled=False):
+        return gradients.t() @ gradients / gradients.shape[0]
 
 
 def sampled_scores(
@@ -61,17 +76,28 @@ def sampled_scores(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    require_at_least(1, num_samples=num_samples)
     with torch.inference_mode(False), torch.enable_grad():
         wide = at_least_float32(scores.detach())
         leaf = wide.expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
-        flat = log_probs.detach().exp().flatten(0, -2)
-        drawn = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:-1], 1)
+        drawn = _draw(log_probs.detach(), generator)
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
     return gradients
+
+
+def _draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One category for each row, (*, K) -> (*, 1), by the inverse of the distribution function.
+
+    ``torch.multinomial`` would make the host wait for the device.
+    """
+    reached = exp_of_log_probs(log_probs).cumsum(-1)
+    level = torch.rand(
+        *log_probs.shape[:-1], 1, generator=generator, dtype=reached.dtype, device=reached.device
+    )
+    drawn = (reached <= level * reached[..., -1:]).sum(-1, keepdim=True)
+    return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
@@ -223,8 +249,7 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     tensor(0.5000)
     """
-    if norm not in ("l1", "fro"):
-        raise ValueError(f"unknown norm {norm!r}; choose from l1, fro")
+    require_choice(("l1", "fro"), norm=norm)
     size = fisher.abs()
     largest = size.amax((-2, -1), keepdim=True)
     size = size / torch.where(largest == 0, 1.0, largest)  # squares and sums stay in range

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from catnat.checks import require_at_least, require_choice
 from catnat.distributions import HeadCategorical
 from catnat.numerics import (
     at_least_float32,
@@ -64,9 +65,9 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
                 f"head has {head.num_categories} categories, {num_categories} are needed"
             )
         return head
-    cls = _REGISTRY.get(_ALIASES.get(head, head))
-    if cls is None:
-        raise ValueError(f"unknown head {head!r}; choose from {', '.join(head_names())}")
+    name = _ALIASES.get(head, head)
+    require_choice(head_names(), head=name)
+    cls = _REGISTRY[name]
     parameters = inspect.signature(cls).parameters
     known = list(parameters)[1:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -131,8 +132,7 @@ class CategoricalHead(nn.Module, ABC):
         super().__init__()
         if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
             raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
-        if num_categories < 2:
-            raise ValueError(f"num_categories must be at least 2, got {num_categories}")
+        require_at_least(2, num_categories=num_categories)
         self.num_categories = self.num_scores = operator.index(num_categories)  # NumPy's, too
 
     @abstractmethod
@@ -182,8 +182,7 @@ class CategoricalHead(nn.Module, ABC):
         Without damping G^+ grad, with the pseudo-inverse of G. Half precision is computed, and
         returned, in float32.
         """
-        if not damping >= 0:
-            raise ValueError(f"damping must be at least 0, got {damping}")
+        require_at_least(0, damping=damping)
         with torch.autocast(scores.device.type, enabled=False):
             scores = self._checked(scores)
             return self._natural_gradient(scores, grad.to(scores.dtype), damping)

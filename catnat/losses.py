@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from catnat.checks import require_at_least, require_within
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
@@ -99,8 +100,7 @@ def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
         >>> bernoulli_nll(torch.zeros(5, 1, 28, 28), torch.ones(5, 1, 28, 28), event_dims=3).shape
         torch.Size([5])
     """
-    if not 0 <= event_dims <= x.dim():
-        raise ValueError(f"event_dims must lie in 0..{x.dim()}, got {event_dims}")
+    require_within(0, x.dim(), event_dims=event_dims)
     # Stricter than broadcasting, so that (B, 1) against (B, D) is an error and not a wrong number.
     if x.dim() > logits.dim() or logits.shape[logits.dim() - x.dim() :] != x.shape:
         raise ValueError(
@@ -152,10 +152,7 @@ def importance_weighted_nll(
         >>> importance_weighted_nll(lambda m: torch.full((m, 2), -90.0), num_samples=100)
         tensor([90., 90.])
     """
-    if num_samples < 1 or chunk_size < 1:
-        raise ValueError(
-            f"num_samples and chunk_size must be positive, got {num_samples} and {chunk_size}"
-        )
+    require_at_least(1, num_samples=num_samples, chunk_size=chunk_size)
     total: Tensor | None = None
     for start in range(0, num_samples, chunk_size):
         m = min(chunk_size, num_samples - start)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from catnat.checks import require_finite, require_within
 from catnat.heads import CategoricalHead
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_probs
@@ -78,8 +79,7 @@ class CatnatHead(CategoricalHead):
     ) -> None:
         super().__init__(num_categories)
         self.num_scores = self.num_categories - 1
-        if not math.isfinite(center):
-            raise ValueError(f"center must be finite, got {center!r}")
+        require_finite(center=center)
         if split is not None and type(self).log_split is not CatnatHead.log_split:
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
@@ -252,8 +252,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         center: float = 0.0,
         uniform_at_zero: bool = True,
     ) -> None:
-        if not 1e-15 <= amplitude <= 1e15:  # beyond, float32 has no room for the arithmetic
-            raise ValueError(f"amplitude must lie in 1e-15..1e15, got {amplitude!r}")
+        require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         split = NaturalSplit(float(amplitude))
         super().__init__(num_categories, center, uniform_at_zero, split=split)
         self.amplitude = split.amplitude

@@ -10,6 +10,7 @@ from ale_py import ALEInterface, LoggerMode, roms
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
+from catnat.checks import require_at_least, require_choice
 from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
 
 Backend = Literal["native", "sb3"]
@@ -48,10 +49,8 @@ def make_atari_vec_env(
         max_frames: a game is cut off after that many.
         num_threads: of the native backend; 0 for as many as there are cores or games.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    require_choice(get_args(Backend), backend=backend)
+    require_at_least(1, num_envs=num_envs)
     rom = rom_of(game)
     if backend == "sb3":
         return _make_wrapped(rom, num_envs, seed, life_loss, clip_rewards, noop_max, max_frames)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from catnat.checks import require_at_least, require_positive, require_within
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
 from catnat.graphs import sample_graphs
@@ -93,21 +93,16 @@ class CommunityGraphDataModule(InMemoryDataModule):
         psi_scale: float | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
-        if not 0 < theta <= 1:
-            raise ValueError(f"theta must lie in (0, 1], got {theta}")
-        for name, size in (
-            ("communities", communities),
-            ("in_features", in_features),
-            ("out_features", out_features),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
-        if num_pairs < 10:
-            raise ValueError(f"num_pairs must be at least 10, got {num_pairs}")
         if psi_scale is None:
             psi_scale = _SCALE_OF_TABLE.get(theta, _SCALE)
-        if not 0 < psi_scale < math.inf:
-            raise ValueError(f"psi_scale must be positive, got {psi_scale}")
+        require_within(0, 1, "(]", theta=theta)
+        require_positive(
+            communities=communities,
+            in_features=in_features,
+            out_features=out_features,
+            psi_scale=psi_scale,
+        )
+        require_at_least(10, num_pairs=num_pairs)
         self.save_hyperparameters()
         self.theta, self.communities, self.psi_scale = theta, communities, psi_scale
         self.in_features, self.out_features = in_features, out_features

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from catnat.checks import require_at_least
+
 ValueLoss = Literal["sb3", "cleanrl"]
 
 
@@ -91,9 +93,7 @@ def cleanrl_schedule(
     >>> [rate(1 - steps / 400) for steps in (100, 200, 300, 400)]
     [1.0, 0.75, 0.5, 0.25]
     """
-    for name, value in (("total_timesteps", total_timesteps), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    require_at_least(1, total_timesteps=total_timesteps, batch=batch)
     updates = max(1, total_timesteps // batch)
     return partial(_annealed, learning_rate, total_timesteps / batch, updates)
 

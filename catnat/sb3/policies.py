@@ -17,6 +17,7 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
+from catnat.checks import require_within
 from catnat.heads import CategoricalHead, make_head
 from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
 
@@ -60,8 +61,8 @@ class HeadPolicy(_Base):
     ) -> None:
         if not isinstance(head, str):
             raise ValueError(f"head must be a name, so that it can be saved, got {head!r}")
-        if uniform_mix is not None and not 0 <= uniform_mix < 1:
-            raise ValueError(f"uniform_mix must lie in 0..1, got {uniform_mix!r}")
+        if uniform_mix is not None:
+            require_within(0, 1, "[)", uniform_mix=uniform_mix)
         categories_of(action_space)  # before anything is built
         self._head_arguments: dict[str, Any] = {
             "head": head,
