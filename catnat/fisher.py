@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
+from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice
-from catnat.heads import CategoricalHead
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 Parameters = dict[str, Tensor]

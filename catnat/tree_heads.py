@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_finite, require_within
-from catnat.heads import CategoricalHead
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_probs
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
