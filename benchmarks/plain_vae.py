@@ -1,4 +1,4 @@
-"""The recipe of ``experiments/vae_recipe.yaml`` for softmax, in plain torch.
+"""The recipe of ``experiments/plans/vae_recipe.yaml`` for softmax, in plain torch.
 
 Written without a line of catnat, to check it by: both should end at the same likelihoods.
 

@@ -20,12 +20,12 @@ _ALIASES: dict[str, str] = {}
 class CategoricalHead(nn.Module, ABC):
     """Maps S scores to a distribution over K categories.
 
-    Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`; the rest follows,
-    and is overridden where a closed form is cheaper.
+    Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`. All other methods
+    are derived from these three; a subclass overrides those for which it has a cheaper closed form.
 
     Args:
-        num_categories: K, at least 2. The number of scores S is set to K; a subclass that needs
-            another sets ``self.num_scores`` afterwards.
+        num_categories: K, at least 2. The number of scores S is K, unless a subclass sets
+            ``self.num_scores`` afterwards.
 
     Shapes:
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
@@ -35,7 +35,7 @@ class CategoricalHead(nn.Module, ABC):
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
-    validate_args: bool | None = None  # of the distributions; None leaves it to them
+    validate_args: bool | None = None  # passed to HeadCategorical by forward
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
 
@@ -50,7 +50,8 @@ class CategoricalHead(nn.Module, ABC):
             return
         for each in (name, *aliases):
             known = _REGISTRY.get(_ALIASES.get(each, each))
-            if known is not None and _identity(known) != _identity(cls):  # a cell may run twice
+            # The same class again is no error: a cell of a notebook may run twice.
+            if known is not None and _identity(known) != _identity(cls):
                 raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
         cls.name = name
         _REGISTRY[name] = cls
@@ -61,7 +62,7 @@ class CategoricalHead(nn.Module, ABC):
         if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
             raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
         require_at_least(2, num_categories=num_categories)
-        self.num_categories = self.num_scores = operator.index(num_categories)  # NumPy's, too
+        self.num_categories = self.num_scores = operator.index(num_categories)
 
     @abstractmethod
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -94,9 +95,9 @@ class CategoricalHead(nn.Module, ABC):
     def diagnostics(self, scores: Tensor) -> Tensor:
         """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
 
-        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) where only the diagonal needs to be told
-        (``fisher_is_diagonal``). For watching a run at every step: cheap, no waiting for a device,
-        and many steps at once.
+        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) with the diagonal alone if ``fisher_is_diagonal``.
+        Made for observing every step of a run: the leading dimensions may be many steps, and the
+        host does not wait for the device.
         """
         saturated = self.saturated(scores).float().mean((-2, -1))
         steps = scores.reshape(-1, *scores.shape[-2:])
@@ -130,7 +131,7 @@ class CategoricalHead(nn.Module, ABC):
         return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
 
     def _checked(self, scores: Tensor) -> Tensor:
-        """Scores in the dtype they are computed in, after checking shape and dtype."""
+        """Scores in float32 or float64, after checking their shape and dtype."""
         if not scores.dim() or scores.shape[-1] != self.num_scores:
             raise ValueError(
                 f"{type(self).__name__} over {self.num_categories} categories takes "
@@ -140,7 +141,7 @@ class CategoricalHead(nn.Module, ABC):
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
         wide = at_least_float32(scores)
         if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
-            largest = torch.finfo(scores.dtype).max  # steep gradients must not overflow on return
+            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
 

@@ -77,8 +77,8 @@ def straight_through_gumbel(
 
     With ``hard`` the value is the one-hot vector of argmax y, an exact sample of p, and the
     gradient is that of y; without, the value is y. Categories of probability zero (a log-prob
-    around -1000) are never chosen. The temperature may be a 0-d tensor, taken on trust: looking
-    at it would wait for the device.
+    around -1000) are never chosen. The temperature may be a 0-d tensor. Its value is then not
+    checked, because the check would wait for the device.
 
     Shapes: ``log_probs`` (\*, K), result (\*, K) in the same dtype. Half precision is computed in
     float32.

@@ -38,8 +38,8 @@ def score_fisher(
         head: the head that turns the scores into a distribution.
         scores: (*, S).
         kind: ``"exact"`` or ``"sampled"``.
-        num_samples: M, categories drawn per row where sampled.
-        generator: source of the draws, so that observing need not disturb the global one.
+        num_samples: M, the number of categories drawn per row if sampled.
+        generator: the random generator of the draws; the global one if None.
 
     >>> from catnat import make_head
     >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
@@ -131,7 +131,7 @@ class ModuleScores:
             return False
         try:
             alone = vmap(self.of_one, (None, *[0] * len(inputs)))(values, *inputs)
-        except RuntimeError:  # vmap does not know what the module does
+        except RuntimeError:  # vmap does not know an operation of the module
             return False
         tolerance = 32 * torch.finfo(scores.dtype).eps ** 0.75 * (1 + scores.abs().max())
         return alone.shape == scores.shape and bool(((alone - scores).abs() <= tolerance).all())
@@ -150,8 +150,8 @@ class ModuleScores:
 def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
 
-    In evaluation mode, whatever mode the network is in: the function is evaluated more than once
-    and must give the same scores each time, which dropout would not.
+    The network is evaluated in evaluation mode, whatever its mode is: the function is called more
+    than once and must give the same scores each time. Dropout would not.
 
     >>> function, parameters = module_scores(torch.nn.Linear(2, 3), torch.ones(5, 2))
     >>> function(parameters).shape
@@ -244,7 +244,7 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
 
     ``l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij|. For softmax this is 1/2 whatever the scores, because
     the rows of its G sum to zero; so look at ``fro`` too, the same ratio of Frobenius norms.
-    A zero matrix has mass 0, and so has a 1 x 1 one.
+    A zero matrix has mass 0, and so has a 1 x 1 matrix.
 
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     tensor(0.5000)
@@ -265,8 +265,8 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     """Largest over smallest eigenvalue on the support of G, (*, S, S) -> (*).
 
     Eigenvalues up to ``rtol`` times the largest count as zero: softmax's G always has one, and
-    unreachable nodes and impossible categories give more. A zero matrix has condition number 1, one
-    that is not finite NaN, and so has one whose eigenvalues the solver does not find.
+    unreachable nodes and impossible categories give more. A zero matrix has condition number 1. The
+    result is NaN for a matrix that is not finite, or whose eigenvalues the solver does not find.
     """
     finite = fisher.isfinite().all(-1).all(-1)
     largest = fisher.abs().amax((-2, -1))
@@ -290,19 +290,19 @@ def _eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def _eigenvalues_of_support(matrix: Tensor) -> Tensor:
-    """Eigenvalues by other means: without the rows of zeros, in float64, as singular values."""
+    """Eigenvalues of a matrix without its rows of zeros, in float64; as singular values at last."""
     rows = matrix.any(-1)
     inside = matrix[rows][:, rows]
     inside = inside if inside.device.type == "mps" else inside.double()
     found = _tried(torch.linalg.eigvalsh, inside)
     if found.isnan().any():
-        found = _tried(torch.linalg.svdvals, inside)  # the same where none is negative
+        found = _tried(torch.linalg.svdvals, inside)  # G has no negative eigenvalues
     zeros = matrix.new_zeros(len(matrix) - len(inside))
     return torch.cat((zeros, found.to(matrix.dtype)))
 
 
 def _tried(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """What the solver finds, (*, S, S) -> (*, S), or NaN."""
+    """The result of the solver, (*, S, S) -> (*, S), or NaN if it fails."""
     try:
         return solve(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -322,8 +322,8 @@ def natural_gradient(
 ) -> Tensor:
     """(G(s) + damping I)^-1 grad, the natural gradient in score space, (*, S) -> (*, S).
 
-    Without damping G(s)^+ grad, with the pseudo-inverse. O(S) for all built-in heads: a division
-    for catnat, closed forms for the others.
+    Without damping it is G(s)^+ grad, with the pseudo-inverse. It costs O(S) for all built-in
+    heads: a division for catnat, closed forms for the others.
     """
     if grad.shape != scores.shape:
         raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")

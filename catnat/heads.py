@@ -38,12 +38,12 @@ def head_names() -> tuple[str, ...]:
 
 
 def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) -> CategoricalHead:
-    """Build a head by name, or check that a given one fits.
+    """Build a head by its name, or check that a given head has the right number of categories.
 
     Args:
         head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
         num_categories: K >= 2.
-        options: options of that head, such as ``amplitude`` for natural.
+        options: options of the named head, such as ``amplitude`` for natural.
 
     >>> from catnat import make_head
     >>> make_head("softmax", 8)
@@ -96,7 +96,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """p (1 - p)."""
         p = self.probs(scores)
-        top = p.argmax(-1, keepdim=True)  # 1 - p cancels there, and only there
+        top = p.argmax(-1, keepdim=True)  # 1 - p loses accuracy for the largest p only
         others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
         return p * (1 - p).scatter(-1, top, others)
 
@@ -115,7 +115,10 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     @staticmethod
     def _from_products(products: Tensor) -> Tensor:
-        """G from p p^T or its mean; rows of G sum to 0, and p - p^2 would cancel."""
+        """G from p p^T or its mean; the diagonal makes every row sum to 0.
+
+        The formula p - p^2 for the diagonal would lose accuracy where p is near 1.
+        """
         diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
         off = products.masked_fill(diagonal, 0.0)
         return torch.diag_embed(off.sum(-1)) - off
@@ -147,11 +150,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return sparsemax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """The probabilities themselves; a little below 0 where p = 0, to stay there in rounding."""
+        """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""
         p = self._checked_probs(probs)
         p = p / p.sum(-1, keepdim=True)
         K, eps = self.num_categories, torch.finfo(probs.dtype).eps
-        below = -K * (eps + K * torch.finfo(torch.float64).eps)  # of the input, of the projection
+        # The rounding errors of the input and of the projection.
+        below = -K * (eps + K * torch.finfo(torch.float64).eps)
         return torch.where(p <= 0, below, p).to(probs.dtype)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -185,7 +189,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return torch.diag_embed(q.mean(-2)) + (both - cross - cross.mT) / q.shape[-2]
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
-        """In O(K): G maps onto the vectors that sum to 0 over the support, and is 0 elsewhere."""
+        """In O(K): G maps onto the vectors on the support that sum to 0."""
         p = self.probs(scores)
         possible = ~(p <= 0)
         inside = _centred(grad, possible)
@@ -202,12 +206,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
     def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
         p = self.probs(scores)
-        support = (~(p <= 0)).to(p.dtype)  # NaN is in it
+        support = (~(p <= 0)).to(p.dtype)  # 1 for NaN
         return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)
 
 
 def _centred(x: Tensor, inside: Tensor) -> Tensor:
-    """x minus its mean over the places inside, and 0 at the others."""
+    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
     x = torch.where(inside, x, 0.0)
     mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
     return torch.where(inside, x - mean, 0.0)

@@ -39,7 +39,7 @@ class _PairwiseDistance(torch.autograd.Function):
         x, distance = ctx.saved_tensors
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT
-        x = x - x.mean(-2, keepdim=True)  # a common offset would cancel, but not in rounding
+        x = x - x.mean(-2, keepdim=True)  # a common offset cancels, but would cost accuracy
         with torch.autocast(x.device.type, enabled=False):
             return weight.sum(-1, keepdim=True) * x - weight @ x
 
@@ -118,7 +118,7 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
 
     .. math:: KL(q \,\|\, u) = \log K + \sum_k q_k \log q_k
 
-    A category with q_k = 0, whatever stands for its logarithm, adds zero to value and gradient.
+    A category with q_k = 0 adds zero to value and gradient, whether its log is -1000 or -inf.
 
     Shapes: ``log_probs`` (\*, K), result (\*).
 
@@ -140,8 +140,9 @@ def importance_weighted_nll(
 
     .. math:: -\log \frac1M \sum_m w_m, \qquad \log w_m = \log p(x, z_m) - \log q(z_m \mid x)
 
-    ``log_weights(m)`` draws m fresh samples and returns their log-weights. It is asked for at most
-    ``chunk_size`` at a time and nothing else is kept, also no graph: this is for evaluation.
+    ``log_weights(m)`` draws m fresh samples and returns their log-weights. Memory holds the
+    log-weights of at most ``chunk_size`` samples. There is no gradient: the estimate is for
+    evaluation.
 
     Shapes: ``log_weights(m)`` (m, \*), result (\*).
 
