@@ -1,4 +1,4 @@
-"""Training steps of graph structure learning: their time, how it grows, and against a plain loop.
+"""Time of a training step of graph structure learning, by graph size and against a plain loop.
 
 CPU: one thread, in CPU seconds, which do not depend on what else the machine does.
 ``GraphStructureLearner`` in Lightning with ``FisherMonitor`` at every step, both estimators; the
@@ -148,8 +148,8 @@ def measure(estimator: Any, nodes: int) -> None:
     model, batch = GraphStructureLearner(num_nodes=nodes, estimator=estimator), a_batch(nodes)
     step = step_of(model, lambda: model.step_loss(batch))
     spent = seconds(step, {24: 50, 96: 10}.get(nodes, 3))
-    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # give free memory back to the system
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = memory("VmRSS")
     step()
     print(spent * 1e3, memory("VmHWM") - before)

@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for num_envs in sorted(args.envs):
         for name, backend in jobs:
             if backend == "sb3" and num_envs > min(args.envs):
-                continue  # in one process: more of them are not faster
+                continue  # all games of this backend run in one process: more are not faster
             env = make_atari_vec_env(args.game, num_envs, backend)
             alone = name == "environment alone"
             rate = environment_rate(env, args.seconds) if alone else ppo_rate(name, env, args)
@@ -125,7 +125,7 @@ def scores(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         env = make_atari_vec_env(args.game, 10, backend)
         env.reset()
         rng = np.random.default_rng(0)
-        wanted = -(-args.returns // 10)  # of each environment: quick games must not count more
+        wanted = -(-args.returns // 10)  # games of each environment: short ones count no more
         found: list[list[float]] = [[] for _ in range(10)]
         while min(map(len, found)) < wanted:
             _, _, _, infos = env.step(rng.integers(env.action_space.n, size=10))
@@ -167,7 +167,7 @@ def main() -> None:
     for row in scores(args) if args.returns else measure(args):
         show(row, not table)
         table.append(row)
-        if args.csv:  # as it comes: time on a device may end
+        if args.csv:  # row by row: the time on a device may end before the last one
             args.csv.parent.mkdir(parents=True, exist_ok=True)
             with args.csv.open("w", newline="") as file:
                 writer = csv.DictWriter(file, fieldnames=list(row))

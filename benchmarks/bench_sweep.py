@@ -52,7 +52,7 @@ def command(number: int, args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
-    """Train until told to stop, pausing when not needed; write when which step was reached."""
+    """Train until told to stop, pause when told to, and write the time of every step."""
     from lightning.pytorch import Callback, Trainer
 
     from catnat.training import lightning
@@ -90,7 +90,7 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
 
 
 def needed(folder: Path) -> int:
-    """How many processes are to go on; 0 to end."""
+    """The number of processes that may train now; 0 to end all."""
     return int((folder / "needed").read_text())
 
 
@@ -101,7 +101,7 @@ def need(folder: Path, number: int) -> None:
 
 
 def rates(args: argparse.Namespace, environment: dict[str, str]) -> list[float]:
-    """Model-steps per second of so many processes together, for each number asked for."""
+    """Model-steps per second of k processes together, for each k asked for."""
     most = max(args.processes)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -142,7 +142,7 @@ def rates(args: argparse.Namespace, environment: dict[str, str]) -> list[float]:
 
 
 def _step_at(moment: float, points: list[list[float]]) -> float:
-    """The step a process had reached, in between by interpolation."""
+    """The step that a process had reached at a time, interpolated."""
     import numpy as np
 
     times, steps = zip(*points, strict=True)
@@ -193,7 +193,7 @@ def main() -> None:
             values = (device, mode, number, round(speed, 1), round(hours, 2))
             names = ("device", "sharing", "processes", "model_steps_per_second", "hours")
             lines.append(dict(zip(names, values, strict=True)))
-            if args.csv:  # as it comes: time on a device may end
+            if args.csv:  # row by row: the time on a device may end before the last one
                 with args.csv.open("w", newline="") as file:
                     writer = csv.DictWriter(file, fieldnames=names)
                     writer.writeheader()

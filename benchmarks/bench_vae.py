@@ -36,19 +36,19 @@ N, K = 20, 32
 
 
 class Clock(pl.Callback):
-    """Seconds from one step to another, with the device caught up at both."""
+    """Seconds between two steps; the device has finished its work at both times."""
 
     def __init__(self, first: int, timer: Callable[[], float] | None = None) -> None:
         self.first, self.began, self.timer = first, (0, 0.0), timer or now
         self.seconds_per_step = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Begin to count."""
+        """Start the clock at the first step."""
         if not self.began[0] and trainer.global_step >= self.first:
             self.began = (trainer.global_step, self.timer())
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """End."""
+        """Stop the clock at the last step."""
         step, began = self.began
         self.seconds_per_step = (self.timer() - began) / (trainer.global_step - step)
 
@@ -74,7 +74,7 @@ class Toggle(pl.Callback):
             probe.attach()
 
     def cost(self) -> float:
-        """What blocks with the monitor take more than those beside them, the median."""
+        """Median of the extra time of blocks with the monitor over the blocks beside them."""
         seconds = [b - a for a, b in pairwise(self.times)][2:]
         around = zip(seconds[1::2], seconds[2::2], seconds[3::2], strict=False)
         return statistics.median(on / ((before + after) / 2) for before, on, after in around) - 1
@@ -101,7 +101,7 @@ def lightning(args: argparse.Namespace, capture: bool | None, monitor: bool) -> 
     """Seconds per step in a Lightning Trainer with TensorBoard."""
     steps = args.steps
     if args.device == "cuda" and capture is False:
-        steps //= 4  # slow enough to need no more
+        steps //= 4  # steps are slow here, and fewer of them are enough
     clock = Clock(steps // 4)
     train(args, steps, capture, clock, *([FisherMonitor()] if monitor else []))
     return clock.seconds_per_step

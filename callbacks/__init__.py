@@ -1,7 +1,6 @@
-"""Callbacks: they observe, and never change what is learned.
+"""Callbacks of Lightning: they observe a run, and never change what is learned.
 
-For Lightning, except :class:`FisherMonitorSB3`, which needs Stable-Baselines3 and is imported
-when it is asked for.
+:class:`FisherMonitorSB3` is one of Stable-Baselines3, and is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,10 @@
-"""FisherMonitor: how far from diagonal the Fisher matrix of a head is while it trains."""
+"""FisherMonitor: how far the Fisher matrix of a head is from diagonal, while a model trains."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,49 +13,58 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
-from catnat.callbacks.fisher_summary import matrices
+from catnat.callbacks.fisher_diagnostics import (
+    HeadHistory,
+    Report,
+    diagnostics_size,
+    matrices_of,
+    sampled_size,
+)
 from catnat.callbacks.images import add_image, heat_map
-from catnat.callbacks.watched_heads import Sent, Watched, sampled_width, width
+from catnat.checks import require_at_least, require_at_most
 
-_MAX_PICTURE = 2**22  # entries of a matrix that is drawn
-_MAX_RESULTS = 2**24  # numbers kept on the device before they are sent
+_MAX_PICTURE = 2**22  # entries of the largest matrix that is drawn
+_MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
 class FisherMonitor(Callback):
     """Writes diagnostics of the score-space Fisher matrix of every head in a model.
 
-    G is the mean over the batch (all ranks together) and over the latents of each step:
+    G is the mean of the exact Fisher matrices over the batch (all ranks together) and over the
+    latents of a step. The tags:
 
     - ``fim/off_diagonal_mass``: sum_{i!=j} |G_ij| / sum_ij |G_ij|, with the expectation over
       categories in closed form and over the data empirical. Exactly 0 for catnat; 1/2 for softmax
       whatever the scores, because the rows of its G sum to zero;
-    - ``fim/off_diagonal_mass_fro``: the same ratio of Frobenius norms, which does tell;
-    - ``fim/off_diagonal_mass_sampled``: the first one from ``num_samples`` categories drawn per
-      row. Its noise gives even a diagonal G a floor, which falls with the number of draws (rows
-      times samples): about 0.24 at 1 draw a row, 0.034 at 64, 0.004 at 4096, for natural with
-      K = 8 and a hundred rows of zero scores. Compare heads with the exact ones, and
-      implementations with this one;
+    - ``fim/off_diagonal_mass_fro``: the same ratio of Frobenius norms, which differs between
+      scores for softmax, too;
+    - ``fim/off_diagonal_mass_sampled``: the l1 ratio again, of a G estimated from ``num_samples``
+      categories drawn per row. The noise of the draws gives even a diagonal G a floor, which falls
+      with the number of draws (rows times samples): about 0.24 at 1 draw a row, 0.034 at 64, 0.004
+      at 4096, for natural with K = 8 and a hundred rows of zero scores. Compare heads by the exact
+      masses; compare with other implementations, which draw, by the sampled one;
     - ``fim/condition_number``: largest over smallest eigenvalue of G on its support;
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient;
     - ``fim/mean``: G as a picture, red positive, blue negative.
 
     A model with several heads gets the head's name in the tag, ``fim/<name>/...``. Scores are
     those of the latest call of a head in the step; a head that was not called is left out. A head
-    with parameters of its own is looked at as it is after the step's update. Draws come from a
-    generator of the monitor's own, so that a run with it and one without learn the same. Scores
-    are kept on the device, and looked at and sent to the loggers ``write_every_n_steps`` at a time,
-    each under its own step.
+    with parameters of its own is evaluated as it is after the step's update. The monitor draws
+    from a random generator of its own, so that a run with the monitor learns the same as a run
+    without. Scores are kept on the device; after ``write_every_n_steps`` observed steps the
+    diagnostics of all these steps are computed and written, each under its own step.
 
-    What cannot be computed is NaN, with one warning for each head: observing never ends a run.
+    A number that cannot be computed is NaN, with one warning for each head: observing never ends
+    a run.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw them; that is done step by step.
+        sampled_every_n_steps: how often to draw; drawing costs more than the other diagnostics.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
             is very large.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(
@@ -66,59 +76,57 @@ class FisherMonitor(Callback):
         write_every_n_steps: int = 50,
         seed: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 1),
-            ("num_samples", num_samples, 0),
-            ("sampled_every_n_steps", sampled_every_n_steps, 1),
-            ("image_every_n_steps", image_every_n_steps, 0),
-            ("write_every_n_steps", write_every_n_steps, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if write_every_n_steps > 200:
-            raise ValueError(f"write_every_n_steps must be at most 200, got {write_every_n_steps}")
+        require_at_least(
+            1,
+            every_n_steps=every_n_steps,
+            sampled_every_n_steps=sampled_every_n_steps,
+            write_every_n_steps=write_every_n_steps,
+        )
+        require_at_least(0, num_samples=num_samples, image_every_n_steps=image_every_n_steps)
+        require_at_most(200, write_every_n_steps=write_every_n_steps)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.sampled_every_n_steps = sampled_every_n_steps
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self.seed = seed
-        self.latest: dict[str, float] = {}  # what was written last, by tag; the same on all ranks
+        self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._generator: torch.Generator | None = None
         self._step = 0
         self._steps_per_block = write_every_n_steps
-        self._forget()
+        self._start_anew()
 
-    def _forget(self) -> None:
-        self._watched: dict[str, Watched] = {}  # by the head's name
-        self._kept = 0  # steps that are in no block yet
+    def _start_anew(self) -> None:
+        # A block is a number of steps that are written together: a history for each head, by name.
+        self._block: dict[str, HeadHistory] = {}
+        self._steps_in_block = 0
         self._seen = False  # whether any head was called
-        self._blocks: list[dict[str, Watched]] = []  # to be sent
-        self._sent: list[dict[str, Sent]] = []
-        self._warned: set[str] = set()  # heads of which something was NaN
+        self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
+        self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
+        self._warned: set[str] = set()  # heads for which a warning was given
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach before the first call: a hook on a compiled model never fires if it is later."""
-        self._detach(pl_module)  # of a run that was cut short
+        """Attach before the first call: a hook that a compiled model gets later never fires."""
+        self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
         self._generator = torch.Generator(pl_module.device)
         self._generator.manual_seed(self.seed + trainer.global_rank)
-        self._forget()
-        room = int(_MAX_RESULTS / sum(map(self._results_of, self._probe.heads.values())))
-        self._steps_per_block = max(1, min(self.write_every_n_steps, room))  # on every rank
+        self._start_anew()
+        room = int(_MAX_RESULTS / sum(map(self._numbers_per_step, self._probe.heads.values())))
+        self._steps_per_block = max(1, min(self.write_every_n_steps, room))  # equal on all ranks
         observers = _observers(pl_module)
         if observers is not None:
             observers.append(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Steps count from where a resumed run stopped."""
+        """Count steps on from where a resumed run stopped."""
         self._step = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Forget what the heads saw elsewhere, such as in validation."""
+        """Forget scores that the heads saw outside of training, such as in validation."""
         assert self._probe is not None
         self._probe.scores = {}
 
@@ -130,37 +138,37 @@ class FisherMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Keep the scores of a step, and write once enough have come together."""
-        stepped = trainer.global_step > self._step  # else gradients are still accumulating
+        """Keep the scores of a step, and write once a block of steps is complete."""
+        stepped = trainer.global_step > self._step  # not while gradients accumulate
         self._step = trainer.global_step
         step = self._step - 1  # counted from 0, like Lightning's own metrics
         if stepped and _observers(pl_module) is None and step % self.every_n_steps == 0:
             self._keep(step, self.look())
-        if self._blocks:
+        if self._complete:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
-        """What the heads saw in this step."""
+        """Scores that the heads saw in this step, by the head's name."""
         assert self._probe is not None
         return dict(self._probe.scores)
 
     def note(self, step: int, seen: dict[str, Tensor]) -> None:
-        """Keep the scores of a replayed step, which the next one will overwrite."""
+        """Keep a copy of the scores of a replayed step: the next step overwrites them."""
         if step % self.every_n_steps == 0:
             self._keep(step, {name: scores.clone() for name, scores in seen.items()})
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A run that resumes from here has lost no step."""
-        self._write(trainer, all_of_it=True)
+        """Write everything: a run that resumes from this checkpoint has then lost no step."""
+        self._write_everything(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rest."""
-        self._write(trainer, all_of_it=True)
+        """Write everything."""
+        self._write_everything(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Detach."""
+        """Remove the hooks."""
         self._detach(pl_module)
 
     def _detach(self, pl_module: LightningModule) -> None:
@@ -171,69 +179,77 @@ class FisherMonitor(Callback):
         if self in observers:
             observers.remove(self)
 
-    def _results_of(self, head: CategoricalHead) -> float:
-        """How many numbers are kept of a step."""
+    def _numbers_per_step(self, head: CategoricalHead) -> float:
+        """How many numbers of a head are kept on the device for a step, on average."""
         draws = self.num_samples > 0
-        return width(head) + draws * sampled_width(head) / self.sampled_every_n_steps
+        return diagnostics_size(head) + draws * sampled_size(head) / self.sampled_every_n_steps
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
-        """Keep the scores of a step; the last step of a block has all of them looked at."""
+        """Add the scores of a step to the block, and end a block that has all its steps."""
         assert self._probe is not None
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
-            if name not in self._watched:
-                self._watched[name] = Watched(self._probe.heads[name])
-            self._watched[name].add(step, each, draws, self._generator)
-        self._kept += 1
-        if self._kept == self._steps_per_block:
+            if name not in self._block:
+                self._block[name] = HeadHistory(self._probe.heads[name])
+            self._block[name].add(step, each, draws, self._generator)
+        self._steps_in_block += 1
+        if self._steps_in_block == self._steps_per_block:
             self._end_block()
 
     def _end_block(self) -> None:
-        """Look at what was kept: the same steps on every rank."""
-        if not self._kept:
+        """Compute the diagnostics of the block; a block has the same steps on every rank."""
+        if not self._steps_in_block:
             return
-        self._seen = self._seen or bool(self._watched)
+        self._seen = self._seen or bool(self._block)
         if not self._seen:
             assert self._probe is not None
-            list(self._probe)  # says what is wrong
-        for watched in self._watched.values():
-            watched.look()
-        if self._watched:
-            self._blocks.append(self._watched)
-        self._watched, self._kept = {}, 0
+            list(self._probe)  # raises, and says why no head was seen
+        for history in self._block.values():
+            history.compute()
+        if self._block:
+            self._complete.append(self._block)
+        self._block, self._steps_in_block = {}, 0
 
-    def _write(self, trainer: Trainer, all_of_it: bool = False) -> None:
-        """Send what there is. Write what was sent before, which has arrived, or all of it."""
-        if all_of_it:
-            self._end_block()
-        arrived, self._sent = self._sent, []
-        for block in self._blocks:
-            self._sent.append({name: block[name].send(trainer) for name in sorted(block)})
-        self._blocks = []
-        if all_of_it or not _takes_time(trainer):
-            arrived, self._sent = arrived + self._sent, []
-        for sent in arrived:
-            for name, each in sent.items():
-                self._write_rows(trainer, name, each)
+    def _write_everything(self, trainer: Trainer) -> None:
+        self._end_block()
+        self._write(trainer, wait=True)
 
-    def _write_rows(self, trainer: Trainer, name: str, sent: Sent) -> None:
+    def _write(self, trainer: Trainer, wait: bool = False) -> None:
+        """Start to copy complete blocks to the host, and write the blocks copied before.
+
+        Args:
+            trainer: the trainer, with the loggers.
+            wait: wait for the copies that start now, and write these blocks as well.
+        """
+        arrived, self._on_the_way = self._on_the_way, []
+        for block in self._complete:
+            self._on_the_way.append({name: block[name].send(trainer) for name in sorted(block)})
+        self._complete = []
+        if wait or not _copies_take_time(trainer):
+            arrived, self._on_the_way = arrived + self._on_the_way, []
+        for reports in arrived:
+            for name, receive in reports.items():
+                self._write_report(trainer, name, receive())
+
+    def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
         assert self._probe is not None
         prefix = "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
-        head = self._probe.heads[name]
-        steps, observed, rows, problem = sent()
-        tagged = [{f"{prefix}/{tag}": value for tag, value in row.items()} for row in rows]
+        head, steps = self._probe.heads[name], report.steps
+        tagged = [
+            {f"{prefix}/{tag}": value for tag, value in row.items()} for row in report.scalars
+        ]
         for row in tagged:
             self.latest |= row
         if not trainer.is_global_zero:
             return
-        self._warn_of_nan(name, steps, tagged, problem)
+        self._warn_of_nan(name, steps, tagged, report.problem)
         for logger in trainer.loggers:
             write_scalars(logger, steps, tagged)
         if not self.image_every_n_steps or head.num_scores**2 > _MAX_PICTURE:
             return
-        for step, each in zip(steps, observed, strict=True):
+        for step, each in zip(steps, report.diagnostics, strict=True):
             if step % self.image_every_n_steps == 0 and each.isfinite().all():
-                (matrix,) = matrices(head, each[None])
+                (matrix,) = matrices_of(head, each[None])
                 largest = float(matrix.abs().max())
                 picture = heat_map(matrix, "RdBu_r", -largest, largest)
                 add_image(trainer.loggers, f"{prefix}/mean", picture, step)
@@ -241,7 +257,7 @@ class FisherMonitor(Callback):
     def _warn_of_nan(
         self, name: str, steps: list[int], rows: list[dict[str, float]], problem: str
     ) -> None:
-        """Say once for each head that something could not be computed, and why if that is known."""
+        """Warn once for each head that a number could not be computed, and why if known."""
         for step, row in zip(steps, rows, strict=True):
             tags = [tag for tag, value in row.items() if math.isnan(value)]
             if tags and name not in self._warned:
@@ -251,13 +267,13 @@ class FisherMonitor(Callback):
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _takes_time(trainer: Trainer) -> bool:
-    """Whether what is sent arrives later: waiting for it would idle the device."""
+def _copies_take_time(trainer: Trainer) -> bool:
+    """Whether a copy to the host arrives later: waiting for the copy would idle the device."""
     return trainer.strategy.root_device.type != "cpu"
 
 
 def _observers(module: LightningModule) -> list[Any] | None:
-    """What a module that replays its steps tells of each of them; None for any other."""
+    """The list of observers that a module calls at each replayed step; None if it replays none."""
     replays = getattr(module, "replays", False)
     return getattr(module, "step_observers", None) if replays else None
 
@@ -267,7 +283,7 @@ def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]
     if isinstance(logger, TensorBoardLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event a step, not one a scalar: five times cheaper, and this runs at every step.
+        # One event for a step, not one for each scalar: that is five times cheaper.
         writer = logger.experiment._get_file_writer()
         for step, row in zip(steps, rows, strict=True):
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]

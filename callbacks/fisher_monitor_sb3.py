@@ -10,9 +10,10 @@ from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadCategorical, HeadProbe
-from catnat.callbacks.fisher_summary import sampled_mean_fisher, summarize
+from catnat.callbacks.fisher_diagnostics import matrices_of, scalars_of
 from catnat.callbacks.images import heat_map
-from catnat.fisher import off_diagonal_mass
+from catnat.checks import require_at_least
+from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import masked, unchecked
 from catnat.sb3.buffers import map_observations
@@ -23,23 +24,22 @@ _MAX_NUMBERS = 2**24  # of gradients (B, K, S) that are held at once
 class FisherMonitorSB3(BaseCallback):
     """Writes diagnostics of the Fisher matrix of a policy's heads, from the states of a rollout.
 
-    The tags are those of :class:`FisherMonitor`, which says what they mean: ``fim/...``, with the
-    head's name in it where a policy has several. G is the mean over states of the rollout, under
-    the policy that played it: where actions were masked, of the distribution given the mask. That
-    matrix is dense for every head; ``fim/saturated`` does not depend on masks. Beside them stands
-    ``train/entropy``, the mean entropy of the policy in these states; Stable-Baselines3 itself
-    logs ``train/approx_kl`` and ``train/explained_variance``.
+    The tags are those of :class:`FisherMonitor`, which explains them: ``fim/...``, or
+    ``fim/<name>/...`` if a policy has several heads. G is the mean over states of the rollout,
+    under the policy that played it. If actions were masked, G belongs to the distribution given the
+    mask, and is dense for every head; ``fim/saturated`` does not depend on masks. The monitor also
+    writes ``train/entropy``, the mean entropy of the policy in these states.
 
-    Everything goes to the model's logger and is written with the logger's next row, or in a row
-    of its own where that one belongs to a later step. What is learned does not change: states and
-    draws come from generators of the monitor's own.
+    The values are recorded in the model's logger, and written with its next row. If that row
+    belongs to a later step, the monitor writes a row of its own before. The monitor draws from
+    random generators of its own, so that a run with the monitor learns the same as a run without.
 
     Args:
         every_n_rollouts: observe each n-th rollout.
         num_samples: M, draws per state for the sampled mass; 0 leaves it out.
-        max_states: take that many states of a rollout, at random, if it has more.
+        max_states: if a rollout has more states, take this many at random.
         image_every_n_rollouts: how often to draw G; 0 for never.
-        seed: of the draws.
+        seed: seed of the draws.
         verbose: as in Stable-Baselines3.
     """
 
@@ -52,27 +52,22 @@ class FisherMonitorSB3(BaseCallback):
         seed: int = 0,
         verbose: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("every_n_rollouts", every_n_rollouts, 1),
-            ("num_samples", num_samples, 0),
-            ("max_states", max_states, 1),
-            ("image_every_n_rollouts", image_every_n_rollouts, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
+        require_at_least(0, num_samples=num_samples, image_every_n_rollouts=image_every_n_rollouts)
         super().__init__(verbose)
         self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
         self.max_states, self.seed = max_states, seed
         self.image_every_n_rollouts = image_every_n_rollouts
-        self.latest: dict[str, float] = {}  # what was written last, by tag
+        self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
-        self._step = 0  # of what was recorded last
+        self._step = 0  # step of the latest values
         self._generator: torch.Generator | None = None
         self._chooser = torch.Generator()
 
     def _on_training_start(self) -> None:
-        if not isinstance(self.model.policy, HeadPolicy):  # whose actions may have one choice each
-            HeadProbe(self.model.policy)  # says so if there is no head
+        # A HeadPolicy has no head if each of its actions has one choice only; that is no mistake.
+        if not isinstance(self.model.policy, HeadPolicy):
+            HeadProbe(self.model.policy)  # raises if the policy has no head
         if self._generator is None:
             self._generator = torch.Generator(self.model.device).manual_seed(self.seed)
             self._chooser.manual_seed(self.seed)
@@ -93,7 +88,8 @@ class FisherMonitorSB3(BaseCallback):
         if not any(isinstance(each, CategoricalHead) for each in policy.modules()):
             return
         chosen = self._choose()
-        with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:  # NaN is for others
+        # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
+        with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
             distribution = self._distribution(chosen)
             entropy = distribution.entropy().mean()
         masks = self._masks(chosen, probe)
@@ -101,13 +97,14 @@ class FisherMonitorSB3(BaseCallback):
             prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
             if name in masks:
                 head = GivenMask(head, masks[name])
-            matrix, (values,) = summarize(head, head.diagnostics(scores)[None].cpu())
+            diagnostics = head.diagnostics(scores)[None].cpu()
+            (values,) = scalars_of(head, diagnostics)
             if self.num_samples:
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
                 values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
             self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
             if every and number % every == 0:
-                self._record_image(f"{prefix}/mean", matrix[0])
+                self._record_image(f"{prefix}/mean", matrices_of(head, diagnostics)[0])
         self.latest["train/entropy"] = float(entropy)
         for tag, value in self.latest.items():
             self.logger.record(tag, value)
@@ -120,7 +117,7 @@ class FisherMonitorSB3(BaseCallback):
         return self.model.rollout_buffer  # type: ignore[attr-defined]
 
     def _choose(self) -> Tensor:
-        """Places (B,) of states in the rollout, at most ``max_states`` of all T n."""
+        """Indices (B,) of states in the rollout of T n, at most ``max_states`` of them."""
         count = self._buffer.buffer_size * self._buffer.n_envs
         if count <= self.max_states:
             return torch.arange(count)
@@ -137,7 +134,7 @@ class FisherMonitorSB3(BaseCallback):
         return map_observations(lambda x: self._take(x, chosen), stored.observations)
 
     def _distribution(self, chosen: Tensor) -> Any:
-        """The policy's distribution in these states, as it was when they were played."""
+        """The policy's distribution in these states, with the masks or memory of the rollout."""
         policy: Any = self.model.policy
         buffer, states = self._buffer, self._states(chosen)
         if hasattr(buffer, "action_masks"):  # MaskablePPO
@@ -152,7 +149,7 @@ class FisherMonitorSB3(BaseCallback):
         return policy.get_distribution(states)
 
     def _masks(self, chosen: Tensor, probe: HeadProbe) -> dict[str, Tensor]:
-        """Masks (B, K) by the name of the head, of heads for which something was forbidden."""
+        """Masks (B, K) by the name of the head, for heads with a forbidden action."""
         if not hasattr(self._buffer, "action_masks"):
             return {}
         heads: Any = self.model.policy.heads
@@ -172,7 +169,7 @@ class FisherMonitorSB3(BaseCallback):
         self.logger.record(tag, Image(picture, "HWC"), exclude=no_pictures)
 
     def _write_late(self) -> None:
-        """Write what the logger did not write at its step, as its next row has a later one."""
+        """Write values that the logger has not written: its next row belongs to a later step."""
         recorded, excluded = self.logger.name_to_value, self.logger.name_to_excluded
         tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim/")]
         values = {tag: recorded.pop(tag) for tag in tags}
@@ -183,7 +180,7 @@ class FisherMonitorSB3(BaseCallback):
 
 
 class GivenMask(CategoricalHead):
-    """A head's distribution given that the category is an allowed one, for the Fisher matrices.
+    """The distribution of a head given that the category is allowed, for its Fisher matrices.
 
     Args:
         head: the head.
@@ -196,7 +193,7 @@ class GivenMask(CategoricalHead):
         self.num_scores = head.num_scores
 
     def log_probs(self, scores: Tensor) -> Tensor:
-        """log p(k | k allowed), (M B, S) -> (M B, K)."""
+        """log p(k | k allowed), (*, B, S) -> (*, B, K)."""
         return self._given(self.head.log_probs(scores), self.allowed)
 
     def inverse(self, probs: Tensor) -> Tensor:
@@ -208,7 +205,7 @@ class GivenMask(CategoricalHead):
         return self._fisher(scores, self.allowed)
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over the rows, some of them at a time."""
+        """:meth:`fisher` averaged over the rows, a few rows at a time to save memory."""
         few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
         parts = zip(scores.split(few), self.allowed.split(few), strict=True)
         return torch.stack([self._fisher(*part).sum(0) for part in parts]).sum(0) / len(scores)
@@ -227,5 +224,5 @@ class GivenMask(CategoricalHead):
 
     @staticmethod
     def _given(log_probs: Tensor, allowed: Tensor) -> Tensor:
-        rows = allowed.repeat(len(log_probs) // len(allowed), 1)
-        return masked(HeadCategorical(log_probs, validate_args=False), rows).logits
+        free = HeadCategorical(log_probs, validate_args=False)
+        return masked(free, allowed.expand(log_probs.shape)).logits

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: of VAEs what they draw and use, of graphs the edges learned."""
+"""Images for TensorBoard: reconstructions, prior samples and latents of a VAE, edges of a graph."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from catnat import HeadProbe
+from catnat.checks import require_at_least
 from catnat.noise import forked_random_state
 
 _BLUE = (0.2, 0.3, 0.6)
@@ -35,16 +36,17 @@ def step_of(trainer: Trainer) -> int:
 
 
 def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 12) -> Tensor:
-    """A matrix (R, C) as a picture (R * cell, C * cell, 3): values low..high become colours."""
+    """A matrix (R, C) as an image (R * cell, C * cell, 3): values low..high become colours."""
     scaled = (matrix.detach().float().cpu().numpy() - low) / max(high - low, 1e-12)
     picture = colormaps[colours](scaled)[..., :3].astype(np.float32)
     return torch.from_numpy(picture.repeat(cell, 0).repeat(cell, 1))
 
 
 def tile(images: Tensor, columns: int) -> Tensor:
-    """Images (n, C, H, W) or (n, H, W), row by row: (n / columns * H, columns * W, 1 or 3).
+    """One image of n images, row by row: (n, C, H, W) -> (n / columns * H, columns * W, 1 or 3).
 
-    Three channels are colours; of any other number the mean is shown.
+    C = 3 channels are colours; for any other C the mean of the channels is shown. (n, H, W) works
+    as C = 1.
     """
     images = images.unsqueeze(1) if images.ndim == 3 else images
     if images.shape[1] != 3:
@@ -55,22 +57,21 @@ def tile(images: Tensor, columns: int) -> Tensor:
 
 
 class VAEFigures(Callback):
-    """Pictures of a VAE at each validation.
+    """Writes images of a VAE at each validation.
 
     ``images/reconstructions``: inputs above, reconstructions below; ``images/prior``: decoded
     draws from the prior; ``latents/usage``: the mean probability of each category (columns) of
     each latent (rows) over the validation set, black = never, white = always. Images are
     (C, H, W), with three channels in colour.
 
-    A model without ``reconstruct``, ``sample_prior`` or a head just gets fewer pictures.
+    A model without ``reconstruct``, ``sample_prior`` or a head gets fewer images.
 
     Args:
         num_images: how many reconstructions and prior samples.
     """
 
     def __init__(self, num_images: int = 10) -> None:
-        if num_images < 1:
-            raise ValueError(f"num_images must be at least 1, got {num_images}")
+        require_at_least(1, num_images=num_images)
         self.num_images = num_images
         self._probe: HeadProbe | None = None
         self._usage: dict[str, Tensor] = {}
@@ -81,12 +82,12 @@ class VAEFigures(Callback):
         self._attach(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach for a validation that is not part of training."""
+        """Attach for a validation outside of training."""
         if self._probe is None:
             self._attach(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the epoch before, and what the heads saw in training."""
+        """Forget the previous validation, and scores that the heads saw in training."""
         self._usage, self._inputs = {}, None
         if self._probe is not None:
             self._probe.scores = {}
@@ -108,25 +109,25 @@ class VAEFigures(Callback):
             self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
         if self._probe is None:
             return
-        scores_by_name, self._probe.scores = self._probe.scores, {}  # a batch may have none
+        scores_by_name, self._probe.scores = self._probe.scores, {}  # the next batch may call none
         for name, scores in scores_by_name.items():
             head = self._probe.heads[name]
             probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores))
             self._usage[name] = self._usage.get(name, 0) + probs.float().sum(0)  # (N, K)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw. The draws come from a forked random state: training never notices."""
+        """Write the images; random draws come from a forked state and do not affect training."""
         if trainer.sanity_checking or not trainer.loggers:
             return
         self._draw_usage(trainer)
         if not trainer.is_global_zero:
             return
-        # The same draws each time, so that the change is the model's.
+        # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
             self._draw_images(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Detach."""
+        """Remove the hooks."""
         if self._probe is not None:
             self._probe.detach()
             self._probe = None
@@ -134,11 +135,12 @@ class VAEFigures(Callback):
     def _attach(self, model: LightningModule) -> None:
         try:
             self._probe = HeadProbe(model).attach()
-        except ValueError:  # no head in there
+        except ValueError:  # the model has no head
             self._probe = None
 
     def _draw_usage(self, trainer: Trainer) -> None:
-        # A rank may have seen nothing, but must take part. Rank 0 has seen something if any has.
+        # Every rank must take part in the sum, also a rank that had no batch. Rank 0 knows the
+        # shapes: if any rank had a batch, rank 0 had one.
         shapes = {name: tuple(each.shape) for name, each in self._usage.items()}
         for name, shape in trainer.strategy.broadcast(shapes).items():
             nothing = torch.zeros(shape, device=trainer.strategy.root_device)
@@ -160,15 +162,16 @@ class VAEFigures(Callback):
 
 
 class GraphFigures(Callback):
-    """Probabilities of the edges at each validation, ``graph/theta``: black 0, white 1.
+    """Writes an image of the edge probabilities at each validation.
 
-    Learned ones on the left; on the right the true ones, where the data module has them as
-    ``edge_probs``. Rows are where an edge begins, columns where it ends. Acts on models with a
-    ``theta``, (N, N), and leaves all others alone.
+    The tag is ``graph/theta``; black is 0, white is 1. The learned probabilities are on the left,
+    the true ones on the right if the data module has them as ``edge_probs``. The row is the node
+    where an edge begins, the column the node where it ends. A model without a ``theta``, (N, N),
+    gets no image.
     """
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw."""
+        """Write the image."""
         theta = getattr(pl_module, "theta", None)
         if trainer.sanity_checking or not trainer.is_global_zero or theta is None:
             return
@@ -181,6 +184,6 @@ class GraphFigures(Callback):
 
 
 def figures_for(model: LightningModule) -> Callback:
-    """The pictures that suit a model."""
-    # hasattr would compute theta, which a model may not know before it has seen a batch.
+    """The callback that writes images of this model."""
+    # hasattr would compute theta, which may not be possible before the first batch.
     return GraphFigures() if "theta" in dir(model) else VAEFigures()

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal; elsewhere a line at each validation, and some during a test."""
+"""Progress of a run: a bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 
 class StepBar(RichProgressBar):
-    """Lightning's bar for one epoch, titled with the steps done: runs here are so many steps."""
+    """Lightning's progress bar, titled with the steps done of the whole run, not with the epoch."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         steps = f"{self.trainer.global_step:,}"
@@ -33,24 +33,24 @@ class StepBar(RichProgressBar):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Metrics beside the bar; the number of the run was said before."""
+        """Metrics beside the bar, without the version number of the run."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
 
 
 class ProgressLines(Callback):
-    """Prints step, speed and the validation metrics, one line at a time: for logs and pipes.
+    """Prints a line at each validation: step, speed and metrics. For logs and pipes.
 
-    A test prints how far it has come, and how long it will take.
+    During a test it prints how many batches are done, and the time left.
 
     Args:
-        test_seconds: time between two lines of a test; a test that is over before prints none.
+        test_seconds: time between two lines of a test; a shorter test prints no line.
     """
 
     def __init__(self, test_seconds: float = 10.0) -> None:
         self.test_seconds = test_seconds
-        self._said = 0.0  # when the latest line of a test was printed
+        self._said = 0.0  # time of the latest line of a test
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -78,7 +78,7 @@ class ProgressLines(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print a line if the latest is some time ago."""
+        """Print a line if ``test_seconds`` have passed since the latest line."""
         now = time.monotonic()
         if now - self._said < self.test_seconds or not trainer.is_global_zero:
             return
@@ -88,7 +88,7 @@ class ProgressLines(Callback):
 
 
 def line_of_test(done: int, batches: float, seconds: float) -> str:
-    """How far a test has come after so many seconds, in one line."""
+    """A line of text: the batches done of a test, and the time left."""
     if batches == float("inf"):
         return f"test  batch {done}"
     left = seconds * (batches - done) / done
@@ -96,6 +96,6 @@ def line_of_test(done: int, batches: float, seconds: float) -> str:
 
 
 def progress_line(step: int, rate: float, metrics: Mapping[str, Any]) -> str:
-    """Step, steps per second and metrics in one line."""
+    """A line of text: step, steps per second and metrics."""
     shown = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
     return f"step {step}  {rate:.3g} steps/s  {shown}"

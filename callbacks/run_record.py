@@ -1,4 +1,4 @@
-"""The record of a run: one event file for TensorBoard, each value once, and the last validation."""
+"""The record of a run: one TensorBoard file without double values, and the latest validation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 class RunLogger(TensorBoardLogger):
-    """Writes training, validation and test into one event file; :meth:`close` ends it.
+    """A TensorBoard logger with one event file for training, validation and test.
 
-    Lightning's own logger begins a new file after each of them.
+    Lightning's own logger begins a new file after each of the three. :meth:`close` ends the file.
     """
 
-    _epoch_step: int | None = None  # where the epoch was written last
+    _epoch_step: int | None = None  # step at which the epoch was written last
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write scalars; the epoch, which Lightning adds to each of several rows, only once."""
+        """Write scalars; of the epoch, which Lightning adds to every call, one value per step."""
         if "epoch" in metrics:
             if step == self._epoch_step:
                 metrics = {name: value for name, value in metrics.items() if name != "epoch"}
@@ -31,7 +31,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """After success there may be more to write; what is there is on the disk."""
+        """Write everything to disk; after a success keep the file open for what follows."""
         if status == "success":
             self.save()
         else:
@@ -39,12 +39,12 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def forget_from(self, step: int) -> None:
-        """Drop what earlier processes wrote for this step and later, and the hyperparameters."""
+        """Delete values of this step and later ones, and hyperparameters, from the files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         for path in sorted(Path(self.log_dir).glob("events.out.tfevents.*")):
             _drop_events(path, step)
-        # A TensorBoard that has read the files already forgets its values by this.
+        # This event makes a TensorBoard that is running drop the values it has read already.
         start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
         self.experiment._get_file_writer().add_event(start, step)
 
@@ -55,10 +55,11 @@ class RunLogger(TensorBoardLogger):
 
 
 class RunRecord(Callback):
-    """Keeps the record of a run straight, also when it is resumed.
+    """Keeps every value of a run once in its record, also when the run is resumed.
 
-    What an earlier process wrote after the checkpoint is dropped: the resumed run writes it again.
-    The metrics of the latest validation are part of every checkpoint.
+    When a run resumes from a checkpoint, values that an earlier process wrote after the checkpoint
+    are deleted, because the run writes them again. Every checkpoint holds the metrics of the latest
+    validation.
     """
 
     def __init__(self) -> None:
@@ -73,18 +74,18 @@ class RunRecord(Callback):
             self.step = trainer.global_step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After training, write at the number of steps."""
+        """Outside of training, log at the number of steps done."""
         if trainer.state.fn != "fit":
             self._write_at_global_step(trainer)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write at the number of steps."""
+        """Log at the number of steps done."""
         self._write_at_global_step(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """What an earlier process wrote after this checkpoint does not count."""
+        """Delete values that an earlier process wrote after this checkpoint."""
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             for logger in trainer.loggers:
                 if isinstance(logger, RunLogger):
@@ -95,23 +96,23 @@ class RunRecord(Callback):
         return {"step": self.step, "metrics": self.metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As it was."""
+        """Restore the latest validation."""
         self.step, self.metrics = state_dict["step"], state_dict["metrics"]
 
     def _write_at_global_step(self, trainer: Trainer) -> None:
-        # Lightning's count for loggers is one behind in a resumed run that has no step left.
+        # In a resumed run with no step left, Lightning's count for loggers is one too low.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def last_validation(trainer: Trainer) -> dict[str, float]:
-    """Metrics of the model as it is now; empty if it was not validated since it changed."""
+    """Metrics of the latest validation; empty if the model was trained on since then."""
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     records = (each for each in callbacks if isinstance(each, RunRecord))
     return next((r.metrics for r in records if r.step == trainer.global_step), {})
 
 
 def _drop_events(path: Path, step: int) -> None:
-    """Leave out the values from a step on, and the hyperparameters: readers keep the first."""
+    """Delete values from a step on, and hyperparameters: readers would keep the old ones."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -132,7 +133,7 @@ def _drop_events(path: Path, step: int) -> None:
 
 
 def write_hparams(logger: TensorBoardLogger, hparams: dict[str, Any], metrics: list[str]) -> None:
-    """Fill a run's row of the HPARAMS tab, which finds the metrics among the scalars."""
+    """Write the row of a run in TensorBoard's HPARAMS tab, with the names of its metrics."""
     from torch.utils.tensorboard.summary import hparams as summaries
 
     plain = (bool, int, float, str)

@@ -1,4 +1,4 @@
-"""Categorical heads with a diagonal Fisher matrix, and what it takes to train with them.
+"""Categorical heads with a diagonal Fisher matrix, and the estimators and losses to train them.
 
 >>> import torch
 >>> from catnat import make_head
@@ -6,7 +6,7 @@
 >>> head(torch.zeros(head.num_scores)).probs
 tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
 
-Importing catnat imports nothing else: torch comes with the first name that is asked for.
+``import catnat`` alone does not import torch: the first use of one of the names below does.
 """
 
 from importlib import import_module

@@ -1,21 +1,83 @@
-"""Checks of what users pass in."""
+"""Checks of what users pass in: each raises a ValueError with the name and the value."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _SIXTEEN_BITS = ("16-true", "bf16-true")
 
 
 def require_positive(or_zero: bool = False, **values: float) -> None:
-    """Raise a ValueError that names the first value not > 0 (or < 0 with ``or_zero``)."""
+    """Every value is a finite number > 0, or >= 0 with ``or_zero``."""
     for name, value in values.items():
         if not (value > 0 or (or_zero and value == 0)) or math.isinf(value):
             raise ValueError(f"{name} must be {'>= 0' if or_zero else 'positive'}, got {value}")
 
 
+def require_at_least(least: float, **values: float) -> None:
+    """Every value is ``least`` or more.
+
+    >>> require_at_least(1, num_samples=0)
+    Traceback (most recent call last):
+    ValueError: num_samples must be at least 1, got 0
+    """
+    for name, value in values.items():
+        if not value >= least:  # NaN is not
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def require_at_most(most: float, **values: float) -> None:
+    """Every value is ``most`` or less."""
+    for name, value in values.items():
+        if not value <= most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def require_within(low: float, high: float, ends: str = "[]", **values: float) -> None:
+    """Every value lies between ``low`` and ``high``.
+
+    Args:
+        low: the lower end.
+        high: the upper end.
+        ends: which ends belong to the range, ``"[]"`` both, ``"(]"`` the upper one only, ...
+        values: the values by name.
+
+    >>> require_within(0, 1, "(]", theta=0.0)
+    Traceback (most recent call last):
+    ValueError: theta must lie in (0, 1], got 0.0
+    """
+    for name, value in values.items():
+        above = value >= low if ends[0] == "[" else value > low
+        below = value <= high if ends[1] == "]" else value < high
+        if not (above and below):
+            closed = f"{low:g}..{high:g}"
+            shown = closed if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
+            raise ValueError(f"{name} must lie in {shown}, got {value!r}")
+
+
+def require_finite(**values: float) -> None:
+    """Every value is a number, not infinite and not NaN."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+def require_choice(choices: Iterable[str], **values: str) -> None:
+    """Every value is one of the choices.
+
+    >>> require_choice(("l1", "fro"), norm="l2")
+    Traceback (most recent call last):
+    ValueError: unknown norm 'l2'; choose from l1, fro
+    """
+    choices = tuple(choices)
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+
+
 def require_precision(precision: object) -> None:
-    """Raise a ValueError if weights themselves would have 16 bits: small steps are lost there."""
+    """The weights have more than 16 bits: in 16 bits small steps are lost."""
     if precision in _SIXTEEN_BITS:
         raise ValueError(
             f"precision {precision!r} keeps the weights in 16 bits, where small steps are lost; "

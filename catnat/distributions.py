@@ -30,10 +30,12 @@ class HeadCategorical(Categorical):
     Args:
         log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
             becomes float32.
-        validate_args: check values passed in. By default as for all of torch's distributions
-            (``Distribution.set_default_validate_args``; the use of torch.compile turns it off),
-            but only on the CPU, where it costs no device synchronization, and not under
-            torch.compile, torch.func and other tracers.
+        validate_args: check the log-probabilities, and later the values given to ``log_prob``. The
+            default is that of all torch distributions (``Distribution.set_default_validate_args``;
+            torch.compile turns it off), but on the CPU only, where checking waits for no device,
+            and not under torch.compile, torch.func and other tracers.
+        normalized: the caller guarantees that the probabilities sum to 1, as every head does; the
+            sums are then not checked.
 
     >>> from catnat import make_head
     >>> make_head("natural", 4)(torch.zeros(3)).entropy()
@@ -42,14 +44,20 @@ class HeadCategorical(Categorical):
 
     arg_constraints = {"logits": constraints.real_vector}
 
-    def __init__(self, log_probs: Tensor, validate_args: bool | None = None) -> None:
+    def __init__(
+        self, log_probs: Tensor, validate_args: bool | None = None, *, normalized: bool = False
+    ) -> None:
         if validate_args is None:
             validate_args = Distribution._validate_args and can_branch_on(log_probs)
         validate_args = validate_args and log_probs.numel() > 0  # torch cannot check nothing
-        self.logits = self._param = at_least_float32(log_probs)  # already normalized
+        self.logits = self._param = at_least_float32(log_probs)
         self._num_events = log_probs.shape[-1]
-        Distribution.__init__(self, log_probs.shape[:-1], validate_args=validate_args)
-        if validate_args:
+        # If the sum of all values is not NaN, no value is NaN. The sum is much cheaper than
+        # torch's check of every value, which is left to find and report the NaN.
+        suspicious = validate_args and bool(self.logits.detach().sum().isnan())
+        Distribution.__init__(self, log_probs.shape[:-1], validate_args=suspicious)
+        self._validate_args = validate_args
+        if validate_args and not normalized:
             self._check_sums(1e-3 + 16 * torch.finfo(log_probs.dtype).eps)
 
     def _check_sums(self, tolerance: float) -> None:
@@ -66,7 +74,7 @@ class HeadCategorical(Categorical):
     def expand(self, batch_shape: Any, _instance: Any = None) -> HeadCategorical:
         """The same distribution with a larger batch shape.
 
-        A subclass with an ``__init__`` of its own overrides this, as in all of torch.
+        A subclass with its own ``__init__`` overrides ``expand``, as everywhere in torch.
         """
         new: HeadCategorical = self._get_checked_instance(  # type: ignore[no-untyped-call]
             HeadCategorical, _instance
@@ -96,7 +104,7 @@ class HeadCategorical(Categorical):
 
         Args:
             temperature: > 0; towards 0 the sample becomes one-hot.
-            hard: return an exact one-hot sample with the relaxed one's gradient.
+            hard: return an exact one-hot sample with the gradient of the relaxed sample.
             sample_shape: as in ``sample``.
         """
         log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
@@ -112,7 +120,7 @@ def _kl(p: Categorical, q: Categorical) -> Tensor:
 def _log_probs(q: Categorical) -> Tensor:
     """Finite log-probabilities, at the floor where a probability is 0.
 
-    Not ``q.logits`` of probabilities: torch replaces a 0 among them by 1e-7.
+    ``q.logits`` does not serve where q was given by probabilities: torch makes 1e-7 of a 0 there.
     """
     given_probs = "probs" in vars(q) and q._param is q.probs
     logs = safe_log(q.probs) if given_probs else finite_log_probs(q.logits)
@@ -126,7 +134,8 @@ for _pair in (
 ):
     register_kl(*_pair)(_kl)
 
-# torch looks up the function for a pair at its first use, in a way torch.compile cannot trace.
+# torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
+# trace the look-up. So all pairs are used once here.
 _HEAD, _PLAIN = HeadCategorical(torch.zeros(1)), Categorical(logits=torch.zeros(1))
 for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
     kl_divergence(_p, _q)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from catnat.checks import require_positive
 from catnat.numerics import at_least_float32
 
 
@@ -76,8 +77,8 @@ def straight_through_gumbel(
 
     With ``hard`` the value is the one-hot vector of argmax y, an exact sample of p, and the
     gradient is that of y; without, the value is y. Categories of probability zero (a log-prob
-    around -1000) are never chosen. The temperature may be a 0-d tensor, taken on trust: looking
-    at it would wait for the device.
+    around -1000) are never chosen. The temperature may be a 0-d tensor. Its value is then not
+    checked, because the check would wait for the device.
 
     Shapes: ``log_probs`` (\*, K), result (\*, K) in the same dtype. Half precision is computed in
     float32.
@@ -90,8 +91,8 @@ def straight_through_gumbel(
         tensor([[0., 1.],
                 [1., 0.]])
     """
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not isinstance(temperature, Tensor):
+        require_positive(temperature=temperature)
     scores = at_least_float32(log_probs)
     scores = scores + gumbel_like(scores, generator=generator)
     y = (scores / temperature).softmax(-1)

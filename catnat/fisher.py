@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
-from catnat.heads import CategoricalHead
-from catnat.numerics import at_least_float32
+from catnat.categorical_head import CategoricalHead
+from catnat.checks import require_at_least, require_choice
+from catnat.numerics import at_least_float32, exp_of_log_probs
 
 Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]
@@ -37,21 +38,35 @@ def score_fisher(
         head: the head that turns the scores into a distribution.
         scores: (*, S).
         kind: ``"exact"`` or ``"sampled"``.
-        num_samples: M, categories drawn per row where sampled.
-        generator: source of the draws, so that observing need not disturb the global one.
+        num_samples: M, the number of categories drawn per row if sampled.
+        generator: the random generator of the draws; the global one if None.
 
     >>> from catnat import make_head
     >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
     tensor([[ 0.2500, -0.2500],
             [-0.2500,  0.2500]])
     """
+    require_choice(("exact", "sampled"), kind=kind)
     if kind == "exact":
         return head.fisher(scores)
-    if kind != "sampled":
-        raise ValueError(f"unknown kind {kind!r}; choose from exact, sampled")
     gradients = sampled_scores(head, scores, num_samples, generator)  # (M, *, S)
     with torch.autocast(gradients.device.type, enabled=False):
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
+
+
+def sampled_mean_fisher(
+    head: CategoricalHead,
+    scores: Tensor,
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Mean over all rows of :func:`score_fisher` with ``kind="sampled"``, (*, S) -> (S, S).
+
+    The matrices of single rows are never formed, and the host does not wait for the device.
+    """
+    gradients = sampled_scores(head, scores, num_samples, generator).flatten(0, -2)  # (M B, S)
+    with torch.autocast(gradients.device.type, enabled=False):
+        return gradients.t() @ gradients / gradients.shape[0]
 
 
 def sampled_scores(
@@ -61,17 +76,28 @@ def sampled_scores(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    require_at_least(1, num_samples=num_samples)
     with torch.inference_mode(False), torch.enable_grad():
         wide = at_least_float32(scores.detach())
         leaf = wide.expand(num_samples, *scores.shape).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
-        flat = log_probs.detach().exp().flatten(0, -2)
-        drawn = torch.multinomial(flat, 1, generator=generator).view(*log_probs.shape[:-1], 1)
+        drawn = _draw(log_probs.detach(), generator)
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
     return gradients
+
+
+def _draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One category for each row, (*, K) -> (*, 1), by the inverse of the distribution function.
+
+    ``torch.multinomial`` would make the host wait for the device.
+    """
+    reached = exp_of_log_probs(log_probs).cumsum(-1)
+    level = torch.rand(
+        *log_probs.shape[:-1], 1, generator=generator, dtype=reached.dtype, device=reached.device
+    )
+    drawn = (reached <= level * reached[..., -1:]).sum(-1, keepdim=True)
+    return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
@@ -105,7 +131,7 @@ class ModuleScores:
             return False
         try:
             alone = vmap(self.of_one, (None, *[0] * len(inputs)))(values, *inputs)
-        except RuntimeError:  # vmap does not know what the module does
+        except RuntimeError:  # vmap does not know an operation of the module
             return False
         tolerance = 32 * torch.finfo(scores.dtype).eps ** 0.75 * (1 + scores.abs().max())
         return alone.shape == scores.shape and bool(((alone - scores).abs() <= tolerance).all())
@@ -124,8 +150,8 @@ class ModuleScores:
 def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
 
-    In evaluation mode, whatever mode the network is in: the function is evaluated more than once
-    and must give the same scores each time, which dropout would not.
+    The network is evaluated in evaluation mode, whatever its mode is: the function is called more
+    than once and must give the same scores each time. Dropout would not.
 
     >>> function, parameters = module_scores(torch.nn.Linear(2, 3), torch.ones(5, 2))
     >>> function(parameters).shape
@@ -218,13 +244,12 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
 
     ``l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij|. For softmax this is 1/2 whatever the scores, because
     the rows of its G sum to zero; so look at ``fro`` too, the same ratio of Frobenius norms.
-    A zero matrix has mass 0, and so has a 1 x 1 one.
+    A zero matrix has mass 0, and so has a 1 x 1 matrix.
 
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     tensor(0.5000)
     """
-    if norm not in ("l1", "fro"):
-        raise ValueError(f"unknown norm {norm!r}; choose from l1, fro")
+    require_choice(("l1", "fro"), norm=norm)
     size = fisher.abs()
     largest = size.amax((-2, -1), keepdim=True)
     size = size / torch.where(largest == 0, 1.0, largest)  # squares and sums stay in range
@@ -240,8 +265,8 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     """Largest over smallest eigenvalue on the support of G, (*, S, S) -> (*).
 
     Eigenvalues up to ``rtol`` times the largest count as zero: softmax's G always has one, and
-    unreachable nodes and impossible categories give more. A zero matrix has condition number 1, one
-    that is not finite NaN, and so has one whose eigenvalues the solver does not find.
+    unreachable nodes and impossible categories give more. A zero matrix has condition number 1. The
+    result is NaN for a matrix that is not finite, or whose eigenvalues the solver does not find.
     """
     finite = fisher.isfinite().all(-1).all(-1)
     largest = fisher.abs().amax((-2, -1))
@@ -265,19 +290,19 @@ def _eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def _eigenvalues_of_support(matrix: Tensor) -> Tensor:
-    """Eigenvalues by other means: without the rows of zeros, in float64, as singular values."""
+    """Eigenvalues of a matrix without its rows of zeros, in float64; as singular values at last."""
     rows = matrix.any(-1)
     inside = matrix[rows][:, rows]
     inside = inside if inside.device.type == "mps" else inside.double()
     found = _tried(torch.linalg.eigvalsh, inside)
     if found.isnan().any():
-        found = _tried(torch.linalg.svdvals, inside)  # the same where none is negative
+        found = _tried(torch.linalg.svdvals, inside)  # G has no negative eigenvalues
     zeros = matrix.new_zeros(len(matrix) - len(inside))
     return torch.cat((zeros, found.to(matrix.dtype)))
 
 
 def _tried(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """What the solver finds, (*, S, S) -> (*, S), or NaN."""
+    """The result of the solver, (*, S, S) -> (*, S), or NaN if it fails."""
     try:
         return solve(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -297,8 +322,8 @@ def natural_gradient(
 ) -> Tensor:
     """(G(s) + damping I)^-1 grad, the natural gradient in score space, (*, S) -> (*, S).
 
-    Without damping G(s)^+ grad, with the pseudo-inverse. O(S) for all built-in heads: a division
-    for catnat, closed forms for the others.
+    Without damping it is G(s)^+ grad, with the pseudo-inverse. It costs O(S) for all built-in
+    heads: a division for catnat, closed forms for the others.
     """
     if grad.shape != scores.shape:
         raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")

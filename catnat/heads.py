@@ -12,45 +12,38 @@ Softmax and sparsemax are here, the catnat heads in :mod:`catnat.tree_heads`.
 from __future__ import annotations
 
 import inspect
-import operator
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from catnat.distributions import HeadCategorical
-from catnat.numerics import (
-    at_least_float32,
-    exp_of_log_probs,
-    is_plain,
-    largest_score,
-    safe_log,
-)
+from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
+from catnat.checks import require_choice
+from catnat.numerics import largest_score, safe_log
 from catnat.ops import sparsemax_log_probs
+from catnat.tree_heads import NaturalHead, SigmoidHead
 
-_REGISTRY: dict[str, type[CategoricalHead]] = {}
-_ALIASES: dict[str, str] = {}
+__all__ = ["CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"]
 
 
 def head_names() -> tuple[str, ...]:
-    """Names of all registered heads, in order of definition.
+    """Names of all registered heads: the four of the paper, then others in order of definition.
 
     >>> from catnat import head_names
     >>> head_names()[:4]
     ('softmax', 'sparsemax', 'sigmoid', 'natural')
     """
-    return tuple(_REGISTRY)
+    return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTRY)))
 
 
 def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) -> CategoricalHead:
-    """Build a head by name, or check that a given one fits.
+    """Build a head by its name, or check that a given head has the right number of categories.
 
     Args:
         head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
         num_categories: K >= 2.
-        options: options of that head, such as ``amplitude`` for natural.
+        options: options of the named head, such as ``amplitude`` for natural.
 
     >>> from catnat import make_head
     >>> make_head("softmax", 8)
@@ -64,9 +57,9 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
                 f"head has {head.num_categories} categories, {num_categories} are needed"
             )
         return head
-    cls = _REGISTRY.get(_ALIASES.get(head, head))
-    if cls is None:
-        raise ValueError(f"unknown head {head!r}; choose from {', '.join(head_names())}")
+    name = _ALIASES.get(head, head)
+    require_choice(head_names(), head=name)
+    cls = _REGISTRY[name]
     parameters = inspect.signature(cls).parameters
     known = list(parameters)[1:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -75,151 +68,6 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
         choices = ", ".join(known) or "none"
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
     return cls(num_categories, **options)
-
-
-def _centred(x: Tensor, inside: Tensor) -> Tensor:
-    """x minus its mean over the places inside, and 0 at the others."""
-    x = torch.where(inside, x, 0.0)
-    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
-    return torch.where(inside, x - mean, 0.0)
-
-
-def _identity(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-class CategoricalHead(nn.Module, ABC):
-    """Maps S scores to a distribution over K categories.
-
-    Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`; the rest follows,
-    and is overridden where a closed form is cheaper.
-
-    Args:
-        num_categories: K, at least 2. The number of scores S is set to K; a subclass that needs
-            another sets ``self.num_scores`` afterwards.
-
-    Shapes:
-        scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
-    """
-
-    name: ClassVar[str]
-    fisher_is_diagonal: ClassVar[bool] = False
-    num_categories: int
-    num_scores: int
-    validate_args: bool | None = None  # of the distributions; None leaves it to them
-
-    def __init_subclass__(
-        cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
-    ) -> None:
-        super().__init_subclass__(**kwargs)
-        if name is None:
-            return
-        for each in (name, *aliases):
-            known = _REGISTRY.get(_ALIASES.get(each, each))
-            if known is not None and _identity(known) != _identity(cls):  # a cell may run twice
-                raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
-        cls.name = name
-        _REGISTRY[name] = cls
-        _ALIASES.update(dict.fromkeys(aliases, name))
-
-    def __init__(self, num_categories: int) -> None:
-        super().__init__()
-        if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
-            raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
-        if num_categories < 2:
-            raise ValueError(f"num_categories must be at least 2, got {num_categories}")
-        self.num_categories = self.num_scores = operator.index(num_categories)  # NumPy's, too
-
-    @abstractmethod
-    def log_probs(self, scores: Tensor) -> Tensor:
-        """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
-
-    @abstractmethod
-    def inverse(self, probs: Tensor) -> Tensor:
-        """Scores that give these probabilities, (*, K) -> (*, S)."""
-
-    @abstractmethod
-    def fisher(self, scores: Tensor) -> Tensor:
-        """Exact Fisher information matrix in the scores, (*, S) -> (*, S, S)."""
-
-    def probs(self, scores: Tensor) -> Tensor:
-        """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
-        return exp_of_log_probs(self.log_probs(scores))
-
-    def forward(self, scores: Tensor) -> HeadCategorical:
-        """The distribution these scores stand for."""
-        return HeadCategorical(self.log_probs(scores), self.validate_args)
-
-    def fisher_diagonal(self, scores: Tensor) -> Tensor:
-        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
-        return self.fisher(scores).diagonal(dim1=-2, dim2=-1)
-
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over all leading dimensions, (*, S) -> (S, S)."""
-        return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
-
-    def diagnostics(self, scores: Tensor) -> Tensor:
-        """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
-
-        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) where only the diagonal needs to be told
-        (``fisher_is_diagonal``). For watching a run at every step: cheap, no waiting for a device,
-        and many steps at once.
-        """
-        saturated = self.saturated(scores).float().mean((-2, -1))
-        steps = scores.reshape(-1, *scores.shape[-2:])
-        fisher = torch.stack([self.mean_fisher(each) for each in steps]).float()
-        fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
-        return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
-
-    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 0.0) -> Tensor:
-        """(G + damping I)^-1 grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
-
-        Without damping G^+ grad, with the pseudo-inverse of G. Half precision is computed, and
-        returned, in float32.
-        """
-        if not damping >= 0:
-            raise ValueError(f"damping must be at least 0, got {damping}")
-        with torch.autocast(scores.device.type, enabled=False):
-            scores = self._checked(scores)
-            return self._natural_gradient(scores, grad.to(scores.dtype), damping)
-
-    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
-        fisher = self.fisher(scores)
-        eye = torch.eye(self.num_scores, dtype=fisher.dtype, device=fisher.device)
-        inverse: Tensor = torch.linalg.pinv(fisher + damping * eye, hermitian=True)
-        return (inverse @ grad[..., None])[..., 0]
-
-    def saturated(self, scores: Tensor) -> Tensor:
-        """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
-        return torch.zeros_like(scores, dtype=torch.bool)
-
-    def extra_repr(self) -> str:
-        """What ``print(head)`` shows."""
-        return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
-
-    def _checked(self, scores: Tensor) -> Tensor:
-        """Scores in the dtype they are computed in, after checking shape and dtype."""
-        if not scores.dim() or scores.shape[-1] != self.num_scores:
-            raise ValueError(
-                f"{type(self).__name__} over {self.num_categories} categories takes "
-                f"{self.num_scores} scores in the last dimension, got shape {tuple(scores.shape)}"
-            )
-        if not scores.is_floating_point():
-            raise ValueError(f"scores must be floating point, got {scores.dtype}")
-        wide = at_least_float32(scores)
-        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
-            largest = torch.finfo(scores.dtype).max  # steep gradients must not overflow on return
-            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
-        return wide
-
-    def _checked_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities in float64, after checking their shape."""
-        if not probs.dim() or probs.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"expected {self.num_categories} probabilities in the last dimension, "
-                f"got shape {tuple(probs.shape)}"
-            )
-        return probs.double()
 
 
 class SoftmaxHead(CategoricalHead, name="softmax"):
@@ -248,7 +96,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """p (1 - p)."""
         p = self.probs(scores)
-        top = p.argmax(-1, keepdim=True)  # 1 - p cancels there, and only there
+        top = p.argmax(-1, keepdim=True)  # 1 - p loses accuracy for the largest p only
         others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
         return p * (1 - p).scatter(-1, top, others)
 
@@ -267,7 +115,10 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     @staticmethod
     def _from_products(products: Tensor) -> Tensor:
-        """G from p p^T or its mean; rows of G sum to 0, and p - p^2 would cancel."""
+        """G from p p^T or its mean; the diagonal makes every row sum to 0.
+
+        The formula p - p^2 for the diagonal would lose accuracy where p is near 1.
+        """
         diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
         off = products.masked_fill(diagonal, 0.0)
         return torch.diag_embed(off.sum(-1)) - off
@@ -299,11 +150,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return sparsemax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """The probabilities themselves; a little below 0 where p = 0, to stay there in rounding."""
+        """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""
         p = self._checked_probs(probs)
         p = p / p.sum(-1, keepdim=True)
         K, eps = self.num_categories, torch.finfo(probs.dtype).eps
-        below = -K * (eps + K * torch.finfo(torch.float64).eps)  # of the input, of the projection
+        # The rounding errors of the input and of the projection.
+        below = -K * (eps + K * torch.finfo(torch.float64).eps)
         return torch.where(p <= 0, below, p).to(probs.dtype)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -337,7 +189,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         return torch.diag_embed(q.mean(-2)) + (both - cross - cross.mT) / q.shape[-2]
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
-        """In O(K): G maps onto the vectors that sum to 0 over the support, and is 0 elsewhere."""
+        """In O(K): G maps onto the vectors on the support that sum to 0."""
         p = self.probs(scores)
         possible = ~(p <= 0)
         inside = _centred(grad, possible)
@@ -354,8 +206,15 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
     def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
         p = self.probs(scores)
-        support = (~(p <= 0)).to(p.dtype)  # NaN is in it
+        support = (~(p <= 0)).to(p.dtype)  # 1 for NaN
         return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)
 
 
-import catnat.tree_heads  # noqa: E402, F401 - so that the catnat heads are registered, too
+def _centred(x: Tensor, inside: Tensor) -> Tensor:
+    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
+    x = torch.where(inside, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - mean, 0.0)
+
+
+_BUILT_IN = (SoftmaxHead.name, SparsemaxHead.name, SigmoidHead.name, NaturalHead.name)

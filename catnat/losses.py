@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from catnat.checks import require_at_least, require_within
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
@@ -38,7 +39,7 @@ class _PairwiseDistance(torch.autograd.Function):
         x, distance = ctx.saved_tensors
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT
-        x = x - x.mean(-2, keepdim=True)  # a common offset would cancel, but not in rounding
+        x = x - x.mean(-2, keepdim=True)  # a common offset cancels, but would cost accuracy
         with torch.autocast(x.device.type, enabled=False):
             return weight.sum(-1, keepdim=True) * x - weight @ x
 
@@ -99,8 +100,7 @@ def bernoulli_nll(logits: Tensor, x: Tensor, event_dims: int) -> Tensor:
         >>> bernoulli_nll(torch.zeros(5, 1, 28, 28), torch.ones(5, 1, 28, 28), event_dims=3).shape
         torch.Size([5])
     """
-    if not 0 <= event_dims <= x.dim():
-        raise ValueError(f"event_dims must lie in 0..{x.dim()}, got {event_dims}")
+    require_within(0, x.dim(), event_dims=event_dims)
     # Stricter than broadcasting, so that (B, 1) against (B, D) is an error and not a wrong number.
     if x.dim() > logits.dim() or logits.shape[logits.dim() - x.dim() :] != x.shape:
         raise ValueError(
@@ -118,7 +118,7 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
 
     .. math:: KL(q \,\|\, u) = \log K + \sum_k q_k \log q_k
 
-    A category with q_k = 0, whatever stands for its logarithm, adds zero to value and gradient.
+    A category with q_k = 0 adds zero to value and gradient, whether its log is -1000 or -inf.
 
     Shapes: ``log_probs`` (\*, K), result (\*).
 
@@ -140,8 +140,9 @@ def importance_weighted_nll(
 
     .. math:: -\log \frac1M \sum_m w_m, \qquad \log w_m = \log p(x, z_m) - \log q(z_m \mid x)
 
-    ``log_weights(m)`` draws m fresh samples and returns their log-weights. It is asked for at most
-    ``chunk_size`` at a time and nothing else is kept, also no graph: this is for evaluation.
+    ``log_weights(m)`` draws m fresh samples and returns their log-weights. Memory holds the
+    log-weights of at most ``chunk_size`` samples. There is no gradient: the estimate is for
+    evaluation.
 
     Shapes: ``log_weights(m)`` (m, \*), result (\*).
 
@@ -152,10 +153,7 @@ def importance_weighted_nll(
         >>> importance_weighted_nll(lambda m: torch.full((m, 2), -90.0), num_samples=100)
         tensor([90., 90.])
     """
-    if num_samples < 1 or chunk_size < 1:
-        raise ValueError(
-            f"num_samples and chunk_size must be positive, got {num_samples} and {chunk_size}"
-        )
+    require_at_least(1, num_samples=num_samples, chunk_size=chunk_size)
     total: Tensor | None = None
     for start in range(0, num_samples, chunk_size):
         m = min(chunk_size, num_samples - start)

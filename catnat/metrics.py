@@ -1,4 +1,4 @@
-"""Diagnostics as torchmetrics: right over batches and over ranks by construction."""
+"""Diagnostics as torchmetrics, which add up correctly over batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from catnat.losses import energy_score
 
 
 class FisherOffDiagonalMass(Metric):
-    """Off-diagonal mass of the Fisher matrix averaged over everything seen.
+    """Off-diagonal mass of the mean of all Fisher matrices that were added.
 
     The state is the *sum of matrices*: batches and ranks are added first and the ratio is taken
     last. A mean of ratios would depend on how the data were cut. Over ranks use
@@ -143,7 +143,7 @@ class _MeanOverRows(Metric):
         raise NotImplementedError
 
     def update(self, samples: Tensor, target: Tensor) -> None:
-        """Add a batch: M predictions (M, B, *) of what turned out to be (B, *)."""
+        """Add a batch: M predictions (M, B, *) of a target (B, *)."""
         values = self.values(samples.flatten(2), target.flatten(1))
         self.total += values.double().sum()
         self.count += len(values)
@@ -154,7 +154,7 @@ class _MeanOverRows(Metric):
 
 
 class EnergyScore(_MeanOverRows):
-    """:func:`~catnat.losses.energy_score` of all that is predicted for a row, taken together.
+    """Mean :func:`~catnat.losses.energy_score`; all predictions of a row are one vector.
 
     >>> metric = EnergyScore()
     >>> metric.update(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
@@ -231,10 +231,10 @@ class DeadEdges(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("dead", torch.zeros(()), dist_reduce_fx="max")  # ranks know the same θ
+        self.add_state("dead", torch.zeros(()), dist_reduce_fx="max")  # θ is equal on all ranks
 
     def update(self, theta: Tensor, truth: Tensor) -> None:
-        """Count anew."""
+        """Replace the count by that of θ and θ*, (*) each."""
         self.dead = ((theta == 0) & (truth > 0)).sum().float()
 
     def compute(self) -> Tensor:
@@ -243,11 +243,11 @@ class DeadEdges(Metric):
 
 
 class EdgeCalibrationError(Metric):
-    """Expected calibration error of θ: of edges with about the same θ, is θ* the same on average?
+    """Expected calibration error of θ: the mean θ against the mean θ*, for edges of similar θ.
 
-    Edges are sorted into equal bins of θ; in each the mean θ is held against the mean θ*, and the
-    absolute differences are averaged over all edges. Never more than the mean absolute error of
-    θ, whose random part averages out.
+    Edges are sorted into equal bins of θ. For each bin the mean θ is compared with the mean θ*, and
+    the absolute differences are averaged over all edges. The result is at most the mean absolute
+    error of θ: within a bin, errors of different sign cancel.
 
     Args:
         num_bins: how many bins of [0, 1].
@@ -276,7 +276,7 @@ class EdgeCalibrationError(Metric):
     def update(self, theta: Tensor, truth: Tensor) -> None:
         """Add edges, (*) and (*)."""
         theta, truth = theta.detach().double().flatten(), truth.double().flatten()
-        # NaN goes to the first bin, whose difference it makes NaN.
+        # A NaN is put into the first bin, and makes the difference of this bin NaN.
         bins = (theta * self.num_bins).nan_to_num(0.0).clamp(0, self.num_bins - 1).long()
         self.difference.index_add_(0, bins, theta - truth)
         self.count.index_add_(0, bins, torch.ones_like(theta))

@@ -1,9 +1,19 @@
-"""The only home of floors, ``0 * log 0`` and safe logarithms.
+"""Numerics: the rules of the house, and the functions that keep them.
 
-The rule for scores that are not finite, the same in every implementation and dtype:
+- Every finite score of every floating dtype gives finite log-probabilities, probabilities that sum
+  to 1, and finite gradients. Where a split or a category is saturated, the gradient is exactly 0.
+- An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
+  is finite, so that 0 * log 0 = 0.
+- Half precision is computed in float32; matrix products turn autocast off.
+- Floors, ``0 * log 0`` and logarithms of 0 are handled here and nowhere else.
+- Code looks at values of a tensor only where that costs nothing, see :func:`can_branch_on`. Where
+  it would wait for a device, wrong values pass on as NaN; they never become a wrong number.
 
-- What depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree the
-  categories and nodes below the score's node. A NaN score does not count as saturated.
+Scores that are not finite follow the same rule in every implementation and dtype:
+
+- A result that depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree
+  the categories and nodes below the score's node. A NaN score does not count as saturated. On
+  the CPU, calling a head raises a ValueError instead, unless validation is turned off.
 - catnat: an infinite score is a certain split, like the largest finite score. Its gradient is 0.
 - softmax and sparsemax: a score of -inf is an impossible category, and gets no gradient. A row
   with +inf, or with -inf alone, has no limit and is NaN.
@@ -20,19 +30,20 @@ from torch import Tensor
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category.
 
-Finite, so that sums, differences and masks stay finite, and low enough that ``exp`` of it is
-exactly 0 in every floating dtype. Nothing a score can reach without being saturated is as low in
-float32 (about -40) or float64 (about -80), except through the sigmoid, whose tails are linear.
+It is finite, so that sums, differences and masks stay finite, and so low that ``exp`` of it is
+exactly 0 in every floating dtype. Scores that are not saturated do not get as low: natural and
+sparsemax reach about -40 in float32 and -80 in float64. Only softmax and sigmoid, whose logarithms
+fall linearly, go lower.
 """
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in the dtype it is computed in: half precision becomes float32."""
+    """``x`` in float32 if its dtype is narrower, and unchanged otherwise."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def largest_score(dtype: torch.dtype) -> float:
-    """Bound on log-probabilities that keeps differences, and sums of 10^6 categories, finite."""
+    """Largest size of a log-probability: sums over 10^6 categories, and differences, are finite."""
     return torch.finfo(dtype).max / 2**24
 
 
@@ -52,9 +63,10 @@ def finite_log_probs(log_probs: Tensor) -> Tensor:
 
 
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
-    """Probabilities of log-probabilities in float32 or float64, 0 for impossible categories.
+    """``exp`` of log-probabilities in float32 or float64, exactly 0 for impossible categories.
 
-    On the CPU ``exp`` takes fifty times as long where its result underflows, as it does there.
+    On the CPU ``exp`` takes fifty times as long where its result underflows, as for impossible
+    categories. They are therefore cut off before, and set to 0 afterwards.
     """
     if not can_branch_on(log_probs):
         return log_probs.exp()
@@ -69,7 +81,7 @@ def transforms_active() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` is just data in memory: not being traced, batched, faked or a dual number."""
+    """Whether ``x`` is plain data in memory: not traced, batched, fake, or a dual number."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
@@ -83,5 +95,5 @@ def is_plain(x: Tensor) -> bool:
 
 
 def can_branch_on(x: Tensor) -> bool:
-    """Whether Python may look at the values of ``x`` at no cost: plain, and on the CPU."""
+    """Whether Python may look at the values of ``x`` without waiting: plain data, on the CPU."""
     return x.device.type == "cpu" and is_plain(x)

@@ -1,4 +1,4 @@
-"""HeadProbe: remember what each head of a model saw."""
+"""HeadProbe: the latest scores of every head of a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from catnat.heads import CategoricalHead
+from catnat.categorical_head import CategoricalHead
 
 
 class HeadProbe:
     """Keeps the scores of the latest call of every :class:`CategoricalHead` inside a module.
 
-    It observes through forward hooks and changes nothing; scores are copied, because they may be
-    parameters, which a step changes in place. Attach before the first call of a
-    compiled model: a hook registered later never fires there; :meth:`__iter__` raises if nothing
-    was seen. Only calls of the head itself (``head(scores)``) are seen, not ``head.log_probs``.
+    The probe observes through forward hooks and changes nothing. It copies the scores, because they
+    may be parameters, which an update changes in place. Only calls of the head itself
+    (``head(scores)``) are seen, not ``head.log_probs``. Attach the probe before the first call of a
+    compiled model: a hook registered later never fires. Iterating over the probe raises an error if
+    no head was called.
 
     Args:
         module: the model, or a head.
@@ -41,7 +42,7 @@ class HeadProbe:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> HeadProbe:
-        """Start to observe; returns itself."""
+        """Start to observe, and forget earlier scores; returns the probe."""
         if not self._handles:
             self.scores = {}
             self._handles = [
@@ -51,7 +52,7 @@ class HeadProbe:
         return self
 
     def detach(self) -> None:
-        """Stop to observe; what was seen stays."""
+        """Stop observing; the scores stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

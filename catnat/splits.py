@@ -1,10 +1,23 @@
-"""The two binary splits of the paper, each in closed form: value, slopes, information.
+r"""a(s): how a score divides the probability of its node between the two children.
 
-A split turns the score s of a node into log(1 - a(s)), the log-probability of bit 0, and
-log a(s), that of bit 1. Its *slopes* are the rates at which these move: -d log(1-a)/ds and
-d log a/ds, both >= 0. Their product (a')^2 / (a (1-a)) is the Fisher information of the split.
+The paper's parameterization is a tree of binary splits. The score s of a node gives a(s), the
+probability of bit 1; bit 0 has 1 - a(s). With the centre C of the node and x = s - C,
 
-These are the plain differentiable forms; the fused kernels hold the same formulas again.
+- sigmoid: a = 1 / (1 + exp(-x));
+- natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
+  a = 1 above.
+
+A split is given by its logarithms log(1 - a) and log a, and by their *slopes*, the rates at which
+they move with the score: -d log(1 - a)/ds and d log a/ds, both >= 0. The product of the slopes is
+the Fisher information of the split, (a')^2 / (a (1 - a)):
+
+- sigmoid: slopes a and 1 - a, information a (1 - a);
+- natural: slopes (pi/A) tan(phi) and (pi/A) / tan(phi) with phi = pi/4 + pi x / (2A), information
+  (pi/A)^2, the same for every score.
+
+Sigmoid and natural come first, :class:`Split` then says what a tree needs of a split, and
+:class:`CustomSplit` makes one of any increasing function. All are plain differentiable torch; the
+fused kernels of :mod:`catnat.ops` hold the formulas of sigmoid and natural again.
 """
 
 from __future__ import annotations
@@ -22,86 +35,19 @@ from torch import Tensor
 from catnat.numerics import LOG_ZERO, largest_score
 
 
-class Split(Protocol):
-    """What a tree needs to know of its binary splits, whose centred score is x = s - C."""
-
-    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the methods below need of the centres C, (S,) in float64 -> (R, S)."""
-
-    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x of a split in the proportion left : right = 1 - a : a, in float64."""
-
-    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """log(1 - a) and log a, (*, S) each; constants None where every node has C = 0."""
-
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
-
-
-def _sinh(t: Tensor) -> Tensor:
-    """torch.sinh, which ONNX does not know in float64."""
-    return (torch.exp(t) - torch.exp(-t)) / 2
-
-
-@dataclass(frozen=True)
-class CustomSplit:
-    """A split known only by its function x -> log(1 - a(x)), log a(x), with a increasing."""
-
-    function: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
-        return centre[None].to(dtype)
-
-    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """By search in the log-odds; the end of the range searched where one side is 0.
-
-        The result carries the gradient in the parameters of the function, if it has any.
-        """
-        target = torch.log(right) - torch.log(left)
-        with torch.no_grad():
-            x = self._search(target)
-            step = 1e-4 * (1 + x.abs())
-            slope = (self._log_odds(x + step) - self._log_odds(x - step)) / (2 * step)
-        # One step of Newton's method: its value is that of x, its gradient that of the inverse.
-        newton = (self._log_odds(x) - target) / torch.where(slope > 0, slope, 1.0)
-        return torch.where((slope > 0) & (newton.abs() <= step), x - newton, x)
-
-    def _search(self, target: Tensor) -> Tensor:
-        """x with log-odds as given, to 1e-15 of 1 + |x|: in t = arsinh(x), |x| <= 1e6."""
-        points = max(2, min(32, 4096 // max(1, int(target.numel()))))  # at once, in every round
-        low = torch.full_like(target, -math.asinh(1e6))
-        width = 2 * math.asinh(1e6)
-        share = torch.arange(1, points, dtype=target.dtype, device=target.device)
-        share = share.view(-1, *[1] * target.dim())
-        while width > 1e-15:
-            width /= points
-            smaller = self._log_odds(_sinh(low + share * width)) < target
-            low = low + smaller.to(low.dtype).sum(0) * width
-        return torch.where(target.isnan(), target, _sinh(low + width / 2))
-
-    def _log_odds(self, x: Tensor) -> Tensor:
-        below, above = self.function(x)
-        return above - below
-
-    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.function(scores if constants is None else scores - constants[0])
-
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = scores if constants is None else scores - constants[0]
-        moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
-        return -moved[0], moved[1]
-
-
 @dataclass(frozen=True)
 class SigmoidSplit:
-    """a(s) = 1 / (1 + exp(-(s - C)))."""
+    """a(s) = 1 / (1 + exp(-x)), x = s - C.
+
+    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+    """
 
     def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
         """The centres C themselves, (1, S)."""
         return centre[None].to(dtype)
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """s - C of a split in the proportion left : right; far out, but finite, where one is 0."""
+        """x = log(right / left); far out, but finite, where left or right is 0."""
         lowest = math.log(torch.finfo(left.dtype).smallest_normal) * 1.25  # exp of it is 0
 
         def log(x: Tensor) -> Tensor:
@@ -110,18 +56,20 @@ class SigmoidSplit:
         return log(right) - log(left)
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         x, _ = self._centred(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
         return -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
         x, beyond = self._centred(scores, constants)
         left, right = torch.sigmoid(x), torch.sigmoid(-x)
         return torch.where(beyond, 0.0, left), torch.where(beyond, 0.0, right)
 
     @staticmethod
     def _centred(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x = s - C within the bounds of what is computed with, and where it was beyond them."""
+        """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
         bound = largest_score(scores.dtype)
         x = scores if constants is None else scores - constants[0]
         beyond = x.abs() > bound
@@ -132,10 +80,14 @@ class SigmoidSplit:
 class NaturalSplit:
     r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
 
-    Everything is written in terms of the distance d of s to the *nearer* edge C +- A/2: with
-    theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta) and the other
-    sin^2(theta). An edge is stored as a sum of two numbers, so d keeps its relative accuracy
-    right up to the edge, where log sin^2(theta) is steep.
+    The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
+    C + A/2. With theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta)
+    and the other bit sin^2(theta): phi itself would lose all accuracy near an edge, where
+    log sin^2(theta) is steep. For the same reason an edge is stored as a sum of two numbers, so
+    that d is accurate right up to the edge.
+
+    Args:
+        amplitude: A, the width of the region in which the split moves.
     """
 
     amplitude: float = 2 * math.pi
@@ -166,12 +118,12 @@ class NaturalSplit:
         return self.half_in_float32, half - self.half_in_float32
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """s - C of a split in the proportion left : right; the edge itself where one is 0."""
+        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0."""
         phi = torch.atan2(torch.sqrt(right), torch.sqrt(left))
         return torch.where(left + right <= 0, 0.0, (phi - math.pi / 4) * (2 / self.rate))
 
     def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Signed distance to the nearer edge (negative outside), and whether that is the upper."""
+        """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
         if constants is None:
             high, low = self.half_width(scores.dtype)
             above, below = (high - scores) + low, (scores + high) + low
@@ -182,6 +134,7 @@ class NaturalSplit:
         return torch.where(upper, above, below), upper
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
         theta, outside, upper = self._angle(scores, constants)
         sine = torch.sin(theta)
         rare = torch.where(outside, LOG_ZERO, 2 * torch.log(sine))
@@ -189,6 +142,7 @@ class NaturalSplit:
         return torch.where(upper, rare, likely), torch.where(upper, likely, rare)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside."""
         theta, outside, upper = self._angle(scores, constants)
         tan = torch.tan(theta)
         steep = torch.where(outside, 0.0, self.rate / tan)
@@ -196,9 +150,96 @@ class NaturalSplit:
         return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)
 
     def _angle(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, at least 1e-30 (and some harmless number outside), with what distance() says."""
+        """theta, whether the score is on an edge or outside, and whether the upper edge is nearer.
+
+        theta is at least 1e-30, and 1 outside, where the callers do not use it.
+        """
         distance, upper = self.distance(scores, constants)
         outside = distance <= 0
         theta = distance * (self.rate / 2)
         theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
         return torch.where(outside, 1.0, theta), outside, upper
+
+
+class Split(Protocol):
+    """What a tree needs of a split. Every node has a centre C, and x = s - C.
+
+    A method gets scores (*, S) of all nodes and their ``constants``, which :meth:`node_constants`
+    made of the centres, in the dtype and on the device of the scores; None where every C is 0.
+    """
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        """The constants of the nodes from their centres C, (S,) in float64 -> (R, S)."""
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x for which 1 - a : a is left : right, in float64."""
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log(1 - a) and log a, (*, S) each."""
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
+
+
+@dataclass(frozen=True)
+class CustomSplit:
+    """A split given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
+
+    Args:
+        function: differentiable, elementwise; its parameters, if it has any, get gradients.
+    """
+
+    function: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def node_constants(self, centre: Tensor, dtype: torch.dtype) -> Tensor:
+        """The centres C themselves, (1, S)."""
+        return centre[None].to(dtype)
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x by search, |x| <= 1e6; an end of this range where left or right is 0.
+
+        The result has a gradient in the parameters of the function.
+        """
+        target = torch.log(right) - torch.log(left)
+        with torch.no_grad():
+            x = self._search(target)
+            step = 1e-4 * (1 + x.abs())
+            slope = (self._log_odds(x + step) - self._log_odds(x - step)) / (2 * step)
+        # One step of Newton's method hardly moves x, and has the gradient of the inverse function.
+        newton = (self._log_odds(x) - target) / torch.where(slope > 0, slope, 1.0)
+        return torch.where((slope > 0) & (newton.abs() <= step), x - newton, x)
+
+    def _search(self, target: Tensor) -> Tensor:
+        """x where log a - log(1 - a) is the target, to 1e-15 of 1 + |x|.
+
+        Every round cuts the interval of t = arsinh(x) that holds the solution into equal parts.
+        """
+        points = max(2, min(32, 4096 // max(1, int(target.numel()))))  # parts of the interval
+        low = torch.full_like(target, -math.asinh(1e6))
+        width = 2 * math.asinh(1e6)
+        share = torch.arange(1, points, dtype=target.dtype, device=target.device)
+        share = share.view(-1, *[1] * target.dim())
+        while width > 1e-15:
+            width /= points
+            smaller = self._log_odds(_sinh(low + share * width)) < target
+            low = low + smaller.to(low.dtype).sum(0) * width
+        return torch.where(target.isnan(), target, _sinh(low + width / 2))
+
+    def _log_odds(self, x: Tensor) -> Tensor:
+        below, above = self.function(x)
+        return above - below
+
+    def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The function itself."""
+        return self.function(scores if constants is None else scores - constants[0])
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The derivatives of the function, by forward-mode differentiation."""
+        x = scores if constants is None else scores - constants[0]
+        moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
+        return -moved[0], moved[1]
+
+
+def _sinh(t: Tensor) -> Tensor:
+    """``torch.sinh``, written out because ONNX has none in float64."""
+    return (torch.exp(t) - torch.exp(-t)) / 2

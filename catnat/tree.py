@@ -1,11 +1,29 @@
-"""The binary tree over K categories, for any K >= 2.
+"""The binary tree over K categories, for any K >= 2: nodes, bits and paths.
 
-Nodes carry heap numbers: the root is 1, the children of node ``j`` are ``2j`` (bit 0) and
-``2j + 1`` (bit 1). Internal nodes are ``1..K-1`` and own score ``j - 1``; leaves are ``K..2K-1``
-and category ``k`` is leaf ``K + k``. For K a power of two this is the paper's breadth-first order.
+Category k is a leaf. Its bits b_1, ..., b_H, the most significant first, lead from the root to the
+leaf: bit 1 takes probability a(s) of a node with score s, bit 0 takes 1 - a(s), and
 
-The functions here are plain differentiable torch, so they work under ``torch.func`` and
-``torch.compile``; :mod:`catnat.ops` holds faster ones for eager use.
+    p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}
+
+over the nodes on the way (the paper's category probability). For K = 2^H, b_1..b_H is k in binary.
+Nodes are numbered breadth first: the node at level h that is reached by the prefix b_1..b_{h-1}
+has the score with index 2^{h-1} - 1 + int(prefix).
+
+For any other K the tree is the complete one with heap numbers, which is the same tree at K = 2^H:
+
+- the root is node 1, and the children of node j are 2j (bit 0) and 2j + 1 (bit 1);
+- internal nodes are 1..K-1, and node j has the score with index j - 1;
+- leaves are K..2K-1, and category k is leaf K + k.
+
+If K is not a power of two, the leaves have different depths, and a = 1/2 at every node is not the
+uniform distribution. Each node therefore has a centre C such that zero scores give the uniform
+distribution (an option of the heads turns this off): its split is then :func:`right_shares`.
+
+Example, K = 5: node 1 has the children 2 and 3, node 2 the children 4 and 5, node 3 the leaves 6
+and 7, node 4 the leaves 8 and 9; leaves 5, 6, 7, 8, 9 are the categories 0, 1, 2, 3, 4.
+
+The functions are plain differentiable torch, and so work under ``torch.func`` and
+``torch.compile``; :mod:`catnat.ops` has faster ones.
 """
 
 from __future__ import annotations
@@ -17,7 +35,7 @@ from torch import Tensor
 
 
 def levels(num_categories: int) -> Iterator[tuple[int, int]]:
-    """Heap ranges ``[first, last)`` of the internal nodes, one level after the other.
+    """Heap numbers ``first..last - 1`` of the internal nodes of each level, from the root down.
 
     >>> list(levels(5))
     [(1, 2), (2, 4), (4, 5)]
@@ -79,7 +97,7 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
 def right_shares(num_categories: int) -> Tensor:
     """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
 
-    These are the split probabilities of the uniform distribution; all 1/2 at K a power of two.
+    These are the a of the uniform distribution; all 1/2 where K is a power of two.
 
     >>> right_shares(3)
     tensor([0.3333, 0.5000], dtype=torch.float64)

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from catnat.heads import CategoricalHead
+from catnat.categorical_head import CategoricalHead
+from catnat.checks import require_finite, require_within
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_probs
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
@@ -22,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class _Fixed(Generic[Value]):
-    """An option that is set once, when a head is made: constants are derived from it."""
+    """An option that cannot change after a head is made, because constants depend on it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -43,22 +44,22 @@ class _Fixed(Generic[Value]):
 
 
 class CatnatHead(CategoricalHead):
-    r"""A tree of binary splits: p_k is the product of the splits on the way to leaf k, S = K - 1.
+    r"""A head with a diagonal Fisher matrix: a tree of binary splits, with S = K - 1 scores.
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
     two: the tree is then a complete one, see :mod:`catnat.tree`.
 
-    A subclass overrides :meth:`log_split`, which says how a score splits its node; the rest
-    follows. It may use parameters of the subclass: the centres follow them. The built-in ones
-    bring a :class:`~catnat.splits.Split` instead, which knows more closed forms and has fused
-    kernels.
+    A subclass overrides :meth:`log_split`, which says how a score splits its node; all else is
+    derived from it. ``log_split`` may use parameters of the subclass: when they change, the centres
+    change with them. The built-in heads pass a :class:`~catnat.splits.Split` with more closed forms
+    instead, for which there are fused kernels.
 
     Args:
         num_categories: K, at least 2.
         center: the paper's C, added to every node's centre. Cannot change later.
-        uniform_at_zero: give each node a centre such that zero scores mean the uniform
-            distribution (without, they do only at K a power of two). Cannot change later.
+        uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
+            for every K; otherwise they do only if K is a power of two. Cannot change later.
     """
 
     fisher_is_diagonal = True
@@ -78,8 +79,7 @@ class CatnatHead(CategoricalHead):
     ) -> None:
         super().__init__(num_categories)
         self.num_scores = self.num_categories - 1
-        if not math.isfinite(center):
-            raise ValueError(f"center must be finite, got {center!r}")
+        require_finite(center=center)
         if split is not None and type(self).log_split is not CatnatHead.log_split:
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
@@ -93,7 +93,7 @@ class CatnatHead(CategoricalHead):
             self._set_constants(torch.get_default_device())
 
     def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """log(1 - a(x)) and log a(x) of centred scores x = s - C, differentiable; a increases."""
+        """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
         if isinstance(self.split, CustomSplit):
             raise NotImplementedError(f"{type(self).__name__} must override log_split")
         return self.split.log_split(x, None)
@@ -116,9 +116,9 @@ class CatnatHead(CategoricalHead):
         return left * right
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """Scores of the splits p(bit 1) : p(bit 0) at every node; 0 at unreachable nodes.
+        """The score of every node from the probabilities of its two subtrees; 0 if both are 0.
 
-        On the boundary of the simplex the nearest representable score.
+        If one of the two is 0, the nearest representable score.
         """
         left, right = subtree_sums(self._checked_probs(probs))
         reached = ~(left + right <= 0)  # NaN passes
@@ -155,7 +155,7 @@ class CatnatHead(CategoricalHead):
         return torch.where(divisor == 0, 0.0, grad / divisor)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Hook for heads whose rounding must not leave the boundary of the simplex."""
+        """Hook of :meth:`inverse`: correct scores that rounding moved off the boundary."""
         return scores
 
     def extra_repr(self) -> str:
@@ -184,7 +184,7 @@ class CatnatHead(CategoricalHead):
             self.constants64 = self.split.node_constants(centre, torch.float64).to(device)
 
     def _constants(self, scores: Tensor) -> Tensor | None:
-        """What the split must know of its nodes, in the dtype and on the device of the scores."""
+        """``split.node_constants`` in the dtype and on the device of the scores, or None."""
         custom = isinstance(self.split, CustomSplit)
         known = self.constants32
         if custom if known is None else known.device != scores.device:
@@ -194,18 +194,18 @@ class CatnatHead(CategoricalHead):
         return self.constants64 if scores.dtype == torch.float64 else self.constants32
 
     def _has_tensors(self) -> bool:
-        """Whether a subclass brought parameters or other tensors: its constants move with them."""
+        """Whether a subclass has parameters or other tensors, which its constants depend on."""
         own = (*self.parameters(), *self.buffers(), *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; :meth:`log_split` of a subclass may depend on it."""
+        """Set an attribute, and forget constants: ``log_split`` of a subclass may depend on it."""
         super().__setattr__(name, value)
         if name not in _CONSTANTS and isinstance(vars(self).get("_split"), CustomSplit):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
-        """Follow the model to another device, but keep the constants exact under ``.half()``."""
+        """Move to another device with the model; constants keep their accuracy in ``.half()``."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
@@ -252,8 +252,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         center: float = 0.0,
         uniform_at_zero: bool = True,
     ) -> None:
-        if not 1e-15 <= amplitude <= 1e15:  # beyond, float32 has no room for the arithmetic
-            raise ValueError(f"amplitude must lie in 1e-15..1e15, got {amplitude!r}")
+        require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         split = NaturalSplit(float(amplitude))
         super().__init__(num_categories, center, uniform_at_zero, split=split)
         self.amplitude = split.amplitude
@@ -263,7 +262,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return f"{super().extra_repr()}, amplitude={self.amplitude}"
 
     def information(self, scores: Tensor) -> Tensor:
-        """(pi/A)^2 up to the edges |s - C| = A/2 and on them, 0 beyond."""
+        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside."""
         distance = self._distance(scores)
         return torch.where(distance < 0, 0.0, (math.pi / self.amplitude) ** 2 + 0 * distance)
 
@@ -277,7 +276,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return cast(NaturalSplit, self.split).distance(scores, self._constants(scores))[0]
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Push scores of impossible bits over the edge where rounding left them just inside."""
+        """Move the score of an impossible bit onto the edge if rounding left it just inside."""
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)

@@ -1,4 +1,4 @@
-"""Atari games as vector environments, with the preprocessing that PPO's results are known for."""
+"""Atari games as vector environments, with the usual preprocessing of PPO."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ale_py import ALEInterface, LoggerMode, roms
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
+from catnat.checks import require_at_least, require_choice
 from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
 
 Backend = Literal["native", "sb3"]
@@ -27,11 +28,11 @@ def make_atari_vec_env(
     max_frames: int = 108_000,
     num_threads: int = 0,
 ) -> VecEnv:
-    """Several games of Atari: gray frames of 84 x 84, every fourth, four stacked.
+    """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
-    Actions are never sticky, whatever the name of the game says. Both backends end the learner's
-    episode at a lost life while the game goes on, clip rewards to their sign, and tell the score
-    in ``info["episode"]`` when a game is over.
+    Actions are never sticky, whatever the name of the game says. With both backends a lost life
+    ends the learner's episode while the game goes on, rewards are clipped to their sign, and
+    ``info["episode"]`` has the score when a game is over.
 
     Args:
         game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
@@ -40,18 +41,16 @@ def make_atari_vec_env(
             are (4, 84, 84), and with an even number of games its attribute ``halves`` has two
             environments that can be stepped separately. Or "sb3", the wrappers of
             Stable-Baselines3 in one Python process, (84, 84, 4).
-        seed: of the first game; the others count on from it.
+        seed: seed of the first game; game i has seed + i.
         life_loss: a lost life ends an episode.
-        clip_rewards: learn from the sign of rewards.
+        clip_rewards: replace rewards by their sign.
         noop_max: bounds the no-ops of a reset: 0 to noop_max - 1 of them on "native", 1 to
             noop_max on "sb3".
-        max_frames: a game is cut off after that many.
-        num_threads: of the native backend; 0 for as many as there are cores or games.
+        max_frames: a game is cut off after this many frames.
+        num_threads: threads of the native backend; 0 for as many as there are cores or games.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    require_choice(get_args(Backend), backend=backend)
+    require_at_least(1, num_envs=num_envs)
     rom = rom_of(game)
     if backend == "sb3":
         return _make_wrapped(rom, num_envs, seed, life_loss, clip_rewards, noop_max, max_frames)
@@ -81,8 +80,8 @@ def _make_wrapped(
     noop_max: int,
     max_frames: int,
 ) -> VecEnv:
-    ALEInterface.setLoggerMode(LoggerMode.Error)  # no greetings
-    # What BreakoutNoFrameskip-v4 is, for all games: the old names exist for some of them only.
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # ALE would print its version
+    # The settings of BreakoutNoFrameskip-v4. Not every game has a name of that kind.
     raw = {
         "frameskip": 1,
         "repeat_action_probability": 0.0,
@@ -111,7 +110,7 @@ def game_name(rom: str) -> str:
 
 
 def rom_of(game: str) -> str:
-    """ale_py's name of a game: "MsPacman", "ALE/MsPacman-v5" and the like become "ms_pacman"."""
+    """ale_py's name of a game: "MsPacman" and "ALE/MsPacman-v5" become "ms_pacman"."""
     bare = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d)?$", "", game)
     known = {_plain(rom): rom for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO}
     if _plain(bare) in known:

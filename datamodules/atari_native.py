@@ -32,16 +32,17 @@ class NativeAtariVecEnv(VecEnv):
     - in games that know FIRE, a reset plays FIRE for one frame in the place of the last no-op; the
       wrappers play FIRE and then the action after it, four frames each, after the no-ops;
     - after a lost life the learner's next step is FIRE; the wrappers play a no-op, FIRE and the
-      action after it, none of which the learner sees;
+      action after it, and the learner sees none of these steps;
     - frames stacked across a lost life belong to both lives.
 
-    A lost life ends an episode for the learner and for nobody else: the game goes on, and the
-    next action is FIRE where the game knows it, as Breakout waits for it. What a step will play
-    whatever it is told is known beforehand, and so is what it did play:
+    A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
+    that know it, because some, such as Breakout, wait for it. Two attributes tell which actions are
+    not the learner's choice:
 
-    - ``forced_actions``: for the next step, -1 where the learner is free;
-    - ``actions_played``: in the step before. Transitions must be labelled by these, as HeadPPO
-      does; the PPO of Stable-Baselines3 knows nothing of it.
+    - ``forced_actions``: the actions that the next step plays whatever actions it is given, -1
+      where the learner is free;
+    - ``actions_played``: the actions that the latest step did play. Transitions must be stored with
+      these. HeadPPO does so; the PPO of Stable-Baselines3 does not.
 
     ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
     and the length in frames.
@@ -49,12 +50,12 @@ class NativeAtariVecEnv(VecEnv):
     Args:
         rom: the game, as ale_py spells it: "ms_pacman".
         num_envs: how many games.
-        seed: of the first game; the others count on from it.
+        seed: seed of the first game; game i has seed + i.
         life_loss: a lost life ends an episode.
-        clip_rewards: learn from the sign of rewards.
-        noop_max: a reset plays fewer no-ops than that; 0 for none.
-        max_frames: a game is cut off after that many.
-        num_threads: 0 for as many as there are cores or games.
+        clip_rewards: replace rewards by their sign.
+        noop_max: a reset plays fewer no-ops than this; 0 for none.
+        max_frames: a game is cut off after this many frames.
+        num_threads: number of threads; 0 for as many as there are cores or games.
 
     Shapes:
         observations (n, 4, 84, 84) uint8, a fresh array at each step.
@@ -83,8 +84,8 @@ class NativeAtariVecEnv(VecEnv):
             frameskip=FRAME_SKIP,
             repeat_action_probability=0.0,
             autoreset_mode=AutoresetMode.SAME_STEP,
-            episodic_life=False,  # it would reset the whole game at a lost life
-            reward_clipping=False,  # here instead, so that the score is known
+            episodic_life=False,  # True would reset the whole game at a lost life
+            reward_clipping=False,  # step_wait clips, after it has added up the score
             use_fire_reset=True,
         )
         self.render_mode: str | None = None
@@ -124,8 +125,8 @@ class NativeAtariVecEnv(VecEnv):
     def step_wait(self) -> VecEnvStepReturn:
         """Wait for the step. Finished games have begun anew."""
         if not self._pending:
-            raise RuntimeError("step_wait needs a step_async before it")  # it would never return
-        self._pending = False  # before: an interrupt comes after the call, when it is taken
+            raise RuntimeError("step_wait needs a step_async before it")  # recv would wait forever
+        self._pending = False  # before recv: an interrupt arrives when the step has been taken
         observations, rewards, terminated, truncated, info = self._engine.recv()
         self._scores += rewards
         over = terminated | truncated
@@ -150,7 +151,10 @@ class NativeAtariVecEnv(VecEnv):
         return observations, learned.astype(np.float32), dones, infos
 
     def _summary(self, i: np.intp) -> dict[str, float]:
-        """What Monitor says of a finished game; a game that ended amid a step is rounded up."""
+        """Score, length and time of a finished game, as Monitor gives them.
+
+        A game that ended amid a step counts the whole step.
+        """
         score, self._scores[i] = float(self._scores[i]), 0
         seconds = round(time.time() - self._began, 6)
         return {"r": score, "l": int(self._frames[i]) + FRAME_SKIP, "t": seconds}
@@ -161,7 +165,7 @@ class NativeAtariVecEnv(VecEnv):
         self._engine.__dict__.pop("ale", None)
 
     def _drain(self) -> None:
-        """Take a step that nobody waited for: asking twice for one would hang."""
+        """Wait for a step that was begun: a second step before that would hang."""
         if self._pending:
             self._pending = False
             self._engine.recv()
@@ -193,7 +197,7 @@ class NativeAtariVecEnv(VecEnv):
         wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
         indices: VecEnvIndices = None,
     ) -> list[bool]:
-        """As good as wrapped in Monitor: so evaluation counts games, not lives."""
+        """True for Monitor, so that evaluation counts games and not lives; False for others."""
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
@@ -215,12 +219,12 @@ class PairedAtariVecEnv(VecEnv):
 
     @property
     def forced_actions(self) -> Actions:
-        """What the next step will play whatever it is told; -1 where it is free."""
+        """The actions that the next step plays whatever it is given; -1 where it is free."""
         return np.concatenate([half.forced_actions for half in self.halves])
 
     @property
     def actions_played(self) -> Actions:
-        """What the step before did play."""
+        """The actions that the latest step played."""
         return np.concatenate([half.actions_played for half in self.halves])
 
     def reset(self) -> Any:
@@ -228,7 +232,7 @@ class PairedAtariVecEnv(VecEnv):
         return np.concatenate([half.reset() for half in self.halves])
 
     def step_async(self, actions: Any) -> None:
-        """Let both begin a step, or neither."""
+        """Let both halves begin a step; wrong actions let neither begin."""
         parts = np.split(checked_actions(self, actions), [self.halves[0].num_envs])
         for half, part in zip(self.halves, parts, strict=True):
             half.step_async(part)
@@ -281,12 +285,12 @@ class PairedAtariVecEnv(VecEnv):
         wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
         indices: VecEnvIndices = None,
     ) -> list[bool]:
-        """Whether each environment is."""
+        """Whether each environment is wrapped in this class."""
         wrapped = [each for half in self.halves for each in half.env_is_wrapped(wrapper_class)]
         return [wrapped[i] for i in self._get_indices(indices)]
 
     def _parts(self, indices: VecEnvIndices) -> list[tuple[NativeAtariVecEnv, list[int]]]:
-        """The halves and, for each, those of its environments that are meant."""
+        """Each half with the indices of its environments among those asked for."""
         wanted: Iterable[int] = list(self._get_indices(indices))
         first, second = self.halves
         n = first.num_envs

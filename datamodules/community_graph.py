@@ -1,9 +1,8 @@
-"""Pairs (x, y) whose y a graph neural network computed with a random community graph."""
+"""CommunityGraphDataModule: pairs (x, y), y computed from x along the edges of a random graph."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from catnat.checks import require_at_least, require_positive, require_within
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
 from catnat.graphs import GCN, sample_graphs
@@ -22,22 +22,23 @@ from catnat.noise import forked_random_state
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
 _SIZE = 6  # nodes of a community
-_SCALE_OF_TABLE = {0.5: 2.24}  # the paper's psi* differs between its data sets
+_SCALE_OF_TABLE = {0.5: 2.24}  # psi_scale by theta: the paper's psi* differs between data sets
 _SCALE = 1.56
-_NUM_SAMPLES, _SHARED_BY = 32, 64  # graphs, and the pairs that share them, in optimal metrics
-_PASSES = 16  # over the test pairs, for the same: one carries a noise of 0.015
-_AT_ONCE = 2**24  # messages, when data are generated
+# The metrics of the true model: 32 graphs for every 64 test pairs, averaged over 16 passes. One
+# pass alone would have a noise of 0.015.
+_NUM_SAMPLES, _SHARED_BY, _PASSES = 32, 64, 16
+_AT_ONCE = 2**24  # messages that are computed at once when data are generated
 
 
 def num_nodes(communities: int) -> int:
-    """Nodes of a graph with so many communities."""
+    """Number of nodes of a graph with this many communities."""
     return _SIZE * communities
 
 
 def community_graph(communities: int) -> Tensor:
-    """Which edges there may be, (N, N) of 0 and 1: communities of six nodes in a line.
+    """The possible edges, (N, N) of 0 and 1: communities of six nodes, joined in a line.
 
-    Both directions of an edge are there, and every node has one to itself.
+    Every edge goes in both directions, and every node has an edge to itself.
 
     >>> int(community_graph(4).sum())
     102
@@ -51,29 +52,29 @@ def community_graph(communities: int) -> Tensor:
 
 
 class CommunityGraphDataModule(InMemoryDataModule):
-    r"""y = A^T x psi* with a graph A of its own for each pair; 80 % to train, 10 to validate.
+    r"""Pairs y = A^T x psi*, with a random graph A for each pair.
 
-    A_ji is Bernoulli(theta) along the edges of a community graph (communities of six nodes, each
-    joined to the next by one edge; self-loops too; every direction on its own) and 0 elsewhere.
-    x is standard normal, and there is no other noise. A batch is x (B, N, in_features) and
-    y (B, N, out_features); the whole set stays on the training device.
+    A_ji is Bernoulli(theta) along the edges of :func:`community_graph`, independently for every
+    edge, direction and self-loop, and 0 elsewhere. x is standard normal, and there is no other
+    noise. A batch is x (B, N, in_features) and y (B, N, out_features); the whole data set stays on
+    the training device. 80 % of the pairs are for training, 10 % each to validate and to test.
 
-    The pairs are generated once for each configuration and seed and kept in a file under ``root``,
-    together with what the true model itself scores on the test pairs. After ``setup``:
+    The pairs are generated once for each configuration and seed, and kept in a file under ``root``
+    with the metrics of the true model on the test pairs. After ``setup``:
     ``edge_probs`` is the true θ*, (N, N); ``psi`` the true weight; ``optimal`` the metrics
     energy_score, energy_score_2x, pp_mae and pp_mse of the true model.
 
     Args:
         theta: θ*, the probability of each possible edge, in (0, 1].
         communities: number of communities; N is six times that.
-        in_features: of a node's x.
-        out_features: of a node's y.
-        num_pairs: of all three parts together, at least 10.
-        batch_size: B, of each device.
-        seed: of psi*, the pairs and their order.
+        in_features: length of x at each node.
+        out_features: length of y at each node.
+        num_pairs: pairs to train, validate and test together, at least 10.
+        batch_size: B, the batch size of each device.
+        seed: seed of psi*, of the pairs and of their order.
         root: folder of the file.
-        psi_scale: mean squared norm of the columns of psi*, whose direction is Glorot's. None: as
-            in the paper's table, 1.56, and 2.24 for θ* = 0.5.
+        psi_scale: mean squared norm of the columns of psi*, which is drawn as by Glorot and then
+            scaled. None: as in the paper's table, 2.24 for θ* = 0.5 and 1.56 otherwise.
     """
 
     edge_probs: Tensor
@@ -93,21 +94,16 @@ class CommunityGraphDataModule(InMemoryDataModule):
         psi_scale: float | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
-        if not 0 < theta <= 1:
-            raise ValueError(f"theta must lie in (0, 1], got {theta}")
-        for name, size in (
-            ("communities", communities),
-            ("in_features", in_features),
-            ("out_features", out_features),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
-        if num_pairs < 10:
-            raise ValueError(f"num_pairs must be at least 10, got {num_pairs}")
         if psi_scale is None:
             psi_scale = _SCALE_OF_TABLE.get(theta, _SCALE)
-        if not 0 < psi_scale < math.inf:
-            raise ValueError(f"psi_scale must be positive, got {psi_scale}")
+        require_within(0, 1, "(]", theta=theta)
+        require_positive(
+            communities=communities,
+            in_features=in_features,
+            out_features=out_features,
+            psi_scale=psi_scale,
+        )
+        require_at_least(10, num_pairs=num_pairs)
         self.save_hyperparameters()
         self.theta, self.communities, self.psi_scale = theta, communities, psi_scale
         self.in_features, self.out_features = in_features, out_features
@@ -122,7 +118,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
         return Path(self.root, "community_graph", f"{name}.pt")
 
     def prepare_data(self) -> None:
-        """Generate the pairs if their file is not there, or not whole."""
+        """Generate the pairs if their file is missing or damaged."""
         if _read(self.path) is None:
             if self.path.exists():
                 _say(f"{self.path} is damaged: its data are generated anew")
@@ -170,7 +166,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
 
 
 def _outputs(messages: Tensor, graph: Tensor, theta: float, generator: torch.Generator) -> Tensor:
-    """What arrives along the random edges of a graph for each pair, (n, N, D) -> (n, N, D)."""
+    """Sums of the messages along random edges, drawn for each pair, (n, N, D) -> (n, N, D)."""
     source, target = graph.nonzero(as_tuple=True)
     outputs = torch.zeros_like(messages)
     at_once = max(1, _AT_ONCE // (len(source) * messages.shape[-1]))
@@ -184,8 +180,8 @@ def _outputs(messages: Tensor, graph: Tensor, theta: float, generator: torch.Gen
 def _score(
     model: GCN, theta: Tensor, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> dict[str, float]:
-    """Metrics of a model that knows the truth, over several passes."""
-    metrics = prediction_metrics(sync_on_compute=False)  # one rank does this, the others wait
+    """Metrics of the true model, over several passes."""
+    metrics = prediction_metrics(sync_on_compute=False)  # only one rank computes them
     for _ in range(_PASSES):
         for one, other in zip(x.split(_SHARED_BY), y.split(_SHARED_BY), strict=True):
             graphs = sample_graphs(theta, _NUM_SAMPLES, generator)
@@ -195,23 +191,23 @@ def _score(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file; None if it is not there or not whole."""
+    """The content of a file; None if it is missing or damaged."""
     try:
         packed = io.BytesIO(path.read_bytes())
     except FileNotFoundError:
         return None
     try:
         content = torch.load(packed, weights_only=True)
-    except Exception:  # torch raises all kinds of things about a file that was cut short
+    except Exception:  # torch raises errors of many types for a file that was cut short
         return None
     whole = isinstance(content, dict) and {"psi", "x", "y", "optimal"} <= content.keys()
     return content if whole else None
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
-    """Write the file whole or not at all."""
+    """Write the whole file or none: a reader never sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    packed = io.BytesIO()  # torch.save straight into a full disk fails without saying why
+    packed = io.BytesIO()  # on a full disk torch.save itself would fail without a reason
     torch.save(content, packed)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:

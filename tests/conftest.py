@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases_mnist import write_mnist
 from hypothesis import settings
 
 torch.set_num_threads(1)
@@ -24,12 +25,9 @@ def _validation():
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A root folder with 72 training and 20 test images of noise, in MNIST's format."""
-    root = tmp_path_factory.mktemp("data")
     pixels = np.random.default_rng(0).integers(0, 256, (92, 28, 28), dtype=np.uint8)
-    for name, part in (("train", pixels[:72]), ("t10k", pixels[72:])):
-        header = np.array([0x803, len(part), 28, 28], dtype=">u4").tobytes()
-        (root / f"{name}-images-idx3-ubyte").write_bytes(header + part.tobytes())
-    return root
+    images = torch.from_numpy(pixels)  # a generator of its own: no test's draws depend on this
+    return write_mnist(tmp_path_factory.mktemp("data"), images[:72], images[72:])
 
 
 @pytest.fixture

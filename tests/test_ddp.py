@@ -2,7 +2,6 @@
 
 import os
 import signal
-import struct
 import subprocess
 import sys
 import warnings
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases_mnist import write_mnist
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -64,19 +64,11 @@ def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=Non
     return trainer, data
 
 
-def write_images(root, train, test):
-    root.mkdir()
-    for name, n in (("train", train), ("t10k", test)):
-        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
-        path = root / f"{name}-images-idx3-ubyte"
-        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
-
-
 def work(folder):
     """All runs; the one process last, because forking after a backward pass may hang."""
     torch.set_num_threads(1)
     root = folder / "data"
-    write_images(root, 67, 11)  # 55 to train on, 12 to validate, 11 to test
+    write_mnist(root, 67, 11)  # 55 to train on, 12 to validate, 11 to test
 
     seed_everything(1, verbose=False)
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
@@ -111,7 +103,7 @@ def work(folder):
 def evaluate_one_item(folder):
     """One to validate on and one to test: nothing for the second rank, pictures included."""
     root = folder / "few"
-    write_images(root, 6, 1)
+    write_mnist(root, 6, 1)
     for name in ("few-vae", "few-graph"):
         if name == "few-vae":
             model = DiscreteVAE("natural", nll_samples=2)

@@ -187,6 +187,28 @@ def test_log_probabilities_that_are_not_normalized_are_refused():
             HeadCategorical(torch.full((K,), 1 / K).log().to(dtype))
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_does_not_pay_for_a_check_of_its_sums(name, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("the sums were checked")
+
+    monkeypatch.setattr(HeadCategorical, "_check_sums", refuse)
+    head = make_head(name, 5)
+    q = head(torch.zeros(2, head.num_scores))
+    with pytest.raises(ValueError, match="value argument"):  # all other checks are still made
+        q.log_prob(torch.tensor(5))
+    with pytest.raises(AssertionError, match="the sums were checked"):
+        HeadCategorical(q.logits)
+
+
+def test_a_nan_or_an_infinity_among_log_probabilities_is_found():
+    with pytest.raises(ValueError, match="nan"):
+        HeadCategorical(torch.tensor([[0.0, -1000.0], [math.nan, 0.0]]))
+    for wrong in ([0.0, math.inf], [-math.inf, math.inf]):
+        with pytest.raises(ValueError, match="must be normalized"):
+            HeadCategorical(torch.tensor(wrong))
+
+
 def test_half_precision_keeps_small_probabilities():
     for dtype in (torch.float16, torch.bfloat16):
         q = HeadCategorical(torch.tensor([1 - 1e-4 - 1e-6, 1e-4, 1e-6]).log().to(dtype))

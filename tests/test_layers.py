@@ -1,9 +1,14 @@
-"""Who may import whom: the arrows of the architecture, read from the source with ast."""
+"""Who may import whom: the arrows of the architecture, read from the source with ast.
+
+torch -> catnat -> lit_modules, datamodules, callbacks -> training -> train -> experiments; examples
+and benchmarks are users, and nothing imports them.
+"""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("lit_modules", "datamodules", "callbacks")  # know catnat, and never each other
 HOMES = (*SIDES, "training")  # folders of the root that are packages of catnat
 WALKED = ("catnat", *HOMES, "experiments", "benchmarks", "examples")
-PROGRAMS = ("train", "examples", "experiments", "benchmarks")  # each knows those before it
+# Programs at the root, and the programs that each of them may import.
+PROGRAMS = {
+    "train": set(),
+    "examples": {"examples"},
+    "experiments": {"experiments", "examples", "train"},
+    "benchmarks": {"benchmarks", "experiments", "train"},
+}
 
 # Beyond the standard library, torch and itself, what a file of catnat/ may import.
 GUESTS = {
@@ -26,21 +37,38 @@ GUESTS = {
 }
 
 
+TYPING = "TYPE_CHECKING"
+IMPORTERS = ("import_module", "__import__")
+
+
 class Import(NamedTuple):
     line: int
     name: str  # absolute and dotted, down to the imported name
     level: int  # number of leading dots in the source
 
 
-def imports(path: Path) -> Iterator[Import]:
-    """Every import in a file, at any depth."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def imports(path: Path, for_types: bool = True) -> Iterator[Import]:
+    """Every import in a file, at any depth; also those under TYPE_CHECKING, unless told not to."""
+    tree = ast.parse(path.read_text(), str(path))
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _name(n.test) == TYPING]
+    left_out = {id(n) for block in blocks for n in ast.walk(block)} if not for_types else set()
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from (Import(node.lineno, alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = ".".join(filter(None, (node.module, alias.name)))
                 yield Import(node.lineno, name, node.level)
+        elif isinstance(node, ast.Call) and _name(node.func) in IMPORTERS:
+            names = (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
+            yield from (Import(node.lineno, str(name), 0) for name in names)
+
+
+def _name(function: ast.expr) -> str:
+    """The last part of a dotted name: ``import_module`` of ``importlib.import_module``."""
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def reason(file: str, found: Import) -> str | None:
@@ -51,10 +79,7 @@ def reason(file: str, found: Import) -> str | None:
         return "imports are absolute"
     if not found.level and top in HOMES:
         return f"it is called catnat.{top}"
-    if (
-        top in PROGRAMS
-        and top not in PROGRAMS[: PROGRAMS.index(home) + 1 if home in PROGRAMS else 0]
-    ):
+    if top in PROGRAMS and top not in PROGRAMS.get(home, set()):
         return f"{home} does not know {top}"
     if top == "catnat" and second in HOMES:
         return _reason_above_the_library(home, second)
@@ -79,22 +104,63 @@ def _reason_in_library(file: str, top: str, second: str) -> str | None:
     return f"{top} has no place here"
 
 
-def violations(root: Path) -> list[str]:
-    """One line for each import under root that breaks a rule."""
+def walk(root: Path) -> Iterator[tuple[str, Path]]:
+    """Every source file under root, with its path from there; a link is not followed."""
     paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
-    found = []
     for path in sorted(path for path in paths if path.exists()):
         file = path.relative_to(root).as_posix()
-        if file.split("/")[0] == "catnat" and file.split("/")[1] in HOMES:
-            continue  # a link to a folder that is walked anyway
-        for each in imports(path):
-            if why := reason(file, each):
-                found.append(f"{file}:{each.line}: imports {each.name}: {why}")
-    return found
+        if not file.startswith(tuple(f"catnat/{home}/" for home in HOMES)):
+            yield file, path
+
+
+def violations(root: Path) -> list[str]:
+    """One line for each import under root that breaks a rule."""
+    return [
+        f"{file}:{each.line}: imports {each.name}: {why}"
+        for file, path in walk(root)
+        for each in imports(path)
+        if (why := reason(file, each))
+    ]
+
+
+def module_graph(root: Path) -> dict[str, set[str]]:
+    """The modules that each module imports, for all modules under root but packages."""
+    paths = {}
+    for file, path in walk(root):
+        module = file.removesuffix(".py").replace("/", ".")
+        paths[f"catnat.{module}" if module.startswith(HOMES) else module] = path
+    paths = {module: path for module, path in paths.items() if not module.endswith("__init__")}
+
+    def target(name: str) -> str:
+        return name if name in paths else name.rpartition(".")[0]
+
+    return {
+        module: {target(each.name) for each in imports(path, for_types=False)} & paths.keys()
+        for module, path in paths.items()
+    }
 
 
 def test_imports_follow_the_layers():
     assert violations(ROOT) == []
+
+
+def test_every_folder_with_source_is_walked():
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    tops = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert tops <= {*WALKED, "tests", "train.py", "setup.py"}
+
+
+def test_no_two_modules_import_each_other():
+    graph = module_graph(ROOT)
+    assert {"catnat.heads", "catnat.callbacks.images", "train", "experiments.plan"} <= graph.keys()
+    list(TopologicalSorter(graph).static_order())  # raises CycleError with the modules
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    plant(tmp_path, "catnat/tree.py", "def f():\n    from catnat import heads")
+    plant(tmp_path, "catnat/heads.py", "from catnat.tree import levels")
+    with pytest.raises(CycleError):
+        TopologicalSorter(module_graph(tmp_path)).prepare()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +174,7 @@ def test_imports_follow_the_layers():
         ("catnat/__init__.py", "from catnat.sb3 import HeadActorCriticPolicy"),
         ("catnat/probe.py", "from catnat.callbacks import FisherMonitor"),
         ("catnat/probe.py", "from catnat.training import main"),
+        ("catnat/probe.py", "import importlib\nimportlib.import_module('catnat.training')"),
         ("catnat/ops/dispatch.py", "from catnat import sb3"),
         ("catnat/sb3/policies.py", "import sb3_contrib"),
         ("catnat/sb3/policies.py", "import lightning"),
@@ -117,11 +184,20 @@ def test_imports_follow_the_layers():
         ("callbacks/fisher_monitor.py", "from catnat.lit_modules import DiscreteVAE"),
         ("callbacks/fisher_monitor.py", "from catnat.training.folders import open_run"),
         ("datamodules/mnist.py", "import train"),
+        ("datamodules/mnist.py", "def f():\n    from catnat.training.names import MODELS"),
         ("training/lightning.py", "import train"),
+        ("training/lightning.py", "from experiments.plan import Run"),
+        ("training/lightning.py", "from .names import MODELS"),
         ("train.py", "from experiments import sweep"),
+        ("train.py", "from examples import quickstart"),
         ("experiments/sweep.py", "from benchmarks import bench_vae"),
+        ("experiments/engines/local.py", "from .execute import execute"),
         ("benchmarks/bench.py", "from callbacks import FisherMonitor"),
+        ("benchmarks/bench.py", "from examples import quickstart"),
         ("examples/quickstart.py", "import lit_modules"),
+        ("examples/quickstart.py", "from experiments import sweep"),
+        ("examples/own_project/own_project/train.py", "from benchmarks import plain_vae"),
+        ("examples/own_project/own_project/train.py", "import train"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):
@@ -142,7 +218,9 @@ def test_a_planted_violation_is_found(tmp_path, file, source):
         ("lit_modules/mlp_vae.py", "from catnat.lit_modules.vae import DiscreteVAE"),
         ("training/lightning.py", "from catnat.callbacks import FisherMonitor"),
         ("train.py", "from catnat.training.main import main"),
-        ("experiments/sweep.py", "from catnat.training.names import MODELS"),
+        ("experiments/sweep.py", "from catnat.training.names import MODELS\nimport train"),
+        ("benchmarks/bench.py", "from experiments import plan\nfrom catnat import make_head"),
+        ("examples/own_project/own_project/train.py", "from .heads import ProbitHead"),
     ],
 )
 def test_what_the_layers_allow_passes(tmp_path, file, source):

@@ -1,22 +1,16 @@
 """MNIST: files of every kind, the split, exact order, binarization, ranks, resuming."""
 
 import gzip
-import struct
 from itertools import chain
 
 import pytest
 import torch
+from cases_mnist import TEST, TRAIN, idx, write_mnist
 from lightning.pytorch import LightningDataModule
 
 from catnat.datamodules import MNISTDataModule
 from catnat.datamodules.idx import read_idx_images
 from catnat.datamodules.loader import ImageLoader
-
-TRAIN, TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
-
-
-def idx(images, magic=0x803):
-    return struct.pack(">4I", magic, *images.shape) + images.numpy().tobytes()
 
 
 def numbered(n, offset=0):
@@ -34,9 +28,7 @@ def number(batch):
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / TRAIN).write_bytes(idx(numbered(600)))
-    (tmp_path / TEST).write_bytes(idx(numbered(100, offset=600)))
-    return tmp_path
+    return write_mnist(tmp_path, numbered(600), numbered(100, offset=600))
 
 
 def ready(root, **options):
@@ -70,7 +62,7 @@ def test_files_are_found_and_read(tmp_path, folder, zipped):
         ("a", idx(numbered(3))[:-1], "truncated"),
         ("a", idx(numbered(3)) + b"x", "corrupt"),
         ("a", idx(numbered(3), magic=0x801), "0x00000801"),
-        ("a", struct.pack(">4I", 0x803, 1, 14, 56) + bytes(784), "28 x 28"),
+        ("a", idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
         ("a.gz", gzip.compress(idx(numbered(3)), mtime=0)[:-20], "truncated"),  # the same id always
         ("a.gz", b"not gzip at all", "corrupt"),
         ("a.gz", gzip.compress(idx(numbered(3)), mtime=0)[:10] + b"\xff" * 40, "corrupt"),

@@ -8,8 +8,7 @@ import torch
 from cases_callbacks import Memory, Small, fit
 
 from catnat import make_head
-from catnat.callbacks import FisherMonitor
-from catnat.callbacks import watched_heads as watched
+from catnat.callbacks import FisherMonitor, fisher_diagnostics
 from catnat.heads import SoftmaxHead
 
 SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
@@ -27,7 +26,7 @@ def observed(model, **options):
 
 
 @pytest.mark.parametrize(
-    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "scalars", "sampled_mean_fisher"]
+    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "scalars_of", "sampled_mean_fisher"]
 )
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
@@ -43,7 +42,7 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
         monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
         monkeypatch.setattr(torch.linalg, "svdvals", fails)
     else:
-        monkeypatch.setattr(watched, place, fails)
+        monkeypatch.setattr(fisher_diagnostics, place, fails)
     rows, told = observed(model, sampled_every_n_steps=1)
     lost = {"eigvalsh": {"condition_number"}, "sampled_mean_fisher": {"off_diagonal_mass_sampled"}}
     for row in rows.values():
@@ -77,7 +76,7 @@ def test_scores_that_are_nan_do_not_end_a_run():
 
 @pytest.mark.parametrize("name", ["softmax", "natural"])
 def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
-    monkeypatch.setattr(watched, "_MAX_MATRIX", 20)
+    monkeypatch.setattr(fisher_diagnostics, "_MAX_MATRIX", 20)
     rows, told = observed(Small(name))
     assert math.isnan(rows[0]["fim/off_diagonal_mass_sampled"])
     assert math.isnan(rows[1]["fim/condition_number"]) == (name == "softmax")

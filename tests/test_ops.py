@@ -12,9 +12,7 @@ from cases import CATEGORIES, CATNAT, leaf_path
 
 from catnat import make_head
 from catnat.numerics import LOG_ZERO
-from catnat.ops import native
-from catnat.ops import sparsemax_reference as sparsemax
-from catnat.ops import tree_reference as tree
+from catnat.ops import native, reference
 from catnat.tree import levels, path_sums, subtree_sums
 
 built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
@@ -37,15 +35,15 @@ def test_tree_kernels_agree_with_plain_torch(name, K):
     scores = awkward_scores(37, K - 1)
     exact, constants = scores.double(), head.constants64
     got = native.tree_forward(scores, head.split, head.constants32)
-    want = tree.reference_log_probs(exact, head.split, constants)
+    want = reference.tree_log_probs(exact, head.split, constants)
     assert torch.equal(got < LOG_ZERO / 2, want < LOG_ZERO / 2) or name == "sigmoid"
     assert ((got - want).abs() <= 2e-6 * (1 + want.abs())).all()
-    plain = tree.reference_log_probs(scores, head.split, head.constants32)
+    plain = reference.tree_log_probs(scores, head.split, head.constants32)
     assert torch.allclose(got, plain, rtol=2e-6, atol=2e-6)
 
     grad = torch.randn(37, K)
     got = native.tree_backward(scores, grad, head.split, head.constants32)
-    want = tree.reference_vjp(exact, grad.double(), head.split, constants)
+    want = reference.tree_vjp(exact, grad.double(), head.split, constants)
     left, right = subtree_sums(grad.abs().double())  # what rounding is relative to
     slopes = head.split.slopes(exact, constants)
     scale = left * slopes[0] + right * slopes[1]
@@ -71,13 +69,13 @@ def test_the_fisher_kernel_agrees_with_plain_torch(name, K):
 @pytest.mark.parametrize("K", SIZES)
 def test_sparsemax_kernels_agree_with_plain_torch(K):
     scores = awkward_scores(37, K) * torch.logspace(-3, 1, 37)[:, None]
-    probs = sparsemax.reference_probs(scores.double())
+    probs = reference.sparsemax_probs(scores.double())
     got = native.sparsemax_forward(scores)
     assert torch.equal(got <= LOG_ZERO, probs <= 0)
     assert torch.allclose(got.double().exp(), probs, rtol=2e-6, atol=1e-14)
     grad = torch.randn(37, K)
     back = native.sparsemax_backward(got, grad)
-    want = sparsemax.reference_vjp(scores.double(), grad.double())
+    want = reference.sparsemax_vjp(scores.double(), grad.double())
     size = torch.where(probs > 0, grad.abs() / probs.clamp_min(1e-300), 0.0).amax(-1, keepdim=True)
     assert ((back - want).abs() <= 4e-6 * size).all()
     assert not back[got <= LOG_ZERO].any()

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import struct
 import warnings
 
 import pytest
 import torch
+from cases_mnist import write_mnist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -32,12 +32,7 @@ def _quiet():
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """60 images to train and validate on, that is 5 batches of 10 per epoch, and 10 to test."""
-    folder = tmp_path_factory.mktemp("data")
-    for name, n in (("train", 60), ("t10k", 10)):
-        pixels = torch.randint(256, (n * 784,), dtype=torch.uint8).numpy().tobytes()
-        path = folder / f"{name}-images-idx3-ubyte"
-        path.write_bytes(struct.pack(">4I", 0x803, n, 28, 28) + pixels)
-    return folder
+    return write_mnist(tmp_path_factory.mktemp("data"), 60, 10)
 
 
 def run(root, model, variant, ckpt_path=None, callbacks=(), **options):

@@ -234,7 +234,7 @@ def test_other_action_spaces_are_refused(space):
         ({"head": "hard"}, "unknown head 'hard'; choose from softmax"),
         ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
         ({"head": make_head("natural", 5)}, "head must be a name"),
-        ({"head": "sparsemax", "uniform_mix": 1.0}, "uniform_mix must lie in 0..1, got 1.0"),
+        ({"head": "sparsemax", "uniform_mix": 1.0}, r"uniform_mix must lie in \[0, 1\), got 1.0"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -21,9 +21,7 @@ from catnat.sb3 import (
     HeadMaskableActorCriticPolicy,
     HeadPPO,
     NonFinite,
-)
-from catnat.sb3 import (
-    action_distributions as distributions,
+    action_distributions,
 )
 
 # -- NaN ------------------------------------------------------------------------------------------
@@ -90,7 +88,7 @@ def test_head_ppo_looks_for_nan_once_per_update_not_in_each_call(monkeypatch):
     def refuse(*distributions):
         raise AssertionError("this waits for the device")
 
-    monkeypatch.setattr(distributions, "check", refuse)
+    monkeypatch.setattr(action_distributions, "check", refuse)
     model = learn(rollouts=1)
     assert model.policy.action_dist.validate_args
     monkeypatch.undo()

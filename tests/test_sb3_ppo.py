@@ -15,8 +15,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
-from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, objective
-from catnat.sb3 import head_ppo as ppo
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, head_ppo, objective
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -169,7 +168,7 @@ def test_lost_numbers_stop_training(head, name, value, what, tmp_path):
 
 def test_the_place_of_a_lost_number_is_counted_right():
     model = learn(rollouts=1)
-    table = torch.zeros(7, len(ppo.STATISTICS))
+    table = torch.zeros(7, len(head_ppo.STATISTICS))
     table[5, 3] = table[6, 0] = math.inf
     assert "approx_kl is inf" in model._where(table, [3, 4])
     assert "epoch 2, minibatch 3;" in model._where(table, [3, 4])

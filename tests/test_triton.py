@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 TREE = """
 import torch
 from catnat import make_head
-from catnat.ops import tree_reference as tree, triton_tree
+from catnat.ops import reference, triton_tree
 
 torch.manual_seed(0)
 for K in (2, 3, 5, 8, 18, 32, 100):
@@ -26,10 +26,10 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         exact = scores.double()
         got = triton_tree.forward(scores, head.split, head.constants32)
-        want = tree.reference_log_probs(exact, head.split, head.constants64)
+        want = reference.tree_log_probs(exact, head.split, head.constants64)
         assert ((got - want).abs() <= 2e-6 * (1 + want.abs())).all(), (name, K)
         got = triton_tree.backward(scores, grad, head.split, head.constants32)
-        want = tree.reference_vjp(exact, grad.double(), head.split, head.constants64)
+        want = reference.tree_vjp(exact, grad.double(), head.split, head.constants64)
         size = want.abs().amax(-1, keepdim=True)
         assert ((got - want).abs() <= 2e-6 * (1 + size)).all(), (name, K)
         got = triton_tree.fisher(scores, head.split, head.constants32)
@@ -41,10 +41,10 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         edges[2, 0], edges[3, -1], edges[4], edges[5] = torch.inf, -torch.inf, torch.inf, 1e38
         given, grad = (edges, head.split, head.constants32), torch.randn(6, K)
         same = dict(rtol=1e-5, atol=1e-5, equal_nan=True)
-        want = tree.reference_log_probs(*given)
+        want = reference.tree_log_probs(*given)
         assert torch.allclose(triton_tree.forward(*given), want, **same), (name, K)
         got = triton_tree.backward(edges, grad, *given[1:])
-        assert torch.allclose(got, tree.reference_vjp(edges, grad, *given[1:]), **same), (name, K)
+        assert torch.allclose(got, reference.tree_vjp(edges, grad, *given[1:]), **same), (name, K)
         got = triton_tree.fisher(*given)
         want = head.node_probs(edges) * head.information(edges)
         assert torch.allclose(got[:, :-1], want, **same), (name, K)
@@ -53,24 +53,24 @@ for K in (2, 3, 5, 8, 18, 32, 100):
 
 SPARSEMAX = """
 import torch
-from catnat.ops import sparsemax_reference as sparsemax, triton_sparsemax
+from catnat.ops import reference, triton_sparsemax
 
 torch.manual_seed(0)
 for K in (2, 3, 5, 8, 18, 32, 100):
     scores, grad = torch.randn(9, K) * torch.logspace(-2, 1, 9)[:, None], torch.randn(9, K)
-    probs = sparsemax.reference_probs(scores.double())
+    probs = reference.sparsemax_probs(scores.double())
     got = triton_sparsemax.forward(scores)
     assert torch.equal(got <= -1000, probs <= 0), K
     assert torch.allclose(got.double().exp(), probs, rtol=2e-6, atol=1e-14), K
     back = triton_sparsemax.backward(got, grad)
-    want = sparsemax.reference_vjp(scores.double(), grad.double())
+    want = reference.sparsemax_vjp(scores.double(), grad.double())
     assert ((back - want).abs() <= 1e-5 * (1 + want.abs().amax(-1, keepdim=True))).all(), K
     scores[1, 0], scores[2, 0], scores[3] = torch.nan, torch.inf, -torch.inf
     out = triton_sparsemax.forward(scores)
     assert out[1:4].isnan().all() and out[4:].isfinite().all(), K
     scores[4, 0] = -torch.inf
     out = triton_sparsemax.forward(scores)
-    assert torch.allclose(out[4].exp(), sparsemax.reference_probs(scores[4]), atol=1e-6), K
+    assert torch.allclose(out[4].exp(), reference.sparsemax_probs(scores[4]), atol=1e-6), K
     assert torch.equal(triton_sparsemax.backward(out, grad)[1].isnan(), torch.ones(K) > 0), K
 """
 

@@ -11,8 +11,8 @@ import sysconfig
 from importlib.metadata import Distribution
 from pathlib import Path
 
-import numpy as np
 import pytest
+from cases_mnist import write_mnist
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = ("callbacks", "datamodules", "lit_modules", "training")  # packages of catnat
@@ -115,11 +115,7 @@ def top_level_imports(path: Path) -> set[str]:
 @pytest.fixture
 def mnist(tmp_path):
     """A folder with 150 training and 10 test images of noise, in MNIST's format."""
-    pixels = np.random.default_rng(0).integers(0, 256, (160, 28, 28), dtype=np.uint8)
-    for name, part in (("train", pixels[:150]), ("t10k", pixels[150:])):
-        header = np.array([0x803, len(part), 28, 28], dtype=">u4").tobytes()
-        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(header + part.tobytes())
-    return tmp_path
+    return write_mnist(tmp_path, 150, 10)
 
 
 def test_the_example_project_runs_on_it(tracked, site, mnist, tmp_path):

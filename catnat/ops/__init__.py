@@ -1,14 +1,13 @@
-"""Fast paths behind :func:`tree_log_probs`, :func:`tree_fisher` and :func:`sparsemax_log_probs`.
+"""Kernels of the heads: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`.
 
-Three implementations of each agree to rounding and are chosen by where the scores live:
+Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
-- plain torch, the reference: any device and dtype, torch.func, torch.compile, differentiable any
+- ``reference.py``, plain torch: any device and dtype, torch.func, torch.compile, differentiable any
   number of times;
-- C, in ``_native.c``: CPU, float32, one pass forward and one backward;
-- Triton: CUDA, float32, one kernel forward and one backward.
+- ``native.py``, the C kernels of ``_native.c``: CPU, float32, one pass forward and one backward;
+- ``triton_tree.py`` and ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass.
 """
 
-from catnat.ops.sparsemax_reference import sparsemax_log_probs
-from catnat.ops.tree_reference import tree_fisher, tree_log_probs
+from catnat.ops.dispatch import sparsemax_log_probs, tree_fisher, tree_log_probs
 
 __all__ = ["sparsemax_log_probs", "tree_fisher", "tree_log_probs"]

@@ -1,20 +1,73 @@
-"""Which implementation serves a tensor."""
+"""The choice between the implementations: plain torch, the C kernels, the Triton kernels."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from catnat.numerics import is_plain
-from catnat.ops import native
+from catnat.numerics import is_plain, safe_log
+from catnat.ops import native, reference
+from catnat.splits import CustomSplit, Split
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+TREE_TRITON_LIMIT = 32768
+"""Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
+SPARSEMAX_TRITON_LIMIT = 16384
+"""Largest K of the Triton kernels for sparsemax."""
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
 
 
-def backend(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
+def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor:
+    """Log-probability of every leaf, (*, K-1) -> (*, K), for float32 or float64 scores.
+
+    Args:
+        scores: one score per internal node, (*, K-1), breadth first.
+        split: how a score divides the probability of its node.
+        constants: ``split.node_constants`` of the nodes, or None where all are centred at 0.
+    """
+    K = scores.shape[-1] + 1
+    fused = _tree_kernels(scores, split)
+    if fused is None:
+        return reference.tree_log_probs(scores, split, constants)
+    flat = scores.reshape(-1, K - 1)
+    out: Tensor = _TreeLogProbs.apply(flat, split, constants, fused)
+    return out.view(*scores.shape[:-1], K)
+
+
+def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor | None:
+    """Diagonal of the Fisher matrix and, in the last column, share of flat splits.
+
+    (*, K-1) -> (*, K), without gradient, for float32 scores; None where there is no fused kernel.
+    Arguments as in :func:`tree_log_probs`.
+    """
+    K = scores.shape[-1] + 1
+    fused = _tree_kernels(scores, split)
+    if fused is None or (scores.requires_grad and torch.is_grad_enabled()):
+        return None
+    flat = scores.detach().reshape(-1, K - 1)
+    if fused == "triton":
+        from catnat.ops import triton_tree
+
+        out = triton_tree.fisher(flat, split, constants)
+    else:
+        out = native.tree_fisher(flat, split, constants)
+    return out.view(*scores.shape[:-1], K)
+
+
+def sparsemax_log_probs(scores: Tensor) -> Tensor:
+    """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
+    K = scores.shape[-1]
+    fused = kernels_for(scores, K, SPARSEMAX_TRITON_LIMIT)
+    if fused is None:
+        return safe_log(reference.sparsemax_probs(scores))
+    out: Tensor = _SparsemaxLogProbs.apply(scores.reshape(-1, K), fused)
+    return out.view(scores.shape)
+
+
+def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
     """``"triton"``, ``"native"`` (the C kernels), or None for plain torch.
 
     Plain torch is what torch.func, forward-mode derivatives, fake tensors, torch.jit.trace,
@@ -31,8 +84,70 @@ def backend(scores: Tensor, num_categories: int, triton_limit: int) -> str | Non
     return None
 
 
-def differentiable(grad: Tensor) -> bool:
+def _tree_kernels(scores: Tensor, split: Split) -> str | None:
+    if isinstance(split, CustomSplit):  # no kernel knows its formula
+        return None
+    return kernels_for(scores, scores.shape[-1] + 1, TREE_TRITON_LIMIT)
+
+
+def _needs_reference(grad: Tensor) -> bool:
     """Whether a backward pass must itself be plain torch: create_graph, or batched gradients."""
     if torch.compiler.is_compiling():
         return False
     return torch.is_grad_enabled() or not is_plain(grad)
+
+
+class _TreeLogProbs(torch.autograd.Function):
+    """scores (B, K-1) -> log-probabilities (B, K), by fused kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, split: Split, constants: Tensor | None, fused: str
+    ) -> Tensor:
+        ctx.split, ctx.fused = split, fused
+        ctx.save_for_backward(scores, constants)
+        if fused == "triton":
+            from catnat.ops import triton_tree
+
+            return triton_tree.forward(scores, split, constants)
+        return native.tree_forward(scores, split, constants)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        scores, constants = ctx.saved_tensors
+        if _needs_reference(grad):
+            out = reference.tree_vjp(scores, grad, ctx.split, constants)
+        elif ctx.fused == "triton":
+            from catnat.ops import triton_tree
+
+            out = triton_tree.backward(scores, grad, ctx.split, constants)
+        else:
+            out = native.tree_backward(scores, grad, ctx.split, constants)
+        return out, None, None, None
+
+
+class _SparsemaxLogProbs(torch.autograd.Function):
+    """scores (B, K) -> log-probabilities (B, K), by fused kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
+        ctx.fused = fused
+        if fused == "triton":
+            from catnat.ops import triton_sparsemax
+
+            log_probs = triton_sparsemax.forward(scores)
+        else:
+            log_probs = native.sparsemax_forward(scores)
+        ctx.save_for_backward(scores, log_probs)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        scores, log_probs = ctx.saved_tensors
+        if _needs_reference(grad):
+            return reference.sparsemax_vjp(scores, grad), None
+        if ctx.fused == "triton":
+            from catnat.ops import triton_sparsemax
+
+            return triton_sparsemax.backward(log_probs, grad), None
+        return native.sparsemax_backward(log_probs, grad), None

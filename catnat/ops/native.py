@@ -1,8 +1,7 @@
 """The C kernels of ``_native.c``, called through ctypes: CPU, float32.
 
-They are compiled when the package is installed. Without a compiler the installation goes through
-all the same, and plain torch takes their place, as it does where they cannot be loaded: same
-numbers, several times slower.
+The kernels are compiled when the package is installed. Where there is no compiler, or the kernels
+cannot be loaded, plain torch takes their place: the same numbers, several times slower.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from catnat.splits import NaturalSplit, Split
 
 PARALLEL = 1 << 18
-"""Scores from which on a kernel starts as many threads as torch would use."""
+"""Number of scores from which on a kernel uses as many threads as torch."""
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def _settings(split: Split) -> tuple[int, float, float, float]:
 
 
 def _plain_memory(x: Tensor) -> Tensor:
-    """Contiguous, and without the negation that a view may carry as a flag."""
+    """x in contiguous memory; a view that torch marks as negated is negated first."""
     return x.resolve_neg().contiguous()
 
 
@@ -110,7 +109,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 
 def _call(name: str, first: Tensor, *arguments: int | float | Tensor | None) -> None:
-    """Call a kernel; the tensor among the arguments stands for its shape (rows, categories)."""
+    """Call a kernel; a tensor among the arguments is replaced by its shape, rows and categories."""
     values: list[int | float | None] = [first.data_ptr()]
     for argument in arguments:
         values += argument.shape if isinstance(argument, Tensor) else [argument]

@@ -157,7 +157,7 @@ def _information(
 
 @triton.jit
 def _load_levels(source, alive, HEIGHT: tl.constexpr):
-    """Scores of the complete levels. All loads are issued first: they wait for memory once."""
+    """Scores of the complete levels, loaded all at once so that memory is waited for once."""
     loaded = ()
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
@@ -310,7 +310,7 @@ def _fisher_kernel(
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Make the device of x the current one: Triton launches kernels there."""
     here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
     if here or x.device.index == torch.cuda.current_device():
         return nullcontext()
@@ -355,11 +355,11 @@ def backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | Non
 def _settings(
     rows: int, K: int, split: Split, constants: Tensor | None, elements: int, small_warps: int
 ) -> tuple[tuple[int], dict[str, int | float | bool]]:
-    """Grid and arguments common to both kernels; block sizes as measured on an H200."""
+    """Grid and arguments common to all kernels; block sizes that were fastest on an H200."""
     height = K.bit_length() - 1
     P = 1 << height
     R = max(2, min(16, elements // P))  # one row alone leads Triton to a far slower layout
-    while R > 4 and rows < 512 * R:  # few rows: rather more programs than full ones
+    while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
         R //= 2
     warps = min(16, small_warps if P <= 64 else max(1, R * P // (1024 * small_warps)))
     rate, (high, low) = 0.0, (0.0, 0.0)

@@ -19,11 +19,11 @@ from catnat.distributions import HeadCategorical
 from catnat.heads import CategoricalHead, SparsemaxHead
 from catnat.numerics import LOG_ZERO, is_plain
 
-SPARSEMAX_MIX = 1e-3  # what sparsemax gives to the uniform distribution, unless told otherwise
+SPARSEMAX_MIX = 1e-3  # default of uniform_mix for sparsemax
 
 
 class OnlyChoice(nn.Module):
-    """Stands in the place of a head where there is one category only: softmax of one score."""
+    """Replaces a head for an action with one category only: softmax of one score."""
 
     num_categories = num_scores = 1
 
@@ -36,7 +36,7 @@ Head = CategoricalHead | OnlyChoice
 
 
 class HeadDistribution(CategoricalDistribution):
-    """The actions of a ``Discrete`` space, distributed as a head says.
+    """The distribution of a head over the actions of a ``Discrete`` space.
 
     Args:
         head: called as a module, so that probes see its scores.
@@ -55,7 +55,7 @@ class HeadDistribution(CategoricalDistribution):
         return nn.Linear(latent_dim, self.head.num_scores)
 
     def proba_distribution(self, action_logits: Tensor) -> HeadDistribution:
-        """Take up scores (B, S)."""
+        """Set the distribution from scores (B, S)."""
         self._unmasked = mixed(self.head(action_logits), self.uniform_mix)
         self.distribution = self._unmasked
         if self.validate_args:
@@ -77,7 +77,7 @@ class HeadDistribution(CategoricalDistribution):
 
 
 class HeadMultiDistribution(MultiCategoricalDistribution):
-    """The actions of a ``MultiDiscrete`` or ``MultiBinary`` space, each with a head of its own.
+    """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each.
 
     Args:
         heads: one for each action.
@@ -96,7 +96,7 @@ class HeadMultiDistribution(MultiCategoricalDistribution):
         return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
 
     def proba_distribution(self, action_logits: Tensor) -> HeadMultiDistribution:
-        """Take up scores (B, sum of S)."""
+        """Set the distributions from scores (B, sum of S)."""
         parts = action_logits.split([head.num_scores for head in self.heads], -1)
         self._unmasked = [
             mixed(head(scores), self.uniform_mix)
@@ -144,7 +144,7 @@ def check(*distributions: HeadCategorical) -> None:
 
 @contextmanager
 def unchecked(policy: nn.Module) -> Iterator[None]:
-    """In here, a policy with a head does not look for NaN: nothing waits for the device."""
+    """Within this context a policy does not check for NaN, and so does not wait for the device."""
     distribution = getattr(policy, "action_dist", None)
     if not isinstance(distribution, (HeadDistribution, HeadMultiDistribution)):
         yield
@@ -159,7 +159,7 @@ def unchecked(policy: nn.Module) -> Iterator[None]:
 def make_distribution(
     heads: Sequence[Head], action_space: spaces.Space[Any], uniform_mix: float | None
 ) -> HeadDistribution | HeadMultiDistribution:
-    """The distribution over an action space; without ``uniform_mix``, the head's usual one."""
+    """The distribution over an action space; ``uniform_mix`` None is the default of the head."""
     if uniform_mix is None:
         sparse = any(isinstance(head, SparsemaxHead) for head in heads)
         uniform_mix = SPARSEMAX_MIX if sparse else 0.0
@@ -169,7 +169,7 @@ def make_distribution(
 
 
 def categories_of(action_space: spaces.Space[Any]) -> list[int]:
-    """K of each action in a space; raises ValueError for spaces that heads do not fit."""
+    """K of each action of a space; ValueError for a space whose actions are not categories."""
     if isinstance(action_space, spaces.Discrete):
         sizes = [int(action_space.n)]
     elif isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
@@ -187,8 +187,8 @@ def categories_of(action_space: spaces.Space[Any]) -> list[int]:
 def draw(distribution: HeadCategorical) -> Tensor:
     """Samples (B,): the first of K exponential clocks with rates p to ring.
 
-    The same draws as torch.multinomial's from the same generator state, but the device is never
-    waited for, and a category of probability 0 is never drawn.
+    The draws equal those of torch.multinomial from the same generator state. The host does not
+    wait for the device, and a category of probability 0 is never drawn.
     """
     p = distribution.probs.detach()
     clocks = torch.empty_like(p).exponential_().clamp_min_(torch.finfo(p.dtype).tiny)
@@ -198,9 +198,9 @@ def draw(distribution: HeadCategorical) -> Tensor:
 def mixed(distribution: HeadCategorical, share: float) -> HeadCategorical:
     """(1 - share) p + share / K.
 
-    Keeps every action possible. PPO compares the probabilities of an action before and after an
-    update: where the latter is 0, as sparsemax likes it, the KL divergence is infinite and the
-    action gets no gradient that could bring it back.
+    Every action stays possible. PPO compares the probabilities of an action before and after an
+    update. If the second is 0, as often with sparsemax, the KL divergence is infinite, and the
+    action gets no gradient and stays impossible.
     """
     log_p = distribution.logits
     if share:

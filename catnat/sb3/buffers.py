@@ -1,4 +1,4 @@
-"""A rollout buffer that lives where the policy does."""
+"""DeviceRolloutBuffer: a rollout as tensors on the device of the policy."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Rollout(NamedTuple):
 
 
 class _Array:
-    """An attribute of Stable-Baselines3's buffer: one of our tensors as a NumPy array.
+    """An attribute of Stable-Baselines3's buffer: one of the tensors as a NumPy array.
 
-    On the CPU the array and the tensor share their memory. From another device the array is a
-    copy, which cannot be written to: the tensor would not change with it.
+    On the CPU the array and the tensor share their memory. On another device the array is a copy,
+    and read-only: writing to it would not change the tensor.
     """
 
     def __init__(self, shape: str = "") -> None:
@@ -69,13 +69,14 @@ class _Array:
 class DeviceRolloutBuffer(RolloutBuffer):
     """A rollout of T steps in n environments, as tensors on the policy's device.
 
-    It is a ``RolloutBuffer`` of Stable-Baselines3: its attributes are there as NumPy arrays, and
-    ``add``, ``compute_returns_and_advantage`` and ``get`` do what they do there. HeadPPO works on
-    ``tensors``, with the methods below these three: nothing comes back to the host there.
+    It is a ``RolloutBuffer`` of Stable-Baselines3, with the same attributes as NumPy arrays and the
+    same methods ``add``, ``compute_returns_and_advantage`` and ``get``. HeadPPO uses ``tensors``
+    and the other methods, which copy nothing back to the host.
 
     Observations keep the dtype of their space, so pictures stay bytes. All tensors are made once
-    and keep their place in memory, as captured CUDA graphs need it. What the host knows first
-    (rewards, ends of episodes) stays there until the rollout is complete, and travels at once.
+    and keep their place in memory, because captured CUDA graphs need that. Rewards and ends of
+    episodes, which the host knows first, stay on the host until the rollout is complete, and are
+    then copied to the device together.
 
     Args:
         buffer_size: T.
@@ -117,7 +118,7 @@ class DeviceRolloutBuffer(RolloutBuffer):
             torch.zeros(shape, dtype=torch.bool, device=device),
             *numbers,
         )
-        # The host's end of the copies. A GPU reads pinned memory by itself.
+        # Observations are copied to the device from here; a GPU reads pinned memory by itself.
         pinned = device.type == "cuda"
         self._sent = _zeros(observation_space, (n_envs,), torch.device("cpu"), pinned)
         own = self.tensors.rewards.numpy() if device.type == "cpu" else None
@@ -173,8 +174,8 @@ class DeviceRolloutBuffer(RolloutBuffer):
     def send(self, step: int, envs: slice, observations: Observation) -> Observation:
         """Store the host's observations of some environments; returns them on the device.
 
-        Not to be called again for the same environments until the device is known to have
-        worked on them (their actions have arrived).
+        Call it again for the same environments only after their actions have arrived: before, the
+        device may still be reading the observations.
         """
 
         def send_one(host: Tensor, place: Tensor, given: Any) -> Tensor:
@@ -194,7 +195,10 @@ class DeviceRolloutBuffer(RolloutBuffer):
         log_probs: Tensor,
         forced: Tensor | None = None,
     ) -> None:
-        """Store what the policy made of them, and which actions were not its choice."""
+        """Store the policy's actions, values and log-probabilities for the observations sent.
+
+        ``forced`` says which actions were not the policy's choice.
+        """
         self.tensors.actions[step, envs].copy_(actions)
         self.tensors.values[step, envs].copy_(values.flatten())
         self.tensors.log_probs[step, envs].copy_(log_probs)
@@ -217,16 +221,16 @@ class DeviceRolloutBuffer(RolloutBuffer):
         self.full = self.pos == self.buffer_size
 
     def bootstrap(self, envs: list[int], values: Tensor) -> None:
-        """Let environments go on, worth these values, that were cut off after this step."""
+        """Add to the rewards of this step the values of environments that were cut off after it."""
         self._bootstraps.append((self.pos, envs, values.flatten()))
 
     def upload(self, dones: NDArray[Any]) -> None:
-        """Bring the host's part of the rollout to the device, and which episodes are over now."""
+        """Copy rewards and ends of episodes to the device; ``dones``: ends with the last step."""
         rewards = self.tensors.rewards
         rewards.copy_(torch.from_numpy(self.host_rewards))
         for step, envs, values in self._bootstraps:
             rewards[step, envs] += self.gamma * values
-        if self.device.type == "cpu":  # where host_rewards are the same memory, and have them now
+        if self.device.type == "cpu":  # host_rewards share this memory, and now include the values
             self._bootstraps = []
         ends = np.concatenate([self.episode_starts[1:], np.asarray(dones, np.float32)[None]])
         self.tensors.continues.copy_(torch.from_numpy(1 - ends))
@@ -300,7 +304,7 @@ def _zeros(
 
 
 def _fits(shape: tuple[int, ...], space: spaces.Space[Any], device: torch.device) -> bool:
-    """Whether half of the memory that is free on a device has room for observations."""
+    """Whether the observations fit into half of the free memory of a device."""
     needed = _bytes(space) * int(np.prod(shape))
     return bool(needed <= torch.cuda.mem_get_info(device)[0] / 2)
 

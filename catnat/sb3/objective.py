@@ -9,13 +9,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from catnat.checks import require_at_least
+
 ValueLoss = Literal["sb3", "cleanrl"]
 
 
 class Settings(NamedTuple):
     """Numbers that may change from update to update, as 0-d tensors on the device.
 
-    Bounds are rounded once, from double precision, as Stable-Baselines3 does it.
+    Bounds are rounded once, from double precision, as in Stable-Baselines3.
     """
 
     low: Tensor  # 1 - clip_range
@@ -43,12 +45,13 @@ def value_loss(
     """Mean squared error of the values, without a factor 1/2.
 
     Args:
-        values: now, (B,).
-        old_values: when the rollout was made.
-        returns: what they should be.
-        clip: how far they may move from the old ones; None for as far as they like.
-        kind: "sb3" takes the error of the clipped values; "cleanrl" the larger one of those of
-            clipped and unclipped values, so that a clipped value gets a gradient back.
+        values: values of the present critic, (B,).
+        old_values: values of the critic when the rollout was made, (B,).
+        returns: targets of the values, (B,).
+        clip: largest difference of values and old values that counts; None for no limit.
+        kind: "sb3" takes the error of the clipped values; "cleanrl" takes the larger one of the
+            errors of clipped and unclipped values, so that a clipped value still gets a gradient
+            towards its target.
     """
     error = (returns - values).square()
     if clip is None:
@@ -77,27 +80,25 @@ def cleanrl_schedule(
 ) -> Callable[[float], float]:
     """A learning rate that falls linearly to 0, update by update as in CleanRL.
 
-    Stable-Baselines3 counts a rollout as progress before it learns from it; here the first update
-    still has the full rate, and the last one the smallest that is not 0. CleanRL makes
-    ``total_timesteps // batch`` updates; where Stable-Baselines3 begins one more to fill up the
-    rest, its rate is 0.
+    Stable-Baselines3 counts a rollout as progress before it learns from it. With this schedule the
+    first update has the full rate, and the last update the smallest rate above 0. CleanRL makes
+    ``total_timesteps // batch`` updates; if Stable-Baselines3 makes one more for the remaining
+    steps, the rate of that update is 0.
 
     Args:
-        learning_rate: of the first update.
-        total_timesteps: of the run, as given to ``learn``.
+        learning_rate: rate of the first update.
+        total_timesteps: steps of the run, as given to ``learn``.
         batch: steps of all environments per update, ``n_steps * n_envs``.
 
     >>> rate = cleanrl_schedule(1.0, total_timesteps=400, batch=100)
     >>> [rate(1 - steps / 400) for steps in (100, 200, 300, 400)]
     [1.0, 0.75, 0.5, 0.25]
     """
-    for name, value in (("total_timesteps", total_timesteps), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    require_at_least(1, total_timesteps=total_timesteps, batch=batch)
     updates = max(1, total_timesteps // batch)
     return partial(_annealed, learning_rate, total_timesteps / batch, updates)
 
 
 def _annealed(learning_rate: float, rollouts: float, updates: int, remaining: float) -> float:
-    number = round((1 - remaining) * rollouts)  # of the update, from 1
+    number = round((1 - remaining) * rollouts)  # number of the update, counted from 1
     return learning_rate * min(1.0, max(0.0, 1 - (number - 1) / updates))

@@ -17,6 +17,7 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
+from catnat.checks import require_within
 from catnat.heads import CategoricalHead, make_head
 from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
 
@@ -27,23 +28,23 @@ else:
 
 
 class HeadPolicy(_Base):
-    """What makes a policy one with a head; put it before a policy class of Stable-Baselines3.
+    """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
     The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. An
-    action that has one choice only needs no head: an :class:`OnlyChoice` stands in its place. A
-    probability that is NaN raises ValueError, as with the policies of Stable-Baselines3.
-    Deterministic actions are the likeliest ones (of all leaves of a tree, not of each split).
+    action with one choice only has an :class:`OnlyChoice` instead of a head. A probability that is
+    NaN raises a ValueError, as in the policies of Stable-Baselines3. The deterministic action is
+    the likeliest of all categories; a tree does not decide it split by split.
 
     Args:
-        observation_space: of the environment.
+        observation_space: the space of the environment.
         action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
         lr_schedule: learning rate as a function of the progress that remains.
         args: further arguments of the policy.
         head: a name from :func:`catnat.head_names`.
-        head_options: options of that head, such as ``{"amplitude": 6.0}``.
+        head_options: options of the head, such as ``{"amplitude": 6.0}``.
         uniform_mix: share of the uniform distribution that is mixed into the policy; by default
-            0.001 for sparsemax and 0 for all others. It keeps every action possible: without,
-            an action that was taken can become impossible, its KL divergence infinite.
+            0.001 for sparsemax and 0 for all others. A share above 0 keeps every action possible.
+            At 0, an action that was taken can become impossible, and the KL divergence infinite.
         kwargs: further arguments of the policy.
     """
 
@@ -60,8 +61,8 @@ class HeadPolicy(_Base):
     ) -> None:
         if not isinstance(head, str):
             raise ValueError(f"head must be a name, so that it can be saved, got {head!r}")
-        if uniform_mix is not None and not 0 <= uniform_mix < 1:
-            raise ValueError(f"uniform_mix must lie in 0..1, got {uniform_mix!r}")
+        if uniform_mix is not None:
+            require_within(0, 1, "[)", uniform_mix=uniform_mix)
         categories_of(action_space)  # before anything is built
         self._head_arguments: dict[str, Any] = {
             "head": head,
@@ -75,11 +76,11 @@ class HeadPolicy(_Base):
         given = self._head_arguments
         sizes = categories_of(self.action_space)
         options = given["head_options"]
-        make_head(given["head"], 2, **options)  # says what is wrong even if no head is needed
+        make_head(given["head"], 2, **options)  # raises for a wrong option, also without any head
         heads = [OnlyChoice() if K == 1 else make_head(given["head"], K, **options) for K in sizes]
         for head in heads:
             if isinstance(head, CategoricalHead):
-                head.validate_args = False  # the policy looks for NaN itself
+                head.validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
         self.action_dist = make_distribution(heads, self.action_space, given["uniform_mix"])
         super()._build(lr_schedule)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Playing: the policy acts in vector environments, and a buffer remembers."""
+"""Collector: a policy plays rollouts in vector environments, and fills a buffer with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 
 
 class Step(NamedTuple):
-    """What a step of all environments gave."""
+    """The results of one step of all environments."""
 
     new_obs: Observation
     actions: NDArray[Any]
@@ -35,31 +35,32 @@ class _Part:
     """Some of the environments, which step together."""
 
     env: VecEnv
-    envs: slice  # their places among all
+    envs: slice  # their places among all environments
     act: Act
-    observations: Observation = None  # None while it is not known what the environments show
-    dones: NDArray[np.bool_] | None = None  # of the step before
-    actions: NDArray[Any] | None = None  # sent and not yet answered
+    observations: Observation = None  # the latest ones; None while a step is played
+    dones: NDArray[np.bool_] | None = None  # ends of episodes with the latest step
+    actions: NDArray[Any] | None = None  # actions of the step that is played
 
 
 class Collector:
-    """Plays rollouts.
+    """Plays rollouts with a policy, and stores them in a buffer.
 
-    A ``VecEnv`` may have two attributes that matter here:
+    A ``VecEnv`` may have two attributes that the collector uses:
 
     - ``halves``: two ``VecEnv`` of its first and its last environments, which can be stepped
-      separately. While one plays, the policy looks at the other. Seen on the environment itself
-      only, not through wrappers, which might change what they see;
-    - ``forced_actions``: an array (n,) of the actions that the next step will play whatever it is
-      told, -1 where the policy is free. Transitions are labelled by what is played. As it was
-      not the policy's choice, they teach values, and no policy gradient.
+      separately. While one half plays, the policy computes the actions of the other. The attribute
+      must belong to the environment itself: a wrapper might change observations or actions, and
+      its ``halves`` would not;
+    - ``forced_actions``: an array (n,) of the actions that the next step plays whatever actions it
+      is given, -1 where the policy is free. The buffer stores the actions that are played. Forced
+      actions are not the policy's choice: the critic learns from them, the policy does not.
 
     Args:
-        policy: who acts.
-        buffer: who remembers.
+        policy: the policy that acts.
+        buffer: the buffer to fill.
         env: all environments.
         overlap: use ``halves``.
-        replay: wraps the policy's forward pass, to replay it as a CUDA graph, say.
+        replay: wraps the policy's forward pass, for example to replay it as a CUDA graph.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Collector:
             first = envs.stop
 
     def steps(self, observations: Observation, starts: NDArray[np.bool_]) -> Generator[Step]:
-        """Play a rollout; yields after each step, when the first of halves plays the next one.
+        """Play a rollout; yields after each step, while the first half already plays the next one.
 
-        The buffer gets observations, actions, values and log-probabilities here. The rest of a
-        step is for the caller to store.
+        The buffer gets observations, actions, values and log-probabilities here. The caller stores
+        rewards and ends of episodes.
 
         Args:
-            observations: what all environments show now.
-            starts: which of them begin an episode with it.
+            observations: the present observations of all environments.
+            starts: which environments begin an episode with them.
         """
         for part in self.parts:
             part.observations = map_observations(lambda x, envs=part.envs: x[envs], observations)
@@ -105,24 +106,24 @@ class Collector:
                 yield Step(self.observations(), *_join(done))
                 if not others and step < last:
                     self._send(first, step + 1)
-        finally:  # whoever stops halfway leaves no environment waiting
+        finally:  # a caller may stop halfway: no environment is left amid a step
             for part in self.parts:
                 if part.actions is not None:
                     self._receive(part)
 
     def observations(self) -> Observation:
-        """What all environments show now; None if a step was cut short, so that nobody knows."""
+        """The present observations of all environments; None if a step was interrupted."""
         if any(part.observations is None for part in self.parts):
             return None
         return map_observations(_concatenate, *(part.observations for part in self.parts))
 
     def dones(self) -> NDArray[np.bool_]:
-        """Which environments began an episode with what they show now."""
+        """Which environments begin an episode with their present observation."""
         done: NDArray[np.bool_] = _concatenate(*(part.dones for part in self.parts))
         return done
 
     def last_values(self) -> Tensor:
-        """The policy's values (n, 1) of what all environments show now."""
+        """The policy's values (n, 1) of the present observations."""
         with torch.no_grad():
             values: Tensor = self.policy.predict_values(
                 self.policy.obs_to_tensor(self.observations())[0]
@@ -130,7 +131,7 @@ class Collector:
             return values
 
     def bootstrap(self, step: Step) -> None:
-        """An episode that was cut off, not ended, would have gone on as the policy thinks."""
+        """Add the value of the last observation where an episode was cut off, not ended."""
         cut = [int(i) for i in np.flatnonzero(step.dones) if _is_cut_off(step.infos[i])]
         if not cut:
             return
@@ -142,11 +143,11 @@ class Collector:
 
     @torch.no_grad()
     def _act(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions, values and log-probabilities; device work alone.
+        """Actions, values and log-probabilities, without any work on the host.
 
         Args:
-            batch: the observation, or the entries of one that is a dict; then, where there are
-                such, the forced actions.
+            batch: the observation, or all entries of a dict observation; then the forced actions,
+                if the environment has any.
         """
         places = self.buffer.tensors.observations
         if isinstance(places, dict):
@@ -157,7 +158,7 @@ class Collector:
             actions, values, log_probs = self.policy(shown)
         if len(batch) > (len(places) if isinstance(places, dict) else 1):
             actions = torch.where(batch[-1] >= 0, batch[-1], actions)
-            log_probs = self.policy.action_dist.log_prob(actions)  # still that of this call
+            log_probs = self.policy.action_dist.log_prob(actions)  # as self.policy(shown) set it
         return actions, values, log_probs
 
     def _send(self, part: _Part, step: int) -> None:
@@ -175,8 +176,8 @@ class Collector:
         part.env.step_async(part.actions)
 
     def _receive(self, part: _Part) -> tuple[Any, ...]:
-        """Wait for the environments; returns what a :class:`Step` has after the observations."""
-        actions, part.actions = part.actions, None  # whatever happens now: do not wait again
+        """Wait for the environments; returns actions, rewards, dones and infos."""
+        actions, part.actions = part.actions, None  # step_wait may raise: do not wait again
         part.observations = None
         part.observations, rewards, part.dones, infos = part.env.step_wait()
         return actions, rewards, part.dones, infos

@@ -1,0 +1,159 @@
+"""CategoricalHead: what every head has, and the registry of heads by name."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from catnat.checks import require_at_least
+from catnat.distributions import HeadCategorical
+from catnat.numerics import at_least_float32, exp_of_log_probs, is_plain
+
+_REGISTRY: dict[str, type[CategoricalHead]] = {}
+_ALIASES: dict[str, str] = {}
+
+
+class CategoricalHead(nn.Module, ABC):
+    """Maps S scores to a distribution over K categories.
+
+    Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`. All other methods
+    are derived from these three; a subclass overrides those for which it has a cheaper closed form.
+
+    Args:
+        num_categories: K, at least 2. The number of scores S is K, unless a subclass sets
+            ``self.num_scores`` afterwards.
+
+    Shapes:
+        scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
+    """
+
+    name: ClassVar[str]
+    fisher_is_diagonal: ClassVar[bool] = False
+    num_categories: int
+    num_scores: int
+    validate_args: bool | None = None  # passed to HeadCategorical by forward
+
+    if TYPE_CHECKING:  # torch declares that calling a module returns Any
+
+        def __call__(self, scores: Tensor) -> HeadCategorical:
+            """The distribution these scores stand for."""
+
+    def __init_subclass__(
+        cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is None:
+            return
+        for each in (name, *aliases):
+            known = _REGISTRY.get(_ALIASES.get(each, each))
+            # The same class again is no error: a cell of a notebook may run twice.
+            if known is not None and _identity(known) != _identity(cls):
+                raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
+        cls.name = name
+        _REGISTRY[name] = cls
+        _ALIASES.update(dict.fromkeys(aliases, name))
+
+    def __init__(self, num_categories: int) -> None:
+        super().__init__()
+        if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
+            raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
+        require_at_least(2, num_categories=num_categories)
+        self.num_categories = self.num_scores = operator.index(num_categories)
+
+    @abstractmethod
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
+
+    @abstractmethod
+    def inverse(self, probs: Tensor) -> Tensor:
+        """Scores that give these probabilities, (*, K) -> (*, S)."""
+
+    @abstractmethod
+    def fisher(self, scores: Tensor) -> Tensor:
+        """Exact Fisher information matrix in the scores, (*, S) -> (*, S, S)."""
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
+        return exp_of_log_probs(self.log_probs(scores))
+
+    def forward(self, scores: Tensor) -> HeadCategorical:
+        """The distribution these scores stand for."""
+        return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
+
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
+        return self.fisher(scores).diagonal(dim1=-2, dim2=-1)
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over all leading dimensions, (*, S) -> (S, S)."""
+        return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
+
+        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) with the diagonal alone if ``fisher_is_diagonal``.
+        Made for observing every step of a run: the leading dimensions may be many steps, and the
+        host does not wait for the device.
+        """
+        saturated = self.saturated(scores).float().mean((-2, -1))
+        steps = scores.reshape(-1, *scores.shape[-2:])
+        fisher = torch.stack([self.mean_fisher(each) for each in steps]).float()
+        fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
+        return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
+
+    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 0.0) -> Tensor:
+        """(G + damping I)^-1 grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
+
+        Without damping G^+ grad, with the pseudo-inverse of G. Half precision is computed, and
+        returned, in float32.
+        """
+        require_at_least(0, damping=damping)
+        with torch.autocast(scores.device.type, enabled=False):
+            scores = self._checked(scores)
+            return self._natural_gradient(scores, grad.to(scores.dtype), damping)
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        fisher = self.fisher(scores)
+        eye = torch.eye(self.num_scores, dtype=fisher.dtype, device=fisher.device)
+        inverse: Tensor = torch.linalg.pinv(fisher + damping * eye, hermitian=True)
+        return (inverse @ grad[..., None])[..., 0]
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
+        return torch.zeros_like(scores, dtype=torch.bool)
+
+    def extra_repr(self) -> str:
+        """What ``print(head)`` shows."""
+        return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
+
+    def _checked(self, scores: Tensor) -> Tensor:
+        """Scores in float32 or float64, after checking their shape and dtype."""
+        if not scores.dim() or scores.shape[-1] != self.num_scores:
+            raise ValueError(
+                f"{type(self).__name__} over {self.num_categories} categories takes "
+                f"{self.num_scores} scores in the last dimension, got shape {tuple(scores.shape)}"
+            )
+        if not scores.is_floating_point():
+            raise ValueError(f"scores must be floating point, got {scores.dtype}")
+        wide = at_least_float32(scores)
+        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
+            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
+            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+        return wide
+
+    def _checked_probs(self, probs: Tensor) -> Tensor:
+        """Probabilities in float64, after checking their shape."""
+        if not probs.dim() or probs.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"expected {self.num_categories} probabilities in the last dimension, "
+                f"got shape {tuple(probs.shape)}"
+            )
+        return probs.double()
+
+
+def _identity(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
