@@ -259,10 +259,11 @@ def _validation_follows(trainer: Trainer) -> bool:
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps ``best.ckpt``, that of the smallest validation loss.
+    """Keeps ``best.ckpt``, the checkpoint with the smallest ``val/loss``.
 
-    A run that continues knows the loss of the file that is there, even if the folder has moved;
-    a new run, which goes on from another run's checkpoint, begins without one.
+    A model that does not log ``val/loss`` gets no ``best.ckpt``. A run that continues compares with
+    the loss of the file in its folder, even if the folder was moved. A new run that starts from
+    another run's checkpoint has no such file, and compares with nothing at first.
     """
 
     def __init__(self, dirpath: str | Path) -> None:
@@ -274,8 +275,13 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if the loss is the smallest so far."""
+        if self.monitor in trainer.callback_metrics:
+            super().on_validation_end(trainer, pl_module)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the loss of the file that is here."""
+        """Remember the loss of the file in this folder."""
         path, loss = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
         if loss is None or not path.is_file():
             return

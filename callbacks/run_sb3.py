@@ -1,49 +1,47 @@
-"""A run of PPO beside the learning itself: evaluation, checkpoints, signals, progress."""
+"""A run of Stable-Baselines3: evaluation, checkpoints, signals and progress beside learning."""
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from torch import Tensor
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
 from catnat.callbacks.progress import progress_line
 
 Metrics = dict[str, float]
 
 
-class PPORun(BaseCallback):
-    """Evaluates, saves and stops between two rollouts, when nothing is under way.
+class RunSB3(BaseCallback):
+    """Evaluates, saves and stops, always between two rollouts.
 
     ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from.
-    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``HeadPPO.load`` and
-    ``PPO.load``, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where observations are
-    normalized. These hold pickled code, and nothing here reads them.
+    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load``
+    and those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
+    observations are normalized. These hold pickled code, and nothing here reads them.
 
     On SIGINT or SIGTERM ``last.ckpt`` is written, and :class:`Stopped` raised; a second SIGINT
     does not wait.
 
     Args:
         folder: of the checkpoints.
-        hyper_parameters: what a checkpoint must agree with to be continued.
-        evaluate: gives metrics, "return" among them; called with a function that it should call
-            now and then, and that raises when it is time to stop.
+        hyper_parameters: options of the run, kept in each checkpoint.
+        evaluate: gives metrics, "return" among them. It gets a function that it should call after
+            each step of an evaluation: the function raises if a signal asked to stop.
         save_every: environment steps between checkpoints.
         eval_every: environment steps between evaluations; 0 for none.
         show: show progress: a bar on a terminal, elsewhere a line at each evaluation.
@@ -63,7 +61,7 @@ class PPORun(BaseCallback):
         self.save_every, self.eval_every, self.show = save_every, eval_every, show
         self.best = -float("inf")
         self.signals = StopSignals()
-        self.model: PPO
+        self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
         self._bar: Progress | None = None
         self._saved = self._evaluated = self._first = 0
@@ -71,7 +69,7 @@ class PPORun(BaseCallback):
 
     @property
     def last(self) -> str:
-        """Where to continue from."""
+        """The checkpoint that the run continues from."""
         return str(self.folder / "last.ckpt")
 
     def stop_if_asked(self) -> None:
@@ -88,16 +86,16 @@ class PPORun(BaseCallback):
         AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
         archive = io.BytesIO()
         self.model.save(archive)
-        write_atomically(archive.getbuffer(), self.folder / f"{name}.zip")
+        write_whole(self.folder / f"{name}.zip", archive.getbuffer())
         if (normalizer := self.model.get_vec_normalize_env()) is not None:
-            write_atomically(pickle.dumps(normalizer), self.folder / f"{name}_vecnormalize.pkl")
+            write_whole(self.folder / f"{name}_vecnormalize.pkl", pickle.dumps(normalizer))
 
     def keep_best(self, value: float) -> None:
         """Save the present model as the best one if its evaluated return is the highest."""
         if value > self.best:
             self.best = value
             self.save("best")
-            self.save()  # it knows of the best one
+            self.save()  # last.ckpt has the best return, too
 
     def _on_training_start(self) -> None:
         self._saved = self._evaluated = self._first = self.model.num_timesteps
@@ -123,7 +121,7 @@ class PPORun(BaseCallback):
         self.stop_if_asked()
         if evaluation:
             self._evaluated = step
-            self._look(step)
+            self._evaluate_now(step)
         self._move_bar(step)
 
     def _on_training_end(self) -> None:
@@ -146,8 +144,8 @@ class PPORun(BaseCallback):
             self._bar.stop()
             self._bar = None
 
-    def _look(self, step: int) -> None:
-        """Evaluate, keep what is best, tell."""
+    def _evaluate_now(self, step: int) -> None:
+        """Evaluate, save if this is the best, print a line."""
         metrics = {
             f"eval/{name}": value for name, value in self._evaluate(self.stop_if_asked).items()
         }
@@ -167,24 +165,12 @@ class PPORun(BaseCallback):
         return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
 
 
-def write_atomically(content: bytes | memoryview, path: Path) -> None:
-    """Write a file; whatever goes wrong, the file that was there before is untouched."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _due(step: int, done: int, every: int) -> bool:
+    """Whether a multiple of ``every`` was passed since ``done``."""
     return every > 0 and step // every > done // every
 
 
-def recent_return(model: PPO) -> Metrics:
+def recent_return(model: OnPolicyAlgorithm) -> Metrics:
     """``train/return``, the mean of the last 100 finished games; nothing before the first."""
     games = model.ep_info_buffer
     return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}
@@ -193,8 +179,8 @@ def recent_return(model: PPO) -> Metrics:
 # -- the state of a run, as tensors and plain values ----------------------------------------------
 
 
-def state_of(model: PPO) -> dict[str, Any]:
-    """Everything a run continues from, but the environments: they begin new episodes."""
+def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
+    """Everything that a run continues from, except environments: they begin new episodes."""
     parameters = model.get_parameters()
     return {
         "state_dict": parameters["policy"],
@@ -207,8 +193,8 @@ def state_of(model: PPO) -> dict[str, Any]:
     }
 
 
-def load_state(model: PPO, state: dict[str, Any]) -> None:
-    """Continue from there."""
+def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+    """Put a model into a state that :func:`state_of` gave."""
     model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
     model.num_timesteps = state["global_step"]
     model._n_updates = state["updates"]
@@ -218,7 +204,7 @@ def load_state(model: PPO, state: dict[str, Any]) -> None:
     _set_random_state(state["random"], model.device)
 
 
-def _moments(model: PPO) -> dict[str, RunningMeanStd]:
+def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:
     """The running moments that observations and rewards are scaled by, if they are."""
     normalizer = model.get_vec_normalize_env()
     if normalizer is None:
@@ -228,25 +214,17 @@ def _moments(model: PPO) -> dict[str, RunningMeanStd]:
     return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
 
 
-def _normalizer_state(model: PPO) -> dict[str, dict[str, Tensor]]:
+def _normalizer_state(model: OnPolicyAlgorithm) -> dict[str, dict[str, Tensor]]:
     return {
         name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
         for name, moments in _moments(model).items()
     }
 
 
-def _load_normalizer_state(model: PPO, state: dict[str, dict[str, Tensor]]) -> None:
+def _load_normalizer_state(model: OnPolicyAlgorithm, state: dict[str, dict[str, Tensor]]) -> None:
     for name, moments in _moments(model).items():
         for part, value in state[name].items():
             setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
-
-
-@contextmanager
-def forked_random_state(device: torch.device, seed: int) -> Iterator[None]:
-    """Whatever is drawn in here comes from a seed, and nobody notices afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

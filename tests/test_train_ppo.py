@@ -18,9 +18,9 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
 import train
-from catnat.callbacks.run_sb3 import PPORun
+from catnat.callbacks.run_sb3 import RunSB3
 from catnat.sb3 import HeadPPO
-from catnat.training import ppo as train_ppo
+from catnat.training import rl
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,7 +272,7 @@ def interrupted(monkeypatch):
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
         return True
 
-    monkeypatch.setattr(PPORun, "_on_step", step)
+    monkeypatch.setattr(RunSB3, "_on_step", step)
 
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(clock, capfd, interrupted):
@@ -343,7 +343,7 @@ def test_the_last_evaluation_can_be_the_best(monkeypatch):
     def evaluate(self, stop_if_asked):
         return {"return": next(returns), "return_std": 0.0, "length": 1.0}
 
-    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    monkeypatch.setattr(rl.RLRun, "evaluate", evaluate)
     assert run(*QUICK, "--total_steps=192") == 0
     assert last(name="best")["global_step"] == 192
     assert last()["best"] == last(name="best")["best"] == 7.0
@@ -356,7 +356,7 @@ def test_a_worse_last_evaluation_leaves_the_best(monkeypatch):
     def evaluate(self, stop_if_asked):
         return {"return": next(returns), "return_std": 0.0, "length": 1.0}
 
-    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    monkeypatch.setattr(rl.RLRun, "evaluate", evaluate)
     assert run(*QUICK, "--total_steps=192") == 0
     assert (last(name="best")["global_step"], last()["best"]) == (64, 3.0)
 
