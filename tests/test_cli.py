@@ -129,6 +129,24 @@ def test_a_wrong_command_line_gets_one_line(line, workspace, capfd):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "name", "command"),
+    [
+        ("train.py", "train.py", "python train.py"),
+        ("/usr/bin/catnat", "catnat", "catnat"),
+        ("C:/x/catnat.exe", "catnat", "catnat"),
+    ],
+)
+def test_errors_and_help_have_the_name_that_the_user_typed(
+    typed, name, command, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [typed, "--model", "vea"])
+    assert train.main() == 2
+    assert capsys.readouterr().err.startswith(f"{name}: --model 'vea' is not one of vae")
+    assert train.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {command} [fit | test]")
+
+
 def test_what_lightning_finds_out_late_is_one_line_too(workspace, capfd):
     assert run(*workspace, "--val_check_interval=100", "--check_val_every_n_epoch=1") == 2
     (line,) = capfd.readouterr().err.splitlines()

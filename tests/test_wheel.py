@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDES = ("callbacks", "datamodules", "lit_modules")  # installed inside catnat
+SIDES = ("callbacks", "datamodules", "lit_modules", "training")  # installed inside catnat
 
 # Runs the example as `python -m` does, then says where everything of ours came from.
 DRIVER = f"""
@@ -63,7 +63,9 @@ def pip(command: str, *arguments: str) -> None:
 
 
 def test_site_packages_get_one_package(site):
-    assert sorted(path.name.split("-")[0] for path in site.iterdir()) == ["catnat", "catnat"]
+    names = sorted(path.name.split("-")[0] for path in site.iterdir())
+    assert names == ["bin", "catnat", "catnat"]
+    assert [path.name for path in (site / "bin").iterdir()] == ["catnat"]
     assert (site / "catnat" / "py.typed").exists()
 
 
@@ -108,6 +110,30 @@ def top_level_imports(path: Path) -> set[str]:
     return names
 
 
+def run_installed(words: list[str], cwd: Path, *packages: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with these folders of packages, and none of the checkout's."""
+    # Without the module "site" an editable install of the checkout cannot step in.
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return subprocess.run(
+        [sys.executable, "-S", "-P", *words],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, packages), *installed])},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_catnat_trains_from_an_empty_folder(site, tmp_path):
+    command = [str(site / "bin" / "catnat"), "--model", "gsl", "--head", "natural"]
+    done = run_installed([*command, "--max_steps", "5", "--test_passes", "1"], tmp_path, site)
+    assert done.returncode == 0, done.stderr
+    assert "test/gap_2x" in done.stdout
+    assert (tmp_path / "runs/gsl/natural/version_0/metrics.json").is_file()
+    wrong = run_installed([*command[:-1], "naturl"], tmp_path, site)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("catnat: --head 'naturl' is not one of")
+
+
 @pytest.fixture
 def mnist(tmp_path):
     """A folder with 150 training and 10 test images of noise, in MNIST's format."""
@@ -126,22 +152,14 @@ def test_the_example_project_runs_on_it(tracked, site, mnist, tmp_path):
         f"--target={project}",
         str(tracked / "examples" / "own_project"),
     )
-    # Without the module "site" an editable install of the checkout cannot step in.
-    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     options = ["--steps=3", f"--root={mnist}", "--nll-samples=4"]
-    done = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", DRIVER, *options],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(project), *installed])},
-        capture_output=True,
-        text=True,
-    )
+    done = run_installed(["-c", DRIVER, *options], tmp_path, site, project)
     assert done.returncode == 0, done.stderr
     said, loaded = done.stdout.rsplit("\n", 2)[:2]
     assert "ProbitHead after 3 steps" in said
     assert 0 < float(re.search(r"test NLL (\S+) nats", said)[1]) < 2000
     assert "Fisher mass 0.000" in said  # diagonal, as for every catnat head
     files = json.loads(loaded)
-    assert {f"catnat.{side}" for side in SIDES} | {"own_project.heads"} <= set(files)
+    assert {f"catnat.{side}" for side in SIDES[:3]} | {"own_project.heads"} <= set(files)
     for name, file in files.items():
         assert Path(file).is_relative_to(site if name.startswith("catnat") else project), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ DATA = {
 def load(path: str) -> Any:
     """The object behind a path of ours, such as catnat.lit_modules.DiscreteVAE."""
     module, _, name = path.rpartition(".")
-    return getattr(import_module("--import", module), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def find_model(names: Names) -> tuple[type, Recipe]:
@@ -120,7 +121,7 @@ def _own_class(option: str, path: str, base: type) -> type:
         raise UsageError(
             f"{option} {path!r} should be a class like my_module.My{base.__name__[9:]}"
         )
-    found = import_module(f"{option} {path}:", module)
+    found = import_module(f"{option} {path}", module)
     if not hasattr(found, name):
         classes = [each for each, value in vars(found).items() if inspect.isclass(value)]
         raise UsageError(f"{option} {path}: {module} has no {name}{hint(name, classes)}")

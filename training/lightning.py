@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat.callbacks import FisherMonitor, check_same, check_source, last_validation
 from catnat.checks import require_precision
@@ -165,7 +166,8 @@ class LightningRun(Run):
         """Train, then validate (to select by) and test what was learned last."""
         self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path)
         validated = last_validation(self.trainer)
-        if not validated and self.trainer.limit_val_batches:
+        can = self._can("validation_step", "val_dataloader")
+        if not validated and can and self.trainer.limit_val_batches:
             # Training did not end with a validation.
             found = self.trainer.validate(self.model, datamodule=self.data, verbose=False)
             validated = dict(found[0]) if found else {}
@@ -177,10 +179,16 @@ class LightningRun(Run):
 
     def _tested(self, ckpt_path: Path | None) -> dict[str, float]:
         """Metrics of a checkpoint, or of the model as it is; none with --limit_test_batches 0."""
+        if not self._can("test_step", "test_dataloader"):
+            return {}
         found = self.trainer.test(
             self.model, datamodule=self.data, ckpt_path=ckpt_path, verbose=False
         )
         return dict(found[0]) if found else {}
+
+    def _can(self, step: str, loader: str) -> bool:
+        """Whether a model of the user's own and its data define these methods."""
+        return is_overridden(step, self.model) and is_overridden(loader, self.data)
 
     def _record(self, metrics: dict[str, float]) -> dict[str, float]:
         if self.is_first_process:

@@ -188,14 +188,14 @@ def builtin_heads() -> dict[str, str]:
 def import_modules(names: list[str]) -> None:
     """Import the user's modules, which may lie in the working directory."""
     for name in names:
-        import_module("--import", name)
+        import_module(f"--import {name}", name)
 
 
-def import_module(option: str, name: str) -> Any:
+def import_module(asked: str, name: str) -> Any:
     """A module of the user's, which may lie in the working directory.
 
     Args:
-        option: what the error begins with if there is no such module.
+        asked: the option that asks for the module, for the error if there is none.
         name: of the module.
     """
     if os.getcwd() not in sys.path:
@@ -203,7 +203,7 @@ def import_module(option: str, name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{option} {name}: {error}") from error
+        raise UsageError(f"{asked}: {error}") from error
 
 
 def check_choice(what: str, value: str, choices: Collection[str], other: str = "") -> None:

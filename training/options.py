@@ -154,6 +154,8 @@ def _plain(message: str, parser: Parser) -> str:
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:
         return re.sub(r'Parser key "([^"]+)":', r"--\1:", message)
+    if value[1] == "None":
+        return f"--{short_name(key[1])} is needed: it has no default"
     if known := re.search(r"given class_path '(?:\w+\.)*(\w+)':\s+(.*)", message):
         return _problem_of_class(key[1], *known.groups())
     if part := re.match(r"NestedArg\(key='([^']+)'", value[1]):

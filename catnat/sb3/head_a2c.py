@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from stable_baselines3 import A2C
 from stable_baselines3.common.policies import BasePolicy
@@ -35,7 +36,8 @@ class HeadA2C(A2C):
     def train(self) -> None:
         """Learn from the rollout."""
         before = Snapshot(self.policy)
-        super().train()
+        with np.errstate(over="ignore", invalid="ignore"):  # the error below says it in one line
+            super().train()
         finite: Any = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
         if not finite.all():
             before.restore()
