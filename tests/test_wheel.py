@@ -36,9 +36,9 @@ def tracked(tmp_path_factory):
         pytest.skip("not a checkout")
     copy = tmp_path_factory.mktemp("checkout")
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, copy / name)
+            shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
     return copy
 
 
@@ -90,7 +90,9 @@ def test_metadata_lists_what_is_imported(site):
     requires = [line for line in Distribution.at(folder).requires or [] if "extra ==" not in line]
     required = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requires}
     known = required | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
-    known |= {"PIL"} if "pillow" in required else set()
+    known |= {
+        module for module, name in (("PIL", "pillow"), ("yaml", "pyyaml")) if name in required
+    }
     unlisted = {
         (str(path.relative_to(site)), name)
         for path in (site / "catnat").rglob("*.py")
