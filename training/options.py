@@ -47,6 +47,9 @@ def base_parser(model: str, save_every: int) -> Parser:
 def parse(parser: Parser, argv: list[str]) -> Namespace:
     """Parse options whose group may be left out."""
     words = list(_full_names(argv, parser))
+    for word in words:
+        if word.startswith("--config="):
+            _check_names_in(read_yaml(word.removeprefix("--config=")), parser)
     asked = (n for n, word in enumerate(words) if word.partition("=")[0].endswith(".help"))
     if (first := next(asked, None)) is not None:
         # --logger.help CSVLogger prints the page of one class: other options do not matter.
@@ -54,16 +57,17 @@ def parse(parser: Parser, argv: list[str]) -> Namespace:
     try:
         return parser.parse_args(words)
     except argparse.ArgumentError as error:
-        raise UsageError(_plain(str(error), parser)) from error
+        raise UsageError(_plain(str(error))) from error
 
 
 def parse_object(parser: Parser, options: dict[str, Any]) -> Namespace:
     """Parse options that a file holds, by group."""
+    _check_names_in(options, parser)
     try:
         config: Namespace = parser.parse_object(options)
         return config
     except argparse.ArgumentError as error:
-        raise UsageError(_plain(str(error), parser)) from error
+        raise UsageError(_plain(str(error))) from error
 
 
 def instantiate(parser: Parser, config: Namespace) -> Namespace:
@@ -85,6 +89,30 @@ def given(parser: Parser, argv: list[str]) -> set[str]:
         elif arg.startswith("--"):
             found.add(_known_part(name.rstrip("+"), known) or name)
     return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
+
+
+def _check_names_in(options: dict[str, Any], parser: Parser) -> None:
+    """Raise if a file has an option that the parser has not."""
+    known = option_names(parser)
+    groups = {name.rpartition(".")[0] for name in known}
+    for name in _names_in(options, groups):
+        if not _known_part(name, known) and name not in parser.follows:
+            meant = hint(name, known)
+            if not meant and "." not in name:  # its group is missing
+                full = {short_name(each): each for each in known}
+                near = difflib.get_close_matches(name, full, 1)
+                meant = f"; did you mean {full[near[0]]}?" if near else ""
+            raise UsageError(f"unknown option {name}{meant}")
+
+
+def _names_in(options: dict[str, Any], groups: set[str], before: str = "") -> Iterator[str]:
+    """Full names of the options in nested dictionaries."""
+    for key, value in options.items():
+        name = f"{before}{key}"
+        if name in groups and isinstance(value, dict):
+            yield from _names_in(value, groups, f"{name}.")
+        else:
+            yield name
 
 
 def _holds(config: object, parts: list[str]) -> bool:
@@ -134,22 +162,20 @@ def short_name(name: str) -> str:
 
 
 def _known_part(name: str, known: list[str]) -> str | None:
-    """The option that a name sets or, like --logger.save_dir and --head_options.center, adds to."""
+    """The option that a name belongs to, None if to none.
+
+    Usually that is the name itself; --trainer.logger.save_dir belongs to trainer.logger.
+    """
     parts = name.split(".")
     starts = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((start for start in starts if start in known), None)
 
 
-def _plain(message: str, parser: Parser) -> str:
-    """jsonargparse's message in one line: the option, the value and what would do."""
-    if group := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
-        name = ".".join(group.groups())
-        return f"unknown option {name}{hint(name, option_names(parser))}"
-    if option := re.fullmatch(r"Option '(\S+)' is not accepted", message):
-        full = {short_name(name): name for name in option_names(parser)}
-        near = difflib.get_close_matches(option[1], full, 1)
-        meant = f"; did you mean {full[near[0]]}?" if near else ""
-        return f"unknown option {option[1]}{meant}"
+def _plain(message: str) -> str:
+    """jsonargparse's message in one line: the option, the value and what can be written.
+
+    jsonargparse reports errors as text only: the option, the value and the type are read from it.
+    """
     key = re.search(r'[Pp]arser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:
@@ -165,8 +191,8 @@ def _plain(message: str, parser: Parser) -> str:
     if choices:
         close = hint(value[1], choices)
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
-    kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
-    wanted = " or ".join(kind for kind in kinds if kind != "NoneType")
+    kinds = set(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message)) - {"NoneType"}
+    wanted = " or ".join(sorted(kinds, reverse=True))  # str, int, float: always in one order
     if "Expected a dot import path" in message:
         wanted = " or ".join(filter(None, ("the name of a class", wanted)))
     return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
