@@ -77,9 +77,9 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
 
     ready = folder / f"ready{number}"
     silence()
-    program, parser, config, _ = configure(*read_names(options))
+    program, parser, config = configure(*read_names(options))
     program.complete(config)
-    run: Any = program.compose(parser, config, parser.dump(config), None)
+    run: Any = program.compose(parser, config, parser.dump(config))
     pace = Pace()
     run.trainer.callbacks.append(pace)
     run.trainer.fit(run.model, datamodule=run.data)

@@ -11,9 +11,6 @@ from catnat.callbacks.checkpoints import (
     BestCheckpoint,
     LastCheckpoint,
     Stopped,
-    check_same,
-    check_source,
-    compare,
     load_checkpoint,
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
@@ -36,9 +33,6 @@ __all__ = [
     "RunRecord",
     "Stopped",
     "VAEFigures",
-    "check_same",
-    "check_source",
-    "compare",
     "last_validation",
     "load_checkpoint",
 ]

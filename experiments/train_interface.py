@@ -81,7 +81,7 @@ def load_run(folder: Path) -> tuple[Any, Any]:
 
     try:
         names, options = read_names([f"--config={folder / 'config.yaml'}"])
-        _, parser, config, _ = configure(names, options)
+        _, parser, config = configure(names, options)
     except UsageError as error:
         raise ValueError(f"{folder}: {error}") from error
     objects = instantiate(parser, config)

@@ -160,7 +160,7 @@ def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data
 
 def test_everything_that_may_change_is_an_option():
     programs = [load_program(Names(model=model, head="natural")) for model in MODELS]
-    options = {name for each in programs for name in cli.option_names(each.build_parser([], {}))}
+    options = {name for each in programs for name in cli.option_names(each.build_parser([]))}
     may_change = {name for each in programs for name in (*each.may_change, *each.how_long)}
     assert all(any(name == each or name.startswith(f"{each}.") for name in options)
                for each in (*resume.MAY_CHANGE, *may_change))  # fmt: skip

