@@ -22,7 +22,7 @@ from catnat.training.names import Names
 from catnat.training.program import Program, Run
 from catnat.training.report import write_hparams_of
 from catnat.training.resume import check_same_model, check_same_source
-from catnat.training.trainer_options import check_options, standard_options
+from catnat.training.trainer_options import check_options, complete_options
 
 
 class LightningProgram(Program):
@@ -141,8 +141,8 @@ class LightningProgram(Program):
         folder = open_run(self.names.home, ckpt_path, saved if fit else None)
         if not fit:
             options["logger"] = options["logger"] or False  # only what was asked for is written
-        standard = (objects.model, objects.fisher, folder, config.save_every)
-        trainer = Trainer(**standard_options(options, *standard))
+        ours = (objects.model, objects.fisher, folder, config.save_every)
+        trainer = Trainer(**complete_options(options, *ours))
         return LightningRun(objects.model, objects.data, trainer, folder, ckpt_path, config.seed)
 
 
@@ -159,8 +159,10 @@ class LightningRun(Run):
     ckpt_path: Path | None
     seed: int
 
-    def __post_init__(self) -> None:
-        self.is_first_process = self.trainer.is_global_zero
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.trainer.is_global_zero
 
     def fit(self) -> dict[str, float]:
         """Train, then validate (to select by) and test what was learned last."""

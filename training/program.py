@@ -31,8 +31,12 @@ class Run(ABC):
     """Everything that a command needs, made and ready to start."""
 
     folder: Path
-    is_first_process = True  # of several that train together; it alone prints
     errors_of: ClassVar[tuple[str, ...]] = ()  # modules whose errors are the user's to mend
+
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this process prints and reports, of several that may train together."""
+        return True
 
     @abstractmethod
     def fit(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat import head_names
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.run_sb3 import RunSB3, load_state, recent_return
+from catnat.callbacks.run_sb3 import RunSB3, recent_return
 from catnat.datamodules.atari import rom_of
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
 from catnat.noise import own_noise
@@ -32,6 +32,7 @@ from catnat.sb3 import (
     HeadMultiInputActorCriticPolicy,
     NonFinite,
 )
+from catnat.sb3.run_state import load_state
 from catnat.training import options as cli
 from catnat.training.algorithms import ALGORITHMS, Options
 from catnat.training.errors import RunFailed, UsageError, usage_errors

@@ -18,7 +18,7 @@ from catnat.callbacks.progress import ProgressLines, StepBar
 from catnat.callbacks.run_record import RunLogger, RunRecord
 
 
-def standard_options(
+def complete_options(
     options: dict[str, Any],
     model: LightningModule,
     fisher: FisherMonitor,

@@ -1,0 +1,80 @@
+"""The state of a run of Stable-Baselines3, as tensors and plain values that load without code."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from torch import Tensor
+
+
+def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
+    """Everything that a run continues from, except environments: they begin new episodes."""
+    parameters = model.get_parameters()
+    return {
+        "state_dict": parameters["policy"],
+        "optimizer": parameters["policy.optimizer"],
+        "global_step": model.num_timesteps,
+        "updates": model._n_updates,
+        "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
+        "normalizer": _normalizer_state(model),
+        "random": _random_state(model.device),
+    }
+
+
+def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+    """Put a model into a state that :func:`state_of` gave."""
+    model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
+    model.num_timesteps = state["global_step"]
+    model._n_updates = state["updates"]
+    model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
+    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
+    _load_normalizer_state(model, state["normalizer"])
+    _set_random_state(state["random"], model.device)
+
+
+def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:
+    """The running moments that observations and rewards are scaled by, if they are."""
+    normalizer = model.get_vec_normalize_env()
+    if normalizer is None:
+        return {}
+    seen = normalizer.obs_rms
+    named = seen if isinstance(seen, dict) else {"": seen}
+    return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
+
+
+def _normalizer_state(model: OnPolicyAlgorithm) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
+        for name, moments in _moments(model).items()
+    }
+
+
+def _load_normalizer_state(model: OnPolicyAlgorithm, state: dict[str, dict[str, Tensor]]) -> None:
+    for name, moments in _moments(model).items():
+        for part, value in state[name].items():
+            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
