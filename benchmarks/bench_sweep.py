@@ -55,10 +55,9 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
     """Train until told to stop, pause when told to, and write the time of every step."""
     from lightning.pytorch import Callback, Trainer
 
-    from catnat.training import lightning
     from catnat.training.errors import silence
     from catnat.training.names import read_names
-    from catnat.training.options import parse
+    from catnat.training.program import configure
 
     class Pace(Callback):
         """Remembers times and steps."""
@@ -78,13 +77,11 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
 
     ready = folder / f"ready{number}"
     silence()
-    names, rest = read_names(options)
-    parser = lightning.build_parser(names.model)
-    config = parse(parser, [*rest, f"--model.name={names.model}", f"--model.head={names.head}"])
-    lightning.fill_in(config, lightning.MODELS[names.model])
-    run = lightning.compose("fit", parser, config, None)
+    program, parser, config = configure(*read_names(options))
+    program.complete(config)
+    run: Any = program.compose(parser, config, parser.dump(config))
     pace = Pace()
-    run.trainer.callbacks.append(pace)  # type: ignore[attr-defined]
+    run.trainer.callbacks.append(pace)
     run.trainer.fit(run.model, datamodule=run.data)
     (folder / f"points{number}.json").write_text(json.dumps(pace.points))
 

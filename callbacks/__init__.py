@@ -10,9 +10,6 @@ from catnat.callbacks.checkpoints import (
     BestCheckpoint,
     LastCheckpoint,
     Stopped,
-    check_same,
-    check_source,
-    compare,
     load_checkpoint,
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
@@ -35,9 +32,6 @@ __all__ = [
     "RunRecord",
     "Stopped",
     "VAEFigures",
-    "check_same",
-    "check_source",
-    "compare",
     "last_validation",
     "load_checkpoint",
 ]

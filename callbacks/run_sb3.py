@@ -1,48 +1,43 @@
-"""A run of PPO beside the learning itself: evaluation, checkpoints, signals, progress."""
+"""A run of Stable-Baselines3: evaluation, checkpoints, signals and progress beside learning."""
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.running_mean_std import RunningMeanStd
-from torch import Tensor
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
 from catnat.callbacks.progress import progress_line
-from catnat.noise import random_state, set_random_state
+from catnat.sb3.run_state import state_of
 
 Metrics = dict[str, float]
 
 
-class PPORun(BaseCallback):
-    """Evaluates, saves and stops between two rollouts, when nothing is under way.
+class RunSB3(BaseCallback):
+    """Evaluates, saves and stops, always between two rollouts.
 
     ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from.
-    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``HeadPPO.load`` and
-    ``PPO.load``, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where observations are
-    normalized. These hold pickled code, and nothing here reads them.
+    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load``
+    and those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
+    observations are normalized. These hold pickled code, and nothing here reads them.
 
     On SIGINT or SIGTERM ``last.ckpt`` is written, and :class:`Stopped` raised; a second SIGINT
     does not wait.
 
     Args:
         folder: of the checkpoints.
-        hyper_parameters: what a checkpoint must agree with to be continued.
-        evaluate: gives metrics, "return" among them; called with a function that it should call
-            now and then, and that raises when it is time to stop.
+        hyper_parameters: options of the run, kept in each checkpoint.
+        evaluate: gives metrics, "return" among them. It gets a function that it should call after
+            each step of an evaluation: the function raises if a signal asked to stop.
         save_every: environment steps between checkpoints.
         eval_every: environment steps between evaluations; 0 for none.
         show: show progress: a bar on a terminal, elsewhere a line at each evaluation.
@@ -62,7 +57,7 @@ class PPORun(BaseCallback):
         self.save_every, self.eval_every, self.show = save_every, eval_every, show
         self.best = -float("inf")
         self.signals = StopSignals()
-        self.model: PPO
+        self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
         self._bar: Progress | None = None
         self._saved = self._evaluated = self._first = 0
@@ -70,7 +65,7 @@ class PPORun(BaseCallback):
 
     @property
     def last(self) -> str:
-        """Where to continue from."""
+        """The checkpoint that the run continues from."""
         return str(self.folder / "last.ckpt")
 
     def stop_if_asked(self) -> None:
@@ -87,16 +82,16 @@ class PPORun(BaseCallback):
         AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
         archive = io.BytesIO()
         self.model.save(archive)
-        write_atomically(archive.getbuffer(), self.folder / f"{name}.zip")
+        write_whole(self.folder / f"{name}.zip", archive.getbuffer())
         if (normalizer := self.model.get_vec_normalize_env()) is not None:
-            write_atomically(pickle.dumps(normalizer), self.folder / f"{name}_vecnormalize.pkl")
+            write_whole(self.folder / f"{name}_vecnormalize.pkl", pickle.dumps(normalizer))
 
     def keep_best(self, value: float) -> None:
         """Save the present model as the best one if its evaluated return is the highest."""
         if value > self.best:
             self.best = value
             self.save("best")
-            self.save()  # it knows of the best one
+            self.save()  # last.ckpt has the best return, too
 
     def _on_training_start(self) -> None:
         self._saved = self._evaluated = self._first = self.model.num_timesteps
@@ -122,7 +117,7 @@ class PPORun(BaseCallback):
         self.stop_if_asked()
         if evaluation:
             self._evaluated = step
-            self._look(step)
+            self._evaluate_now(step)
         self._move_bar(step)
 
     def _on_training_end(self) -> None:
@@ -145,8 +140,8 @@ class PPORun(BaseCallback):
             self._bar.stop()
             self._bar = None
 
-    def _look(self, step: int) -> None:
-        """Evaluate, keep what is best, tell."""
+    def _evaluate_now(self, step: int) -> None:
+        """Evaluate, save if this is the best, print a line."""
         metrics = {
             f"eval/{name}": value for name, value in self._evaluate(self.stop_if_asked).items()
         }
@@ -166,75 +161,12 @@ class PPORun(BaseCallback):
         return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
 
 
-def write_atomically(content: bytes | memoryview, path: Path) -> None:
-    """Write a file; whatever goes wrong, the file that was there before is untouched."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _due(step: int, done: int, every: int) -> bool:
+    """Whether a multiple of ``every`` was passed since ``done``."""
     return every > 0 and step // every > done // every
 
 
-def recent_return(model: PPO) -> Metrics:
+def recent_return(model: OnPolicyAlgorithm) -> Metrics:
     """``train/return``, the mean of the last 100 finished games; nothing before the first."""
     games = model.ep_info_buffer
     return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}
-
-
-# -- the state of a run, as tensors and plain values ----------------------------------------------
-
-
-def state_of(model: PPO) -> dict[str, Any]:
-    """Everything a run continues from, but the environments: they begin new episodes."""
-    parameters = model.get_parameters()
-    return {
-        "state_dict": parameters["policy"],
-        "optimizer": parameters["policy.optimizer"],
-        "global_step": model.num_timesteps,
-        "updates": model._n_updates,
-        "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
-        "normalizer": _normalizer_state(model),
-        "random": random_state(model.device),
-    }
-
-
-def load_state(model: PPO, state: dict[str, Any]) -> None:
-    """Continue from there."""
-    model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
-    model.num_timesteps = state["global_step"]
-    model._n_updates = state["updates"]
-    model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
-    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
-    _load_normalizer_state(model, state["normalizer"])
-    set_random_state(state["random"], model.device)
-
-
-def _moments(model: PPO) -> dict[str, RunningMeanStd]:
-    """The running moments that observations and rewards are scaled by, if they are."""
-    normalizer = model.get_vec_normalize_env()
-    if normalizer is None:
-        return {}
-    seen = normalizer.obs_rms
-    named = seen if isinstance(seen, dict) else {"": seen}
-    return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
-
-
-def _normalizer_state(model: PPO) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
-        for name, moments in _moments(model).items()
-    }
-
-
-def _load_normalizer_state(model: PPO, state: dict[str, dict[str, Tensor]]) -> None:
-    for name, moments in _moments(model).items():
-        for part, value in state[name].items():
-            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())

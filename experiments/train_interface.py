@@ -1,4 +1,4 @@
-"""All that experiments know of train.py: its command line, its imports, and how to load a run."""
+"""Everything that experiments know of train.py: its command line, imports, and loading a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _SCRIPT = ROOT / "train.py"
 # Modules that train.py imports late. Not torch_geometric: it asks for CUDA devices when imported.
 _LIGHTNING = (
     "catnat.training.lightning",
-    "catnat.training.trainer_options",
     "catnat.lit_modules",
     "catnat.datamodules",
     "torch.utils.tensorboard",
@@ -63,29 +62,29 @@ def is_train(words: Sequence[str]) -> bool:
 
 def imports(words: Sequence[str]) -> tuple[str, ...]:
     """The modules that a command will import."""
-    if "--model=ppo" in words:
-        return ("catnat.training.ppo", _KERNELS)
-    return (*_LIGHTNING, _KERNELS) if any(w.startswith("--model=") for w in words) else ()
+    from catnat.training.names import RL_MODELS
+
+    models = [word.removeprefix("--model=") for word in words if word.startswith("--model=")]
+    if not models:
+        return ()
+    return ("catnat.training.rl", _KERNELS) if models[-1] in RL_MODELS else (*_LIGHTNING, _KERNELS)
 
 
 def load_run(folder: Path) -> tuple[Any, Any]:
     """The trained module of a run, on the CPU in eval mode, and its data module, set up."""
     import torch
 
-    from catnat.training import lightning
     from catnat.training.errors import UsageError
-    from catnat.training.names import import_modules, read_names
-    from catnat.training.options import parse
+    from catnat.training.names import read_names
+    from catnat.training.options import instantiate
+    from catnat.training.program import configure
 
     try:
         names, options = read_names([f"--config={folder / 'config.yaml'}"])
-        import_modules(names.imports)  # a head of the user's own is known from here on
-        parser = lightning.build_parser(names.model)
-        config = parse(parser, options)
+        _, parser, config = configure(names, options)
     except UsageError as error:
         raise ValueError(f"{folder}: {error}") from error
-    config.model.pop("name")
-    objects = getattr(parser, "instantiate", parser.instantiate_classes)(config)
+    objects = instantiate(parser, config)
     path = folder / "checkpoints" / "last.ckpt"
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")

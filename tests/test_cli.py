@@ -13,7 +13,7 @@ from cases_cli import ROOT, last, run
 import train
 from catnat import make_head
 from catnat.heads import _REGISTRY
-from catnat.training import options as cli
+from catnat.training import names
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -129,6 +129,24 @@ def test_a_wrong_command_line_gets_one_line(line, workspace, capfd):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "name", "command"),
+    [
+        ("train.py", "train.py", "python train.py"),
+        ("/usr/bin/catnat", "catnat", "catnat"),
+        ("C:/x/catnat.exe", "catnat", "catnat"),
+    ],
+)
+def test_errors_and_help_have_the_name_that_the_user_typed(
+    typed, name, command, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [typed, "--model", "vea"])
+    assert train.main() == 2
+    assert capsys.readouterr().err.startswith(f"{name}: --model 'vea' is not one of vae")
+    assert train.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {command} [fit | test]")
+
+
 def test_what_lightning_finds_out_late_is_one_line_too(workspace, capfd):
     assert run(*workspace, "--val_check_interval=100", "--check_val_every_n_epoch=1") == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -136,7 +154,7 @@ def test_what_lightning_finds_out_late_is_one_line_too(workspace, capfd):
 
 
 def test_heads_read_from_the_source_are_the_registered_ones():
-    heads = cli.builtin_heads()
+    heads = names.builtin_heads()
     assert tuple(dict.fromkeys(heads.values())) == BUILT_IN
     assert all(make_head(name, 4).name == canonical for name, canonical in heads.items())
 
@@ -165,7 +183,7 @@ def test_the_help_page_fits_a_screen(argv, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    assert all(name in "\n".join(lines) for name in (*train.MODELS, *BUILT_IN))
+    assert all(name in "\n".join(lines) for name in (*names.MODELS, *BUILT_IN))
 
 
 @pytest.mark.parametrize(

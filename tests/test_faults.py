@@ -18,6 +18,8 @@ from cases_cli import ROOT, last, run, same_weights
 import train
 from catnat.training import options as cli
 from catnat.training import resume
+from catnat.training.names import MODELS, Names
+from catnat.training.program import load_program
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workspace):
@@ -157,9 +159,11 @@ def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data
 
 
 def test_everything_that_may_change_is_an_option():
-    names = {name for model in train.MODELS for name in cli.option_names(train.build_parser(model))}
-    assert all(any(name == each or name.startswith(f"{each}.") for name in names)
-               for each in resume.MAY_CHANGE)  # fmt: skip
+    programs = [load_program(Names(model=model, head="natural")) for model in MODELS]
+    options = {name for each in programs for name in cli.option_names(each.build_parser([]))}
+    may_change = {name for each in programs for name in (*each.may_change, *each.how_long)}
+    assert all(any(name == each or name.startswith(f"{each}.") for name in options)
+               for each in (*resume.MAY_CHANGE, *may_change))  # fmt: skip
 
 
 def test_a_run_belongs_to_one_process(workspace, capfd):

@@ -8,7 +8,11 @@ import torch
 from cases_mnist import TEST, TRAIN, idx, write_mnist
 from lightning.pytorch import LightningDataModule
 
-from catnat.datamodules import MNISTDataModule
+from catnat.datamodules import (
+    FashionMNISTDataModule,
+    KMNISTDataModule,
+    MNISTDataModule,
+)
 from catnat.datamodules.idx import read_idx_images
 from catnat.datamodules.loader import ImageLoader
 
@@ -137,6 +141,74 @@ def test_a_download_is_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fetch)
     data = MNISTDataModule()
+    data.prepare_data()
+    data.setup()
+    assert data.source == "download"
+
+
+OTHERS = pytest.mark.parametrize("kind", [FashionMNISTDataModule, KMNISTDataModule])
+
+
+def write(folder, number_of_images=12, offset=0):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (TRAIN, TEST):
+        (folder / name).write_bytes(idx(numbered(number_of_images, offset)))
+
+
+@OTHERS
+@pytest.mark.parametrize("root", ["data", "elsewhere"])
+def test_other_data_sets_lie_in_a_folder_of_their_own(kind, root, tmp_path, monkeypatch):
+    """MNIST's files, which have the same names, are not taken for theirs."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / root)
+    write(tmp_path / root / "MNIST" / "raw")
+    write(tmp_path / root / kind.dataset / "raw", offset=100)
+    data = kind(root, batch_size=4, download=False)
+    data.prepare_data()
+    data.setup()
+    assert data.source == "files"
+    assert number(next(iter(data.test_dataloader()))) == [100, 101, 102, 103]
+
+
+@OTHERS
+def test_other_data_sets_may_have_a_root_of_their_own(kind, tmp_path):
+    write(tmp_path, offset=50)
+    data = kind(str(tmp_path), batch_size=4, download=False)
+    data.setup()
+    assert number(next(iter(data.test_dataloader()))) == [50, 51, 52, 53]
+
+
+@OTHERS
+def test_nothing_stands_in_for_other_data_sets(kind, tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torchvision.datasets, kind.dataset, fail)
+    write(tmp_path / "data")  # MNIST
+    data = kind()
+    data.prepare_data()
+    with pytest.raises(ValueError, match=rf"no {kind.dataset} in .*failed \(no network\)"):
+        data.setup()
+    with pytest.raises(ValueError, match="download is off"):
+        kind(download=False).setup()
+    with pytest.raises(ValueError, match=f"root 'typo' has no {kind.dataset}: .*{TRAIN} and"):
+        kind("typo").setup()
+
+
+@OTHERS
+def test_other_data_sets_are_downloaded(kind, tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    monkeypatch.chdir(tmp_path)
+
+    def fetch(root, download):
+        write(tmp_path / root / kind.dataset / "raw")
+
+    monkeypatch.setattr(torchvision.datasets, kind.dataset, fetch)
+    data = kind(batch_size=4)
     data.prepare_data()
     data.setup()
     assert data.source == "download"

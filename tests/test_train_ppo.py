@@ -18,9 +18,9 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 
 import train
-from catnat.callbacks.run_sb3 import PPORun
+from catnat.callbacks.run_sb3 import RunSB3
 from catnat.sb3 import HeadPPO
-from catnat.training import ppo as train_ppo
+from catnat.training import rl
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,7 +272,7 @@ def interrupted(monkeypatch):
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
         return True
 
-    monkeypatch.setattr(PPORun, "_on_step", step)
+    monkeypatch.setattr(RunSB3, "_on_step", step)
 
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(clock, capfd, interrupted):
@@ -302,6 +302,62 @@ def test_more_steps_can_be_added(capfd):
     capfd.readouterr()
     assert run(*QUICK, "--ckpt_path=last") == 0  # nothing is left to do but to play
     assert same(last()["state_dict"], state["state_dict"])
+
+
+STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
+
+
+@pytest.mark.parametrize("where", ["last", "run", "elsewhere"])
+def test_a_run_goes_on_with_what_it_was_started_with(where, capfd):
+    assert run(*QUICK, *STARTED) == 0
+    path = FOLDER / "checkpoints/last.ckpt"
+    Path("copy.ckpt").write_bytes(path.read_bytes())
+    before = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    path = {"last": "last", "run": path, "elsewhere": "copy.ckpt"}[where]
+    wrong = {
+        "--learning_rate=0.1": "has learning_rate 0.002, the command line 0.1",
+        "--gamma=0.5": "has gamma 0.9, the command line 0.5",
+        "--num_envs=8": "has num_envs 4, the command line 8",
+        "--update_epochs=3": "has update_epochs 1, the command line 3",
+        "--head_options.amplitude=4": "has head_options {'amplitude': 5",
+        "--env=Acrobot-v1": "has env CartPole-v1, the command line Acrobot-v1",
+    }
+    if where != "elsewhere":  # not in the checkpoint
+        wrong["--seed=1"] = "has seed 4, the command line 1"
+    capfd.readouterr()
+    for option, words in wrong.items():
+        argv = ["--model=ppo", f"--ckpt_path={path}", "--total_steps=192", option]
+        assert train.main(argv) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert words in line
+    assert yaml.safe_load((FOLDER / "config.yaml").read_text()) == before, "nothing was written"
+    more = ["--total_steps=192", "--gamma=0.9", "--eval_games=2", "--gif=false"]
+    assert train.main(["--model=ppo", f"--ckpt_path={path}", *more]) == 0
+    folder = FOLDER.with_name("version_1") if where == "elsewhere" else FOLDER
+    after = yaml.safe_load((folder / "config.yaml").read_text())
+    assert after["model"] == before["model"] and after["data"] == before["data"]
+    assert last(folder)["global_step"] == after["trainer"]["total_steps"] == 192
+
+
+def test_a_game_may_be_spelt_in_another_way_when_a_run_goes_on(monkeypatch):
+    from catnat.training.names import Names
+
+    program = rl.RLProgram(Names(model="ppo", head="natural"))
+    names = ("Breakout", "BreakoutNoFrameskip-v4", "ALE/Breakout-v5", "breakout")
+    assert len({program.canonical("data.env", name) for name in names}) == 1
+    assert program.canonical("data.env", "CartPole-v1") == "CartPole-v1"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_continued(trained):
+    """It knew fewer of its options."""
+    state = torch.load(trained, weights_only=True)
+    few = ("env", "num_actions", "normalize", "head", "head_options")
+    state["hyper_parameters"] = {name: state["hyper_parameters"][name] for name in few}
+    torch.save(state, "old.ckpt")
+    assert run("--ckpt_path=old.ckpt", "--total_steps=192", "--num_envs=4", *QUICK[2:4]) == 0
+    config = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    assert config["data"]["env"] == "CartPole-v1"
+    assert config["model"]["learning_rate"] == 1e-3, "the default for CartPole, not for Atari"
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
@@ -343,7 +399,7 @@ def test_the_last_evaluation_can_be_the_best(monkeypatch):
     def evaluate(self, stop_if_asked):
         return {"return": next(returns), "return_std": 0.0, "length": 1.0}
 
-    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    monkeypatch.setattr(rl.RLRun, "evaluate", evaluate)
     assert run(*QUICK, "--total_steps=192") == 0
     assert last(name="best")["global_step"] == 192
     assert last()["best"] == last(name="best")["best"] == 7.0
@@ -356,7 +412,7 @@ def test_a_worse_last_evaluation_leaves_the_best(monkeypatch):
     def evaluate(self, stop_if_asked):
         return {"return": next(returns), "return_std": 0.0, "length": 1.0}
 
-    monkeypatch.setattr(train_ppo.Run, "evaluate", evaluate)
+    monkeypatch.setattr(rl.RLRun, "evaluate", evaluate)
     assert run(*QUICK, "--total_steps=192") == 0
     assert (last(name="best")["global_step"], last()["best"]) == (64, 3.0)
 

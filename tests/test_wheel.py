@@ -112,6 +112,30 @@ def top_level_imports(path: Path) -> set[str]:
     return names
 
 
+def run_installed(words: list[str], cwd: Path, *packages: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with these folders of packages, and none of the checkout's."""
+    # Without the module "site" an editable install of the checkout cannot step in.
+    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return subprocess.run(
+        [sys.executable, "-S", "-P", *words],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, packages), *installed])},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_catnat_trains_from_an_empty_folder(site, tmp_path):
+    command = [str(site / "bin" / "catnat"), "--model", "gsl", "--head", "natural"]
+    done = run_installed([*command, "--max_steps", "5", "--test_passes", "1"], tmp_path, site)
+    assert done.returncode == 0, done.stderr
+    assert "test/gap_2x" in done.stdout
+    assert (tmp_path / "runs/gsl/natural/version_0/metrics.json").is_file()
+    wrong = run_installed([*command[:-1], "naturl"], tmp_path, site)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("catnat: --head 'naturl' is not one of")
+
+
 @pytest.fixture
 def mnist(tmp_path):
     """A folder with 150 training and 10 test images of noise, in MNIST's format."""
@@ -126,16 +150,8 @@ def test_the_example_project_runs_on_it(tracked, site, mnist, tmp_path):
         f"--target={project}",
         str(tracked / "examples" / "own_project"),
     )
-    # Without the module "site" an editable install of the checkout cannot step in.
-    installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     options = ["--steps=3", f"--root={mnist}", "--nll-samples=4"]
-    done = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", DRIVER, *options],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(project), *installed])},
-        capture_output=True,
-        text=True,
-    )
+    done = run_installed(["-c", DRIVER, *options], tmp_path, site, project)
     assert done.returncode == 0, done.stderr
     said, loaded = done.stdout.rsplit("\n", 2)[:2]
     assert "ProbitHead after 3 steps" in said

@@ -1,14 +1,16 @@
-"""What users see when something goes wrong, and what they are spared."""
+"""Errors of one line, and warnings that users can do nothing about."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _DISK_ERRORS = (
     errno.ENOSPC,  # full
@@ -33,9 +35,22 @@ class UsageError(Exception):
         super().__init__(" ".join(str(message).split()))
 
 
+class RunFailed(Exception):  # noqa: N818 - reads as what it says
+    """A run could not finish; the message is one line."""
+
+
+def command_words() -> list[str]:
+    """How the user called this program: python train.py, or the console command catnat."""
+    return ["catnat"] if Path(sys.argv[0]).stem == "catnat" else ["python", "train.py"]
+
+
 @contextmanager
 def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """What these modules raise in here is the user's to mend: one line, not a traceback."""
+    """Turn errors into a :class:`UsageError` of one line: the user's values caused them.
+
+    Args:
+        raised_in: beginnings of the names of modules. Errors of other modules keep their traceback.
+    """
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
@@ -49,7 +64,7 @@ def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
 
 @contextmanager
 def quiet_about_disks() -> Iterator[None]:
-    """A full disk in TensorBoard's thread has no traceback: the main thread raises it again."""
+    """Print no traceback for a full disk in TensorBoard's thread: the main thread raises it too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -64,12 +79,12 @@ def quiet_about_disks() -> Iterator[None]:
 
 
 def is_disk_error(error: BaseException | None) -> bool:
-    """Whether a disk, a folder or its permissions are to blame, and not a program."""
+    """Whether an error is about a disk, a folder or its permissions, and not a bug."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 def silence() -> None:
-    """Leave out what users can do nothing about."""
+    """Turn off warnings that users can do nothing about."""
     import lightning.pytorch  # noqa: F401 - sets levels of its own
 
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -1,4 +1,4 @@
-"""Folders of runs: where a checkpoint lies, where a run writes, and to which process it belongs."""
+"""Folders of runs: finding a checkpoint, making a folder for a run, and locking the folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from catnat.callbacks.checkpoints import write_whole
 
 
 def find_checkpoint(home: Path, wanted: str) -> Path:
-    """A file, or the checkpoint called "last" or "best" of the newest run in home that has one."""
+    """The path of a checkpoint.
+
+    Args:
+        home: the folder of all runs of a model with a head.
+        wanted: a file; or "last" or "best", for that checkpoint of the newest run that has one.
+    """
     if wanted not in ("last", "best"):
         return Path(wanted)
     for run in reversed(_runs(home)):
@@ -27,9 +32,14 @@ def find_checkpoint(home: Path, wanted: str) -> Path:
 def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     """The folder of the checkpoint's run, or home/version_k with the next free k.
 
-    Where a configuration is given, it is written there, and the folder belongs to this process
-    until :func:`closing_runs` ends; otherwise nothing is written. What goes on from another
-    checkpoint than the last is a new run: the last one of the old run stays.
+    A run that continues from another checkpoint than last.ckpt is a new run, in a new folder: the
+    old run keeps its last.ckpt.
+
+    Args:
+        home: the folder of all runs of a model with a head.
+        ckpt_path: the checkpoint that the run continues or tests.
+        config: written to config.yaml; the folder then belongs to this process until
+            :func:`closing_runs` ends. None writes nothing.
     """
     runs = _runs(home)
     number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
@@ -37,9 +47,7 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
         resumed = config is None or ckpt_path.name == "last.ckpt"
         folder = ckpt_path.parent.parent if resumed else folder
-    if (
-        config is None or getattr(rank_zero_only, "rank", 0) != 0
-    ):  # other ranks only need to know a path
+    if config is None or getattr(rank_zero_only, "rank", 0) != 0:  # only rank 0 makes the folder
         return folder
     while not resumed:
         try:
@@ -53,12 +61,12 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
     return folder
 
 
-_LOCKS: list[IO[str]] = []  # of the runs that belong to this process
+_LOCKS: list[IO[str]] = []  # open files, one for each run that belongs to this process
 
 
 @contextmanager
 def closing_runs() -> Iterator[None]:
-    """Runs that are opened in here are free for other processes afterwards."""
+    """At the end of the block, free the runs that were opened in it for other processes."""
     before = len(_LOCKS)
     try:
         yield
@@ -68,12 +76,12 @@ def closing_runs() -> Iterator[None]:
 
 
 def _lock(folder: Path) -> None:
-    """Make a run this process's own; the kernel frees it when the process ends, however it does."""
+    """Lock a run for this process. The kernel frees the lock when the process ends or is killed."""
     try:
         import fcntl
     except ImportError:  # not on Windows
         return
-    lock = open(folder / ".lock", "a+")  # noqa: SIM115 - open for as long as the run is
+    lock = open(folder / ".lock", "a+")  # noqa: SIM115 - stays open while the run lasts
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,5 +101,6 @@ def _lock(folder: Path) -> None:
 
 
 def _runs(home: Path) -> list[Path]:
+    """The folders version_0, version_1 and so on, in the order of their numbers."""
     runs = [run for run in home.glob("version_*") if run.name[8:].isdigit()]
     return sorted(runs, key=lambda run: int(run.name[8:]))

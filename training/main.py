@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 
-from catnat.training.errors import UsageError, is_disk_error, quiet_about_disks, silence
-from catnat.training.names import read_names
+from catnat.training.errors import (
+    RunFailed,
+    UsageError,
+    command_words,
+    is_disk_error,
+    quiet_about_disks,
+    silence,
+)
+from catnat.training.help_pages import help_page
+from catnat.training.names import GROUPS, Names, check_choice, read_names
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,45 +21,49 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or argv[0] in ("-h", "--help"):
-            return show_help("vae", argv[1:])
+            return show_help(Names(), argv[1:])
         names, options = read_names(argv)
-        return show_help(names.model, options) if names.help else run(names, options)
+        return show_help(names, options) if names.help else run(names, options)
     except UsageError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return _say(error, 2)
+    except RunFailed as error:
+        return _say(error, 1)
     except OSError as error:
         if not is_disk_error(error):
             raise
-        print(f"train.py: {error} (checkpoints written before are intact)", file=sys.stderr)
-        return 1
+        return _say(f"{error} (checkpoints written before are intact)", 1)
     except (KeyboardInterrupt, SystemExit) as stop:
         if getattr(stop, "code", None) == 0:  # --trainer.logger.help CSVLogger
             return 0
-        print("train.py: interrupted", file=sys.stderr)
-        return 130
+        return _say("interrupted", 130)
 
 
-def show_help(model: str, topics: list[str]) -> int:
-    """Print the page of a model, or the options of one group."""
-    if model == "ppo":
-        from catnat.training import ppo
-
-        return ppo.show_help(topics)
-    from catnat.training import lightning
-
-    return lightning.show_help(topics, model)
+def _say(message: object, code: int) -> int:
+    """Print one line about what went wrong, and return the exit code."""
+    print(f"{command_words()[-1]}: {message}", file=sys.stderr)
+    return code
 
 
-def run(names: Namespace, options: list[str]) -> int:
-    """Run a command line whose names are known, with Lightning or with Stable-Baselines3."""
+def show_help(names: Names, words: list[str]) -> int:
+    """Print the page of a model, or the options of one group, which the first word names."""
+    topics = [word for word in words if not word.startswith("-")]
+    if not topics:
+        print(help_page(names.model), end="")
+        return 0
+    check_choice("help topic", topics[0], GROUPS)
     silence()
+    from catnat.training.options import group_help
+    from catnat.training.program import load_program
+
+    print(group_help(load_program(names).build_parser([]), topics[0]))
+    return 0
+
+
+def run(names: Names, options: list[str]) -> int:
+    """Train or test what the command line names."""
+    silence()
+    from catnat.training import program
     from catnat.training.folders import closing_runs
 
     with closing_runs(), quiet_about_disks():
-        if names.model == "ppo":
-            from catnat.training import ppo
-
-            return ppo.main(names, options)
-        from catnat.training import lightning
-
-        return lightning.train(names, options)
+        return program.run(names, options)

@@ -1,4 +1,4 @@
-"""Command, model, head and imports of a command line, and the help page.
+"""Names on a command line: command, model, head, data, imports and checkpoint.
 
 Nothing here imports torch, which takes seconds: a misspelt name is answered at once.
 """
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,34 +21,50 @@ import yaml
 
 from catnat.training.errors import UsageError
 
-MODELS = ("vae", "mlp-vae", "gsl", "ppo")
+_IMAGES = ("mnist", "fashion-mnist", "kmnist")
+# Models that Lightning trains, and the data that each can learn from; the first is the default.
+LIGHTNING_MODELS = {"vae": _IMAGES, "mlp-vae": _IMAGES, "gsl": ("community-graph",)}
+# Algorithms of reinforcement learning, which Stable-Baselines3 trains; they play in environments.
+RL_MODELS = ("ppo", "a2c")
+MODELS = (*LIGHTNING_MODELS, *RL_MODELS)
+DATA = tuple(dict.fromkeys(name for names in LIGHTNING_MODELS.values() for name in names))
+
+GROUPS = ("model", "data", "trainer", "fisher")
 SHORT = ("model", "data", "trainer")  # groups that can be left out of an option's name
 
-HELP = """\
-usage: python train.py [fit | test] --model MODEL --head HEAD [options]
 
-Trains a model and tests it (fit, the default), or only tests a checkpoint.
+@dataclass
+class Names:
+    """The names that decide which options a command line has.
 
-  --model MODEL        {models}
-  --head HEAD          {heads}
-  --num_latents N --num_categories K   of vae and mlp-vae
-  --variant V          of their data: gray, binary or stochastic
-  --theta P            of gsl's data: probability of each true edge
-  --estimator E        of gsl: score_function or local_expectation
-  --max_steps N        {steps}
-  --seed N             of weights and noise
-  --devices N --strategy ddp ...   any flag of Lightning's Trainer
-  --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
-  --save_every N       steps between checkpoints
-  --config FILE        options from a YAML file; other options win
-  --print_config       print all options as such a file, and stop
-  --import MODULE      import it first: heads it defines can be chosen
+    Args:
+        command: "fit" or "test".
+        model: a name of ``MODELS``, or the path of a LightningModule such as my_module.MyVAE.
+        head: the name of a head. None: the default of a model of the user's own.
+        data: a name of ``DATA``, or the path of a LightningDataModule. None: the model's default.
+        imports: modules to import first.
+        ckpt_path: a file, "last" or "best"; None for a new run.
+        root: the folder of all runs.
+        print_config: print the configuration, do not run.
+        help: print help, do not run.
+        given: which of model.head and data.name the command line or its files set.
+    """
 
-Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
-groups can be left out. To list them: --help model, data, trainer or fisher.
-Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
-PPO has other options: --model ppo --help
-"""
+    command: str = "fit"
+    model: str = "vae"
+    head: str | None = None
+    data: str | None = None
+    imports: list[str] = field(default_factory=list)
+    ckpt_path: str | None = None
+    root: str = "runs"
+    print_config: bool = False
+    help: bool = False
+    given: set[str] = field(default_factory=set)
+
+    @property
+    def home(self) -> Path:
+        """The folder of all runs of this model with this head."""
+        return Path(self.root, self.model.rpartition(".")[2], self.head or "no_head")
 
 
 class _NameParser(argparse.ArgumentParser):
@@ -55,36 +72,60 @@ class _NameParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def read_names(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Command, model, head and imports, from options or files; and the options that are left."""
+def read_names(argv: list[str]) -> tuple[Names, list[str]]:
+    """The names, from options or files; and the options that are left."""
     parser = _NameParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", "--model.name")
     parser.add_argument("--head", "--model.head")
+    parser.add_argument("--data", "--data.name")
     parser.add_argument("--import", dest="imports", action="append", default=[])
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--ckpt_path", "--ckpt-path")
+    root = ("--default_root_dir", "--default-root-dir", "--trainer.default_root_dir")
+    parser.add_argument(*root, dest="root")
     parser.add_argument("--print_config", "--print-config", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     command = "fit" if argv[0].startswith("-") else argv[0]
     check_choice("command", command, ("fit", "test"))
-    names, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
-    for path in reversed(names.config):  # the last one wins
-        _add_names_of_file(names, path)
-    if not isinstance(names.ckpt_path, str | None) or names.ckpt_path == "":
-        raise UsageError(f"--ckpt_path {names.ckpt_path!r} is no file, and neither last nor best")
-    names.command, names.head_given = command, names.head is not None
-    files = [f"--config={path}" for path in names.config]
-    if names.ckpt_path is not None:
-        files.append(f"--ckpt_path={names.ckpt_path}")
-        if record := record_beside(Path(names.ckpt_path)):  # its run had a model and a head
-            _add_names_of_file(names, str(record))
-    names.model = "vae" if names.model is None else names.model
-    check_choice("--model", names.model, MODELS)
+    found, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
+    options = [f"--config={path}" for path in found.config] + rest
+    if found.root is not None:
+        options.append(f"--trainer.default_root_dir={found.root}")
+    for path in reversed(found.config):  # the last one wins
+        add_names_of_file(found, path)
+    given = {"model.head": found.head, "data.name": found.data}
+    if not isinstance(found.ckpt_path, str | None) or found.ckpt_path == "":
+        raise UsageError(f"--ckpt_path {found.ckpt_path!r} is no file, and neither last nor best")
+    if found.ckpt_path is not None:
+        options.append(f"--ckpt_path={found.ckpt_path}")
+        if record := record_beside(Path(found.ckpt_path)):  # its run had a model and a head
+            add_names_of_file(found, str(record))
+    del found.config
+    chosen = {name: value for name, value in vars(found).items() if value is not None}
+    names = Names(command, **chosen)
+    names.given = {name for name, value in given.items() if value is not None}
+    _check_names(names)
+    return names, options
+
+
+def _check_names(names: Names) -> None:
+    """Raise if a model, data or a head is misspelt; complete a built-in model's names."""
+    own_model = "." in names.model
+    if not own_model:
+        check_choice("--model", names.model, MODELS, "a class like my_module.MyVAE")
+    if names.model in RL_MODELS:
+        if names.data is not None:
+            raise UsageError(f"--data {names.data}: {names.model} plays in environments; see --env")
+    elif names.data is not None and "." not in names.data:
+        choices = LIGHTNING_MODELS.get(names.model, DATA)
+        check_choice("--data", names.data, choices, "a class like my_module.MyDataModule")
+    if names.head is None:
+        names.head = None if own_model else "natural"
+        return
     heads = builtin_heads()
-    names.head = "natural" if names.head is None else heads.get(names.head, names.head)
-    if not names.imports:
+    names.head = heads.get(names.head, names.head)
+    if not names.imports and not own_model and "." not in (names.data or ""):
         check_choice("--head", names.head, heads)
-    return names, [*files, *rest]
 
 
 def record_beside(ckpt_path: Path) -> Path | None:
@@ -93,23 +134,27 @@ def record_beside(ckpt_path: Path) -> Path | None:
     return record if ckpt_path.parent.name == "checkpoints" and record.is_file() else None
 
 
-def _add_names_of_file(names: argparse.Namespace, path: str) -> None:
+def add_names_of_file(names: argparse.Namespace | Names, path: str) -> None:
+    """Add the names that a configuration file has and the command line has not."""
     config = read_yaml(path)
-    for group in (*SHORT, "fisher"):
+    for group in GROUPS:
         if not isinstance(config.get(group, {}), dict):
             raise UsageError(f"--config {path}: {group} should hold options, got {config[group]!r}")
-    model = config.get("model", {})
-    for what, value in (("name", model.get("name")), ("head", model.get("head"))):
+    keys = {"model": "model.name", "head": "model.head", "data": "data.name"}
+    for name, key in (keys | {"root": "trainer.default_root_dir"}).items():
+        group, _, option = key.partition(".")
+        value = config.get(group, {}).get(option)
         if not isinstance(value, str | None):
-            raise UsageError(f"--config {path}: model.{what} should be a name, got {value!r}")
+            raise UsageError(f"--config {path}: {key} should be a name, got {value!r}")
+        if getattr(names, name) is None:
+            setattr(names, name, value)
     modules = config.get("import") or []
     if not isinstance(modules, list) or not all(isinstance(each, str) for each in modules):
         wanted = "import should be a list of modules, like [my_heads]"
         raise UsageError(f"--config {path}: {wanted}, got {modules!r}")
-    names.model = model.get("name") if names.model is None else names.model
-    names.head = model.get("head") if names.head is None else names.head
     names.imports += [each for each in modules if each not in names.imports]
-    names.ckpt_path = config.get("ckpt_path") if names.ckpt_path is None else names.ckpt_path
+    if names.ckpt_path is None:
+        names.ckpt_path = config.get("ckpt_path")
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -142,32 +187,40 @@ def builtin_heads() -> dict[str, str]:
 
 def import_modules(names: list[str]) -> None:
     """Import the user's modules, which may lie in the working directory."""
-    if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise UsageError(f"--import {name}: {error}") from error
+        import_module(f"--import {name}", name)
 
 
-def check_choice(what: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless value is one of the choices."""
+def import_module(asked: str, name: str) -> Any:
+    """A module of the user's, which may lie in the working directory.
+
+    Args:
+        asked: the option that asks for the module, for the error if there is none.
+        name: of the module.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{asked}: {error}") from error
+
+
+def check_choice(what: str, value: str, choices: Collection[str], other: str = "") -> None:
+    """Raise unless value is one of the choices.
+
+    Args:
+        what: which value it is, such as "--head".
+        value: what the user wrote.
+        choices: what can be written.
+        other: what else could be written, in words.
+    """
     if value not in choices:
-        listed = ", ".join(choices)
+        listed = ", ".join(choices) + (f", or {other}" if other else "")
         raise UsageError(f"{what} {value!r} is not one of {listed}{hint(value, choices)}")
 
 
 def hint(value: str, choices: Collection[str]) -> str:
-    """; did you mean this or that? Nothing if nothing is close."""
+    """; did you mean the closest choice? Empty if no choice is close."""
     close = difflib.get_close_matches(value, list(choices), 1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def help_page(steps: int, steps_on_cpu: int) -> str:
-    """The page that fits a screen."""
-    heads = ", ".join(dict.fromkeys(builtin_heads().values()))
-    said = f"{steps:,}"
-    if steps_on_cpu != steps:
-        said += f" if there is an accelerator, else {steps_on_cpu:,}"
-    return HELP.format(models=", ".join(MODELS), heads=heads, steps=said)

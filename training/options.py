@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
@@ -16,12 +15,26 @@ from catnat.training.errors import UsageError
 from catnat.training.names import SHORT, hint, read_yaml
 
 _WIDTH = 100  # of help pages
-_NAMES = ("model", "head", "print_config", "help")  # read before there is a parser
+_NAMES = ("model", "head", "data", "print_config", "help")  # read before there is a parser
+_ALIASES = {"max_steps": "trainer.total_steps", "trainer.max_steps": "trainer.total_steps"}
 
 
-def base_parser(model: str, save_every: int) -> ArgumentParser:
+class Parser(ArgumentParser):
+    """A parser that knows which of its options follow from others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.follows: dict[str, str] = {}  # from an option to the one that decides it
+
+    def link(self, source: str, target: str, function: Callable[..., Any] | None = None) -> None:
+        """Let the option target be a function of the option source; by default the same value."""
+        self.link_arguments(source, target, compute_fn=function)
+        self.follows[target] = source
+
+
+def base_parser(model: str, save_every: int) -> Parser:
     """A parser with the options that all models have."""
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None)
+    parser = Parser(exit_on_error=False, allow_abbrev=False, print_config=None)
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ckpt_path", type=str | None, default=None)
@@ -31,36 +44,75 @@ def base_parser(model: str, save_every: int) -> ArgumentParser:
     return parser
 
 
-def how_to_go_on(folder: Path, path: str) -> str:
-    """The command line that continues a run."""
-    return shlex.join(
-        ["python", "train.py", "--config", f"{folder}/config.yaml", "--ckpt_path", path]
-    )
-
-
-def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
+def parse(parser: Parser, argv: list[str]) -> Namespace:
     """Parse options whose group may be left out."""
-    words = list(_full_names(argv, option_names(parser), _links(parser)))
+    words = list(_full_names(argv, parser))
+    for word in words:
+        if word.startswith("--config="):
+            _check_names_in(read_yaml(word.removeprefix("--config=")), parser)
     asked = (n for n, word in enumerate(words) if word.partition("=")[0].endswith(".help"))
     if (first := next(asked, None)) is not None:
-        # The page of one class: other options have no say.
+        # --logger.help CSVLogger prints the page of one class: other options do not matter.
         words = words[first : first + (1 if "=" in words[first] else 2)]
     try:
         return parser.parse_args(words)
     except argparse.ArgumentError as error:
-        raise UsageError(_plain(str(error), parser)) from error
+        raise UsageError(_plain(str(error))) from error
 
 
-def given(parser: ArgumentParser, argv: list[str]) -> set[str]:
+def parse_object(parser: Parser, options: dict[str, Any]) -> Namespace:
+    """Parse options that a file holds, by group."""
+    _check_names_in(options, parser)
+    try:
+        config: Namespace = parser.parse_object(options)
+        return config
+    except argparse.ArgumentError as error:
+        raise UsageError(_plain(str(error))) from error
+
+
+def instantiate(parser: Parser, config: Namespace) -> Namespace:
+    """Make the objects that a configuration describes; the configuration stays as it is."""
+    options = config.clone()
+    for group in ("model", "data"):
+        options[group].pop("name", None)  # says which class, and is no argument of it
+    # Since 4.49 jsonargparse calls it by the first name.
+    return getattr(parser, "instantiate", parser.instantiate_classes)(options)  # type: ignore[no-any-return]
+
+
+def given(parser: Parser, argv: list[str]) -> set[str]:
     """Names of the options that a command line sets, itself or in the files that it names."""
     known, found = option_names(parser), set()
-    for arg in _full_names(argv, known, _links(parser)):
+    for arg in _full_names(argv, parser):
         name, _, value = arg.removeprefix("--").partition("=")
         if name == "config":
             found |= {each for each in known if _holds(read_yaml(value), each.split("."))}
         elif arg.startswith("--"):
             found.add(_known_part(name.rstrip("+"), known) or name)
     return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
+
+
+def _check_names_in(options: dict[str, Any], parser: Parser) -> None:
+    """Raise if a file has an option that the parser has not."""
+    known = option_names(parser)
+    groups = {name.rpartition(".")[0] for name in known}
+    for name in _names_in(options, groups):
+        if not _known_part(name, known) and name not in parser.follows:
+            meant = hint(name, known)
+            if not meant and "." not in name:  # its group is missing
+                full = {short_name(each): each for each in known}
+                near = difflib.get_close_matches(name, full, 1)
+                meant = f"; did you mean {full[near[0]]}?" if near else ""
+            raise UsageError(f"unknown option {name}{meant}")
+
+
+def _names_in(options: dict[str, Any], groups: set[str], before: str = "") -> Iterator[str]:
+    """Full names of the options in nested dictionaries."""
+    for key, value in options.items():
+        name = f"{before}{key}"
+        if name in groups and isinstance(value, dict):
+            yield from _names_in(value, groups, f"{name}.")
+        else:
+            yield name
 
 
 def _holds(config: object, parts: list[str]) -> bool:
@@ -70,73 +122,66 @@ def _holds(config: object, parts: list[str]) -> bool:
     return isinstance(config, dict) and parts[0] in config and _holds(config[parts[0]], parts[1:])
 
 
-def option_names(parser: ArgumentParser) -> list[str]:
+def option_names(parser: Parser) -> list[str]:
     """Full names of all options, without leading dashes."""
-    options = [a for a in parser._actions if "".join(a.option_strings).startswith("-")]
-    return [a.dest for a in options if a.dest not in SHORT]
+    return list(parser.get_defaults().keys())
 
 
-def _links(parser: ArgumentParser) -> dict[str, str]:
-    """Options that follow from others: jsonargparse has them as 'f(data.x) --> model.y'."""
-    names = [name for action in parser._actions for name in action.option_strings]
-    found = (re.fullmatch(r"(?:\w+\()?([\w.]+)\)? --> ([\w.]+)", name) for name in names)
-    return {each[2]: each[1] for each in found if each}
-
-
-def _full_names(argv: list[str], known: list[str], links: dict[str, str]) -> Iterator[str]:
+def _full_names(argv: list[str], parser: Parser) -> Iterator[str]:
     """--max_steps and --max-steps become --trainer.max_steps; an unknown option raises."""
+    known = option_names(parser)
     for arg in argv:
         if not arg.startswith("--"):
             yield arg
             continue
         typed, equals, value = arg[2:].partition("=")
         name = typed.rstrip("+").replace("-", "_")
-        candidates = [name, *(f"{group}.{name}" for group in SHORT)]
-        if followed := next((links[each] for each in candidates if each in links), None):
+        candidates = [name, *(f"{group}.{name}" for group in SHORT), _ALIASES.get(name, name)]
+        follows = (parser.follows[each] for each in candidates if each in parser.follows)
+        if followed := next(follows, None):
             if followed.split(".")[-1] != name.split(".")[-1]:
                 raise UsageError(f"--{typed} follows from --{followed}: set that")
             candidates = [followed]
         full = next((each for each in candidates if _known_part(each, known)), None)
         if full is None:
-            full_names = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
-            near = known if full_names else [*_NAMES, *map(short_name, known)]
-            close = hint(name, near).replace("mean ", "mean --")
-            raise UsageError(f"unknown option --{typed}{close or '; see --help'}")
+            raise UsageError(f"unknown option --{typed}{_close_option(name, known)}")
         yield f"--{full}{'+' * typed.endswith('+')}{equals}{value}"
+
+
+def _close_option(name: str, known: list[str]) -> str:
+    """; did you mean the option with the closest name? Full names are compared with full names."""
+    has_group = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
+    near = known if has_group else [*_NAMES, *map(short_name, known)]
+    return hint(name, near).replace("mean ", "mean --") or "; see --help"
 
 
 def short_name(name: str) -> str:
     """An option's name without the group that can be left out."""
-    return name.removeprefix(_group(name))
-
-
-def _group(name: str) -> str:
-    """The part of an option's name that can be left out."""
-    first, dot, _ = name.partition(".")
-    return first + dot if first in SHORT else ""
+    group, dot, rest = name.partition(".")
+    return rest if dot and group in SHORT else name
 
 
 def _known_part(name: str, known: list[str]) -> str | None:
-    """The option that a name sets or, like --logger.save_dir and --head_options.center, adds to."""
+    """The option that a name belongs to, None if to none.
+
+    Usually that is the name itself; --trainer.logger.save_dir belongs to trainer.logger.
+    """
     parts = name.split(".")
     starts = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((start for start in starts if start in known), None)
 
 
-def _plain(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message in one line: the option, the value and what would do."""
-    if group := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
-        name = ".".join(group.groups())
-        return f"unknown option {name}{hint(name, option_names(parser))}"
-    if option := re.fullmatch(r"Option '(\S+)' is not accepted", message):
-        full = {short_name(name): name for name in option_names(parser)}
-        near = difflib.get_close_matches(option[1], full, 1)
-        meant = f"; did you mean {full[near[0]]}?" if near else ""
-        return f"unknown option {option[1]}{meant}"
+def _plain(message: str) -> str:
+    """jsonargparse's message in one line: the option, the value and what can be written.
+
+    jsonargparse reports errors as text only: the option, the value and the type are read from it.
+    """
     key = re.search(r'[Pp]arser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message)
     if key is None or value is None:
         return re.sub(r'Parser key "([^"]+)":', r"--\1:", message)
+    if value[1] == "None":
+        return f"--{short_name(key[1])} is needed: it has no default"
     if known := re.search(r"given class_path '(?:\w+\.)*(\w+)':\s+(.*)", message):
         return _problem_of_class(key[1], *known.groups())
     if part := re.match(r"NestedArg\(key='([^']+)'", value[1]):
@@ -146,8 +191,8 @@ def _plain(message: str, parser: ArgumentParser) -> str:
     if choices:
         close = hint(value[1], choices)
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
-    kinds = dict.fromkeys(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message))
-    wanted = " or ".join(kind for kind in kinds if kind != "NoneType")
+    kinds = set(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message)) - {"NoneType"}
+    wanted = " or ".join(sorted(kinds, reverse=True))  # str, int, float: always in one order
     if "Expected a dot import path" in message:
         wanted = " or ".join(filter(None, ("the name of a class", wanted)))
     return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
@@ -162,17 +207,31 @@ def _problem_of_class(option: str, name: str, problem: str) -> str:
     return f"--{option} {name}: {problem}"
 
 
-def group_help(parser: ArgumentParser, group: str) -> str:
+def group_help(parser: Parser, group: str) -> str:
     """The options of one group, one line each."""
+    texts = _help_texts(parser)
     lines = []
     for name in option_names(parser):
-        if not name.startswith(f"{group}.") or name.endswith(".help"):
+        if not name.startswith(f"{group}.") or name.endswith(".name"):
             continue
-        action = next(each for each in parser._actions if each.dest == name)
-        text = " ".join((action.help or "").split()).split(". ")[0].rstrip(".").replace("``", "")
+        text = " ".join(texts.get(name, "").split()).split(". ")[0].rstrip(".").replace("``", "")
         default = parser.get_default(name)
         value = "" if default is None else f" [{default}]"
         option = f"  --{short_name(name):28} "
         room = _WIDTH - len(option + value)
         lines.append(option + (text if len(text) <= room else f"{text[: room - 4]} ...") + value)
     return "\n".join(lines)
+
+
+def _help_texts(parser: Parser) -> dict[str, str]:
+    """What each option is for, by full name, from the docstrings that jsonargparse has read."""
+    texts: dict[str, str] = {}
+
+    class Collector(argparse.HelpFormatter):
+        def add_argument(self, action: argparse.Action) -> None:
+            texts[action.dest] = action.help or ""
+
+    usual, parser.formatter_class = parser.formatter_class, Collector
+    parser.format_help()
+    parser.formatter_class = usual
+    return texts

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The report at the end of a run: a table of metrics, warnings, and TensorBoard's hparams tab."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from rich.table import Table
 
 from catnat.callbacks.run_record import RunLogger, write_hparams
 
-_MANY = 0.5  # share of saturated scores worth a sentence
+_MANY = 0.5  # share of saturated scores above which there is a warning
 
 
-def report(
-    trainer: Trainer, metrics: dict[str, float], folder: Path, seed: int, keep: bool = True
-) -> None:
-    """Print the metrics and where to look further; fill TensorBoard's hparams tab."""
-    show_metrics(metrics, folder, trainer.default_root_dir, keep)
+def write_hparams_of(trainer: Trainer, metrics: dict[str, float], seed: int) -> None:
+    """Fill TensorBoard's hparams tab, and end our log file."""
     tested = [name for name in metrics if name.startswith("test/")]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -39,8 +36,8 @@ def show_metrics(
         metrics: by name.
         folder: of the run.
         root: where all runs are.
-        keep: also write them to ``metrics.json`` in the folder, which says that a run is finished
-            and what it gave; not for tests of one of its checkpoints.
+        keep: also write the metrics to ``metrics.json`` in the folder. That file marks a run as
+            finished, so a mere test of a checkpoint does not write it.
     """
     if keep:
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
@@ -80,7 +77,7 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
 
 
 def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
-    """What made a run what it is: its seed and steps, and the options of its model and data.
+    """The hyperparameters of a run: its seed and steps, and the options of its model and data.
 
     An option of the data that the run or the model has too is called data_<name>.
     """

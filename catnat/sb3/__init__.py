@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from catnat.sb3.buffers import DeviceRolloutBuffer
+from catnat.sb3.head_a2c import HeadA2C
 from catnat.sb3.head_ppo import HeadPPO, NonFinite
 from catnat.sb3.objective import cleanrl_schedule
 from catnat.sb3.policies import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceRolloutBuffer",
+    "HeadA2C",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
     "HeadMultiInputActorCriticPolicy",

@@ -1,0 +1,50 @@
+"""HeadA2C: the A2C of Stable-Baselines3, with the policies that have a categorical head."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from stable_baselines3 import A2C
+from stable_baselines3.common.policies import BasePolicy
+
+from catnat.sb3.head_ppo import NonFinite
+from catnat.sb3.optimizers import Snapshot
+from catnat.sb3.policies import (
+    HeadActorCriticCnnPolicy,
+    HeadActorCriticPolicy,
+    HeadMultiInputActorCriticPolicy,
+)
+
+
+class HeadA2C(A2C):
+    """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
+
+    Weights that are not finite after an update raise :class:`NonFinite`, with policy and optimizer
+    put back to where they were before that update. The arguments are those of
+    ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies with
+    a head.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": HeadActorCriticPolicy,
+        "CnnPolicy": HeadActorCriticCnnPolicy,
+        "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
+    }
+
+    def train(self) -> None:
+        """Learn from the rollout."""
+        before = Snapshot(self.policy)
+        with np.errstate(over="ignore", invalid="ignore"):  # the error below says it in one line
+            super().train()
+        finite: Any = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
+        if not finite.all():
+            before.restore()
+            raise NonFinite(
+                f"weights are not finite in the update after {self.num_timesteps} steps; the "
+                "policy is as it was before that update"
+            )
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)

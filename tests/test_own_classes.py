@@ -1,0 +1,215 @@
+"""Data modules and Lightning modules of the user's own on the command line."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cases_cli import last, same_weights
+
+import train
+
+MODULE = '''
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+
+
+class Noise(LightningDataModule):
+    """Images of noise.
+
+    Args:
+        count: how many.
+        batch_size: B.
+    """
+
+    def __init__(self, count: int = 20, batch_size: int = 10):
+        super().__init__()
+        self.save_hyperparameters()
+        self.count, self.batch_size = count, batch_size
+
+    def _loader(self):
+        images = torch.rand(self.count, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(images), self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
+class Pairs(LightningDataModule):
+    def __init__(self, num_nodes: int):
+        super().__init__()
+        self.num_nodes = num_nodes
+
+    def _loader(self):
+        x = torch.rand(20, self.num_nodes, 4)
+        return DataLoader(TensorDataset(x, x[..., :2].clone()), 10)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
+class Wide(DiscreteVAE):
+    def __init__(self, width: int = 3, head: str = "sigmoid", **kwargs):
+        super().__init__(head=head, **kwargs)
+        self.width = width
+
+
+class OwnMLP(MLPDiscreteVAE):
+    pass
+
+
+class Plain(LightningModule):
+    def __init__(self, size: int = 4):
+        super().__init__()
+        self.layer = torch.nn.Linear(784, size)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0].flatten(1)).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Named(LightningDataModule):
+    def __init__(self, name: str):
+        super().__init__()
+
+
+number = 3
+'''
+QUICK = ["--max_steps=4", "--enable_progress_bar=false"]
+VAE = [*QUICK, "--nll_samples=2"]
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path, monkeypatch):
+    """A working directory with the module own_classes, which is found without --import."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != os.getcwd()])
+    Path("own_classes.py").write_text(MODULE)
+    sys.modules.pop("own_classes", None)
+
+
+def run(*argv):
+    return train.main([str(word) for word in argv])
+
+
+def config(folder):
+    return yaml.safe_load(Path(folder, "config.yaml").read_text())
+
+
+def test_a_data_module_of_the_users_own_trains_and_resumes(capfd):
+    own = ["--data=own_classes.Noise", "--data.count=30"]
+    assert run("--model=vae", *own, *VAE) == 0
+    assert "on own_classes.Noise" in capfd.readouterr().out
+    before = config("runs/vae/natural/version_0")
+    assert before["data"] == {"name": "own_classes.Noise", "count": 30, "batch_size": 10}
+    assert run("--ckpt_path=last", "--max_steps=6") == 0, "the run knows its data"
+    assert last()["global_step"] == 6
+    capfd.readouterr()
+    assert run("--ckpt_path=last", "--count=40") == 2
+    assert "has count 30, the command line 40" in capfd.readouterr().err
+    assert run("--ckpt_path=last", "--data=mnist") == 2
+    assert "has data own_classes.Noise, the command line mnist" in capfd.readouterr().err
+    assert run("test", "--ckpt_path=last") == 0
+    assert run("test", "--ckpt_path=last", "--data=mnist", "--data.download=false") == 0
+    assert config("runs/vae/natural/version_0")["data"] == before["data"]
+
+
+def test_data_of_the_users_own_give_a_graph_its_size():
+    assert run("--model=gsl", "--data=own_classes.Pairs", "--num_nodes=5", *QUICK) == 0
+    assert last("runs/gsl/natural/version_0")["state_dict"]["edge_scores"].shape[:2] == (5, 5)
+
+
+def test_a_subclass_of_our_model_takes_its_recipe_and_its_own_head(workspace):
+    options = ["--import=own_classes", *workspace, "--limit_test_batches=1"]
+    assert run("--model=own_classes.Wide", "--width=5", *options) == 0
+    folder = "runs/Wide/sigmoid/version_0"
+    model = config(folder)["model"]
+    wanted = {"name": "own_classes.Wide", "width": 5, "head": "sigmoid", "num_latents": 10}
+    assert model | wanted == model
+    assert config(folder)["data"]["name"] == "mnist"
+    assert run("--model=own_classes.Wide", "--ckpt_path=last", "--max_steps=5") == 0
+    assert last(folder)["global_step"] == 5
+    assert run("--model=own_classes.Wide", "--head=softmax", "--max_steps=1", *options[:-3]) == 0
+    assert Path("runs/Wide/softmax/version_0").is_dir()
+
+
+def test_a_subclass_takes_the_recipe_of_the_closest_model(capsys):
+    assert run("--model=own_classes.OwnMLP", "--print_config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["data"]["variant"], printed["data"]["batch_size"]) == ("stochastic", 128)
+
+
+def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
+    assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *QUICK) == 0
+    assert "test/loss" in capfd.readouterr().out
+    folder = "runs/Plain/no_head/version_0"
+    assert last(folder)["state_dict"]["layer.weight"].shape == (3, 784)
+    whole = ["--max_steps=8", "--default_root_dir=whole"]
+    assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *whole) == 0
+    assert run("--model=own_classes.Plain", "--ckpt_path=last", "--max_steps=8") == 0
+    assert same_weights(last(folder), last("whole/Plain/no_head/version_0"))
+    capfd.readouterr()
+    assert run(f"--ckpt_path={folder}/checkpoints/last.ckpt", "--size=4") == 2
+    assert "has size 3, the command line 4" in capfd.readouterr().err
+
+
+WRONG = {
+    "--data mnits": "did you mean mnist?",
+    "--data own_classes": "a class like my_module.MyDataModule",
+    "--data own_classes.Nois": "own_classes has no Nois; did you mean Noise?",
+    "--data own_classes.number": "is no LightningDataModule, but 3",
+    "--data own_classes.Plain": "is no LightningDataModule, but <class",
+    "--data no_module.Noise": "--data no_module.Noise: No module named 'no_module'",
+    "--data own_classes.": "should be a class like",
+    "--data own_classes.Named": "has an argument called name",
+    "--data community-graph": "not one of mnist, fashion-mnist, kmnist",
+    "--model gsl --data mnist": "not one of community-graph",
+    "--model gsl --data own_classes.Pairs": "--num_nodes is needed",
+    "--model own_classes.OwnMLP --data community-graph": "not one of mnist",
+    "--model ppo --data mnist": "ppo plays in environments; see --env",
+    "--model own_classes.Wid": "did you mean Wide?",
+    "--model own_classes.Noise": "is no LightningModule",
+    "--model own_classes.Plain": "needs --data: mnist",
+    "--model own_classes.Plain --data own_classes.Noise --head softmax": "no argument head",
+    "--model own_classes.Wide --head sofmax": "did you mean softmax?",
+    "--data own_classes.Noise --cont 3": "did you mean --count?",
+    "--data own_classes.Noise --count many": "--data.count 'many': expected int",
+    "--data own_classes.Noise --variant gray": "unknown option --variant",
+    "--data fashion-mnist --download false": "no FashionMNIST in data/FashionMNIST/raw",
+    "--data kmnist --root typo": "root 'typo' has no KMNIST",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_class_or_data_set_gets_one_line(line, capfd):
+    assert run(*line.split()) == 2
+    out, err = capfd.readouterr()
+    assert len(err.splitlines()) == 1, err
+    assert WRONG[line] in err
+    assert "Traceback" not in out + err
+    assert not Path("runs").exists()
+
+
+def test_the_options_of_own_data_have_a_help_page(capsys):
+    assert run("--data=own_classes.Noise", "--help", "data") == 0
+    assert "--count" in capsys.readouterr().out
+
+
+def test_a_configuration_of_older_versions_has_no_name_of_the_data(workspace, capfd):
+    assert run("--model=vae", *workspace, "--limit_test_batches=1") == 0
+    path = Path("runs/vae/natural/version_0/config.yaml")
+    record = yaml.safe_load(path.read_text())
+    del record["data"]["name"]
+    path.write_text(yaml.safe_dump(record))
+    capfd.readouterr()
+    assert run("--ckpt_path=last", "--data=kmnist", "--max_steps=5") == 2
+    assert "has data mnist, the command line kmnist" in capfd.readouterr().err
+    assert run("--ckpt_path=last", "--max_steps=5") == 0
+    assert last()["global_step"] == 5
