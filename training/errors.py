@@ -100,5 +100,6 @@ def silence() -> None:
         ".*is not in the possible render_modes",
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric
+        ".*GPU available but not used",  # after --accelerator cpu
     ):
         warnings.filterwarnings("ignore", message)

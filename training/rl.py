@@ -25,7 +25,7 @@ from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.run_sb3 import RunSB3, recent_return
 from catnat.datamodules.atari import rom_of
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
-from catnat.noise import own_noise
+from catnat.noise import forked_random_state
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -187,7 +187,7 @@ class RLRun(Run):
         """Returns over a number of games: always the same games, and training is not affected."""
         self.eval_env.seed(self.seed + MAX_SEED + 1)
         share_moments(self.model, self.eval_env)
-        with own_noise(self.model.device, self.seed):
+        with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
                 self.model,
                 self.eval_env,
@@ -228,7 +228,7 @@ class RLRun(Run):
         share_moments(self.model, env)
         deterministic = self.training.eval_deterministic
         try:
-            with own_noise(self.model.device, self.seed):
+            with forked_random_state(self.model.device, self.seed):
                 drawn = write_gif(frames_of_a_game(self.model, env, deterministic), path)
             missing = None if drawn else "this environment cannot be drawn"
         except gymnasium.error.DependencyNotInstalled as error:

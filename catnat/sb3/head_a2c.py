@@ -10,11 +10,11 @@ from stable_baselines3 import A2C
 from stable_baselines3.common.policies import BasePolicy
 
 from catnat.sb3.head_ppo import NonFinite
-from catnat.sb3.optimizers import Snapshot
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
+    Snapshot,
 )
 
 
