@@ -55,9 +55,9 @@ def work(number: int, options: list[str], folder: Path, warm_up: int) -> None:
     """Train until told to stop, pause when told to, and write the time of every step."""
     from lightning.pytorch import Callback, Trainer
 
+    from catnat.training.command import configure
     from catnat.training.errors import silence
     from catnat.training.names import read_names
-    from catnat.training.program import configure
 
     class Pace(Callback):
         """Remembers times and steps."""

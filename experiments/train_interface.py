@@ -74,10 +74,10 @@ def load_run(folder: Path) -> tuple[Any, Any]:
     """The trained module of a run, on the CPU in eval mode, and its data module, set up."""
     import torch
 
+    from catnat.training.command import configure
     from catnat.training.errors import UsageError
     from catnat.training.names import read_names
     from catnat.training.options import instantiate
-    from catnat.training.program import configure
 
     try:
         names, options = read_names([f"--config={folder / 'config.yaml'}"])

@@ -59,7 +59,7 @@ WRONG = {
     "--precision 17": "16-mixed",
     "--accelerator gpu": "gpu",
     "--accelerator abacus": "abacus",
-    "--devices none": "none",
+    "--devices none": "--devices 'none'",
     "--strategy fast": "fast",
     "--logger foo": "foo",
     "--save_every 0": "--save_every",

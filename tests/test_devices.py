@@ -26,8 +26,8 @@ def used(folder):
 def test_runs_alternate_between_two_gpus(path, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert sweep.main(arguments(path, "--jobs", "2", "--no_mps")) == 0
-    assert sorted(used(tmp_path)) == ["4"] * 4 + ["6"] * 4
     assert used(tmp_path)[:2] == ["4", "6"]
+    assert set(used(tmp_path)) == {"4", "6"}  # whichever is free first gets the next run
 
 
 def test_jobs_per_gpu_counts_for_each(path, tmp_path, monkeypatch, capsys):
@@ -45,7 +45,8 @@ def test_jobs_per_gpu_counts_for_each(path, tmp_path, monkeypatch, capsys):
 def test_a_run_may_take_several_gpus_or_a_share_of_one(path, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     assert sweep.main(arguments(path, "--gpus_per_run", "2", "--jobs", "2", "--no_mps")) == 0
-    assert sorted(used(tmp_path)) == ["0,1"] * 4 + ["2,3"] * 4
+    assert used(tmp_path)[:2] == ["0,1", "2,3"]
+    assert set(used(tmp_path)) == {"0,1", "2,3"}
     assert Local(gpus_per_run=0.25, share=False).jobs_here(["0", "1"]) == (["0", "1"], 8)
     with pytest.raises(ValueError, match="--gpus_per_run 6: this machine has 5"):
         devices.grouped(devices.visible(), 6)

@@ -18,8 +18,8 @@ from cases_cli import ROOT, last, run, same_weights
 import train
 from catnat.training import options as cli
 from catnat.training import resume
+from catnat.training.command import load_program
 from catnat.training.names import MODELS, Names
-from catnat.training.program import load_program
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(workspace):

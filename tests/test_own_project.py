@@ -42,7 +42,7 @@ def test_a_head_of_one_s_own_in_a_table_of_ours_and_its_samples(project, tmp_pat
     figures = [sys.executable, str(ROOT / "experiments" / "figures.py"), "samples"]
     done = subprocess.run(  # a process of its own: the head stays known where it is imported
         [*figures, *words(project / "probit.yaml", tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
     )

@@ -1,5 +1,6 @@
 """The README's commands are the ones that are checked, and its code runs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
+def _path_with_checkout() -> str:
+    """Where Python looks for modules, for a checkout that is not installed."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def test_every_python_block_runs_on_its_own(tmp_path):
     code = "\n".join(f"exec({block!r}, {{}})" for block in blocks("python"))
     command = [sys.executable, "-c", code]  # another process, because a block registers a head
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": _path_with_checkout()}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "natural" in done.stdout
 

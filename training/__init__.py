@@ -1,5 +1,5 @@
 """The training program behind train.py and the command catnat.
 
-``main`` reads a command line: ``names`` (which model, head and data), then ``options``. ``program``
-has the steps that all models share; ``lightning`` and ``rl`` have what differs.
+``main`` reads a command line: ``names`` (which model, head and data), then ``options``. ``command``
+has the steps that all models share; ``lightning`` and ``rl`` have what differs, as a ``program``.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,6 @@ def check_numbers(trainer: Namespace) -> None:
     for name in ("log_every_n_steps", "gradient_clip_val"):
         if (trainer[name] or 0) < 0:
             raise UsageError(f"--{name} must not be negative, got {trainer[name]}")
+    devices = trainer.devices
+    if isinstance(devices, str) and not re.fullmatch(r"auto|-?\d+|\d+(,\d+)*,?", devices):
+        raise UsageError(f"--devices {devices!r} is no number, list of numbers like 0,1, or auto")

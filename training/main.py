@@ -52,8 +52,8 @@ def show_help(names: Names, words: list[str]) -> int:
         return 0
     check_choice("help topic", topics[0], GROUPS)
     silence()
+    from catnat.training.command import load_program
     from catnat.training.options import group_help
-    from catnat.training.program import load_program
 
     print(group_help(load_program(names).build_parser([]), topics[0]))
     return 0
@@ -62,8 +62,8 @@ def show_help(names: Names, words: list[str]) -> int:
 def run(names: Names, options: list[str]) -> int:
     """Train or test what the command line names."""
     silence()
-    from catnat.training import program
+    from catnat.training import command
     from catnat.training.folders import closing_runs
 
     with closing_runs(), quiet_about_disks():
-        return program.run(names, options)
+        return command.run(names, options)

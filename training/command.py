@@ -1,0 +1,88 @@
+"""From a command line to a report: the steps that all models share."""
+
+from __future__ import annotations
+
+import shlex
+
+from jsonargparse import Namespace
+
+from catnat.callbacks import Stopped, load_checkpoint
+from catnat.training import options as cli
+from catnat.training import resume
+from catnat.training.errors import UsageError, command_words, usage_errors
+from catnat.training.folders import find_checkpoint
+from catnat.training.names import (
+    RL_MODELS,
+    Names,
+    add_names_of_file,
+    import_modules,
+    record_beside,
+)
+from catnat.training.program import Program
+from catnat.training.report import show_metrics
+
+
+def load_program(names: Names) -> Program:
+    """The program of the model that the command line names."""
+    import_modules(names.imports)
+    if names.model in RL_MODELS:
+        from catnat.training.rl import RLProgram
+
+        return RLProgram(names)
+    from catnat.training.lightning import LightningProgram
+
+    return LightningProgram(names)
+
+
+def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Namespace]:
+    """The program with its checkpoint, the parser, and all options."""
+    program = load_program(names)
+    if names.ckpt_path is not None:
+        with usage_errors():
+            path = program.ckpt_path = find_checkpoint(names.home, names.ckpt_path)
+            program.checkpoint = load_checkpoint(path)
+        if record := record_beside(path):
+            resume.check_names(path, record, names)
+            add_names_of_file(names, str(record))  # the data and the imports of the run
+            import_modules(names.imports)
+    parser = program.build_parser(options)
+    config = cli.parse(parser, [*options, *program.chosen()])
+    if program.ckpt_path is not None:
+        given = cli.given(parser, options) | names.given
+        with usage_errors():
+            config = resume.continued(program, parser, config, given)
+    config["import"] = names.imports
+    return program, parser, config
+
+
+def run(names: Names, options: list[str]) -> int:
+    """Train or test what the command line names, and report."""
+    program, parser, config = configure(names, options)
+    remark = program.complete(config)
+    if names.print_config:
+        print(parser.dump(config), end="")
+        return 0
+    if names.command == "test" and program.ckpt_path is None:
+        raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
+    config.ckpt_path = None  # config.yaml says how the run began, not where it was continued
+    saved = parser.dump(config)
+    with usage_errors():
+        made = program.compose(parser, config, saved)
+    program.checkpoint = {}  # free the memory
+    fit = names.command == "fit"
+    try:
+        if made.is_first_process:
+            title = f"{names.command} {program.title(config)}"
+            print(f"{title}: {made.folder}{remark if fit else ''}", flush=True)
+        with usage_errors(made.errors_of):
+            metrics = made.fit() if fit else made.test()
+    except Stopped as stop:
+        if made.is_first_process:
+            again = ["--config", f"{made.folder}/config.yaml", "--ckpt_path", stop.path]
+            print(f"{stop}; go on with: {shlex.join([*command_words(), *again])}")
+        return 128 + stop.signum
+    finally:
+        made.close()
+    if made.is_first_process:
+        show_metrics(metrics, made.folder, config.trainer.default_root_dir, keep=fit)
+    return 0
