@@ -32,8 +32,9 @@ print(json.dumps(loaded))
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """A copy of the files under version control: building leaves the checkout as it is."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    """A copy of all files that git does not ignore: building leaves the checkout as it is."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a checkout")
     copy = tmp_path_factory.mktemp("checkout")
