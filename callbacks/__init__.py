@@ -3,6 +3,9 @@
 :class:`FisherMonitorSB3` is one of Stable-Baselines3, and is imported when it is first used.
 """
 
+if __name__ != "catnat.callbacks":  # imported by the bare name of the folder
+    __path__ = []  # no submodules: they would be other modules than those of catnat.callbacks
+
 from typing import TYPE_CHECKING, Any
 
 from catnat.callbacks.checkpoints import (

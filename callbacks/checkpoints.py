@@ -43,7 +43,7 @@ class StopSignals:
         """Put back the handlers that were there before."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
-        self._handlers = {}
+        self._handlers, self.signum = {}, 0
 
     def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:

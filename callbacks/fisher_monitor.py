@@ -101,7 +101,7 @@ class FisherMonitor(Callback):
         # A block is a number of steps that are written together: a history for each head, by name.
         self._block: dict[str, HeadHistory] = {}
         self._steps_in_block = 0
-        self._seen = False  # whether any head was called
+        self._seen = False  # whether a head was called, or its absence told
         self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
         self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
         self._warned: set[str] = set()  # heads for which a warning was given
@@ -200,10 +200,13 @@ class FisherMonitor(Callback):
         """Compute the diagnostics of the block; a block has the same steps on every rank."""
         if not self._steps_in_block:
             return
-        self._seen = self._seen or bool(self._block)
-        if not self._seen:
+        if not self._seen and not self._block:
             assert self._probe is not None
-            list(self._probe)  # raises, and says why no head was seen
+            try:
+                list(self._probe)  # raises, and says why no head was seen
+            except RuntimeError as error:
+                warnings.warn(f"FisherMonitor observes nothing: {error}", stacklevel=2)
+        self._seen = True  # one warning is enough
         for history in self._block.values():
             history.compute()
         if self._block:

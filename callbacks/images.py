@@ -186,4 +186,5 @@ class GraphFigures(Callback):
 def figures_for(model: LightningModule) -> Callback:
     """The callback that writes images of this model."""
     # hasattr would compute theta, which may not be possible before the first batch.
-    return GraphFigures() if "theta" in dir(model) else VAEFigures()
+    has_graph = isinstance(getattr(type(model), "theta", None), property)
+    return GraphFigures() if has_graph else VAEFigures()

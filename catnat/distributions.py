@@ -47,6 +47,8 @@ class HeadCategorical(Categorical):
     def __init__(
         self, log_probs: Tensor, validate_args: bool | None = None, *, normalized: bool = False
     ) -> None:
+        if log_probs.ndim == 0 or log_probs.shape[-1] == 0:
+            raise ValueError(f"log_probs need categories last, got shape {tuple(log_probs.shape)}")
         if validate_args is None:
             validate_args = Distribution._validate_args and can_branch_on(log_probs)
         validate_args = validate_args and log_probs.numel() > 0  # torch cannot check nothing

@@ -3,6 +3,9 @@
 The environments' packages are imported when they are first asked for.
 """
 
+if __name__ != "catnat.datamodules":  # imported by the bare name of the folder
+    __path__ = []  # no submodules: they would be other modules than those of catnat.datamodules
+
 from typing import TYPE_CHECKING, Any
 
 from catnat.datamodules.community_graph import CommunityGraphDataModule

@@ -1,6 +1,7 @@
 """Pictures and checkpoints."""
 
 import os
+import signal
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -10,6 +11,7 @@ from cases_callbacks import Memory, Small, loader
 from cases_cli import run
 
 from catnat.callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
+from catnat.callbacks.checkpoints import StopSignals
 from catnat.callbacks.images import heat_map, tile
 from catnat.callbacks.progress import line_of_test
 
@@ -160,3 +162,12 @@ def test_a_failed_save_leaves_the_file_before(tmp_path, monkeypatch):
         io.save_checkpoint({"state_dict": {}}, path)
     assert io.load_checkpoint(path)["state_dict"]["a"].tolist() == [1, 1, 1]
     assert [p.name for p in Path(tmp_path).iterdir()] == ["a.ckpt"]
+
+
+def test_a_signal_stops_one_run_and_not_the_next():
+    signals = StopSignals()
+    signals.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.signum == signal.SIGTERM
+    signals.give_back()
+    assert signals.signum == 0

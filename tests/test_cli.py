@@ -356,3 +356,12 @@ def test_collapse_and_saturation_are_said_in_plain_words(capsys):
     collapsed, saturated = warnings_of({"test/collapsed": 1.0, "test/saturated": 0.8})
     assert "COLLAPSED" in collapsed
     assert "80% of the scores" in saturated
+
+
+def test_the_order_of_help_and_model_does_not_matter(capsys):
+    pages = []
+    for argv in (["--help", "--model", "ppo"], ["--model", "ppo", "--help"]):
+        assert train.main(argv) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    assert "--env" in pages[0]

@@ -38,6 +38,18 @@ class Noise(LightningDataModule):
     train_dataloader = val_dataloader = test_dataloader = _loader
 
 
+class Needy(Noise):
+    def __init__(self, folder: str, count: int = 20):
+        super().__init__(count)
+        self.folder = folder
+
+
+class Broken(DiscreteVAE):
+    def __init__(self, head: str = "natural"):
+        super().__init__(head)
+        self.sum = None + 1
+
+
 class Pairs(LightningDataModule):
     def __init__(self, num_nodes: int):
         super().__init__()
@@ -213,3 +225,24 @@ def test_a_configuration_of_older_versions_has_no_name_of_the_data(workspace, ca
     assert "has data mnist, the command line kmnist" in capfd.readouterr().err
     assert run("--ckpt_path=last", "--max_steps=5") == 0
     assert last()["global_step"] == 5
+
+
+def test_a_run_continues_without_repeating_a_required_argument():
+    assert run("--model=vae", "--data=own_classes.Needy", "--data.folder=here", *VAE) == 0
+    assert run("--ckpt_path=last", "--max_steps=6") == 0
+    assert last()["global_step"] == 6
+
+
+def test_the_error_of_an_own_class_keeps_its_traceback():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run("--model=own_classes.Broken", "--data=own_classes.Noise", *QUICK)
+
+
+def test_a_run_that_goes_on_counts_as_unfinished(monkeypatch):
+    assert run("--model=vae", "--data=own_classes.Noise", *VAE) == 0
+    metrics = Path("runs/vae/natural/version_0/metrics.json")
+    assert metrics.is_file()
+    monkeypatch.setattr("lightning.pytorch.Trainer.fit", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("--ckpt_path=last", "--max_steps=9")
+    assert not metrics.exists()

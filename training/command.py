@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -16,6 +17,7 @@ from catnat.training.names import (
     Names,
     add_names_of_file,
     import_modules,
+    read_yaml,
     record_beside,
 )
 from catnat.training.program import Program
@@ -36,7 +38,7 @@ def load_program(names: Names) -> Program:
 
 def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Namespace]:
     """The program with its checkpoint, the parser, and all options."""
-    program = load_program(names)
+    program, record = load_program(names), None
     if names.ckpt_path is not None:
         with usage_errors():
             path = program.ckpt_path = find_checkpoint(names.home, names.ckpt_path)
@@ -46,6 +48,8 @@ def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Na
             add_names_of_file(names, str(record))  # the data and the imports of the run
             import_modules(names.imports)
     parser = program.build_parser(options)
+    if record is not None:
+        _set_required(parser, read_yaml(str(record)))
     config = cli.parse(parser, [*options, *program.chosen()])
     if program.ckpt_path is not None:
         given = cli.given(parser, options) | names.given
@@ -53,6 +57,15 @@ def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Na
             config = resume.continued(program, parser, config, given)
     config["import"] = names.imports
     return program, parser, config
+
+
+def _set_required(parser: cli.Parser, record: dict[str, Any]) -> None:
+    """Let a run continue without repeating arguments of model and data that have no default."""
+    for name in cli.option_names(parser):
+        group, _, option = name.partition(".")
+        value = (record.get(group) or {}).get(option) if group in ("model", "data") else None
+        if value is not None and parser.get_default(name) is None:
+            parser.set_defaults({name: value})
 
 
 def run(names: Names, options: list[str]) -> int:
@@ -66,7 +79,8 @@ def run(names: Names, options: list[str]) -> int:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
     config.ckpt_path = None  # config.yaml says how the run began, not where it was continued
     saved = parser.dump(config)
-    with usage_errors():
+    own = {each.split(".")[0] for each in (names.model, names.data or "", *names.imports)}
+    with usage_errors(own=own):
         made = program.compose(parser, config, saved)
     program.checkpoint = {}  # free the memory
     fit = names.command == "fit"

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,11 +45,12 @@ def command_words() -> list[str]:
 
 
 @contextmanager
-def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
+def usage_errors(raised_in: tuple[str, ...] = ("",), own: Collection[str] = ()) -> Iterator[None]:
     """Turn errors into a :class:`UsageError` of one line: the user's values caused them.
 
     Args:
         raised_in: beginnings of the names of modules. Errors of other modules keep their traceback.
+        own: top-level modules of the user's, whose errors keep their traceback, too.
     """
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -57,7 +58,8 @@ def usage_errors(raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
         yield
     except (ValueError, TypeError, MisconfigurationException) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not str(frame.f_globals.get("__name__")).startswith(raised_in):
+        module = str(frame.f_globals.get("__name__"))
+        if not module.startswith(raised_in) or module.split(".")[0] in own:
             raise
         raise UsageError(error) from error
 

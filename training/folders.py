@@ -57,6 +57,7 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
             number += 1
             folder = home / f"version_{number}"
     _lock(folder)
+    (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
     write_whole(folder / "config.yaml", config.encode())
     return folder
 

@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns 0, 1 (could not finish), 2 (wrong usage) or 128 + signal."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            return show_help(Names(), argv[1:])
+        if not argv:
+            return show_help(Names(), [])
         names, options = read_names(argv)
         return show_help(names, options) if names.help else run(names, options)
     except UsageError as error:
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _say(f"{error} (checkpoints written before are intact)", 1)
     except (KeyboardInterrupt, SystemExit) as stop:
-        if getattr(stop, "code", None) == 0:  # --trainer.logger.help CSVLogger
-            return 0
+        if isinstance(stop, SystemExit) and isinstance(stop.code, int | None):
+            return stop.code or 0  # 0: --trainer.logger.help CSVLogger; others: the user's own
         return _say("interrupted", 130)
 
 

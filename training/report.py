@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
+from catnat.callbacks.checkpoints import write_whole
 from catnat.callbacks.run_record import RunLogger, write_hparams
 
 _MANY = 0.5  # share of saturated scores above which there is a warning
@@ -40,7 +41,7 @@ def show_metrics(
             finished, so a mere test of a checkpoint does not write it.
     """
     if keep:
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        write_whole(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
     table = Table(show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
@@ -49,11 +50,14 @@ def complete_options(
     if logger is None:
         # The folder's name in full, so that "name" adds none.
         logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
+    plugins = _as_list(options["plugins"])
+    if not any(isinstance(each, CheckpointIO) for each in plugins):
+        plugins = [AtomicCheckpointIO(), *plugins]
     return options | {
         "callbacks": callbacks,
         "enable_progress_bar": bar and (own_bar or sys.stdout.isatty()),
         "logger": logger,
-        "plugins": [AtomicCheckpointIO(), *_as_list(options["plugins"])],
+        "plugins": plugins,
     }
 
 
