@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,21 +57,51 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning's own writer goes through the system's temporary folder, and moving a file from
     there to another disk is a copy that a kill can cut short.
+
+    A thread writes the file while training goes on; :meth:`finish` waits for it. An error of the
+    disk is raised by the next call of any method.
     """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None  # made when needed: processes may be forked
+        self._writing: Future[None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
-        content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
+        content = io.BytesIO()  # a copy: training may change the tensors before they are written
         torch.save(checkpoint, content)
+        self.finish()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(path), content.getbuffer())
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
+        self._writing = self._thread.submit(write_whole, Path(path), content.getbuffer())
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint that may still be on its way to the disk."""
+        self.finish()
+        super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the disk, and end the thread."""
+        try:
+            self.finish()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Load with ``weights_only=True``, whatever the argument says."""
+        self.finish()
         return load_checkpoint(path, map_location)
 
 
@@ -215,6 +246,7 @@ class LastCheckpoint(Checkpoint):
         """Save if training ended between two checkpoints; stop if a signal came at the end."""
         if trainer.global_step > self._saved_step:
             self._save(trainer)
+        _finish_writing(trainer)
         self._stop_if_asked(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -225,6 +257,7 @@ class LastCheckpoint(Checkpoint):
         if self._due:
             self._save(trainer)
         if self._stop:
+            _finish_writing(trainer)
             raise Stopped(self._signals.signum or signal.SIGTERM, trainer.global_step, self.path)
 
     def _save(self, trainer: Trainer) -> None:
@@ -250,6 +283,13 @@ class LastCheckpoint(Checkpoint):
         if self._any_rank_asked(trainer):
             signum = self._signals.signum or signal.SIGTERM
             raise Stopped(signum, trainer.global_step, self.path)
+
+
+def _finish_writing(trainer: Trainer) -> None:
+    """Wait until all checkpoints are on the disk."""
+    writer = trainer.strategy.checkpoint_io
+    if isinstance(writer, AtomicCheckpointIO):
+        writer.finish()
 
 
 def _validation_follows(trainer: Trainer) -> bool:

@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from catnat.checks import require_at_least
 from catnat.datamodules.idx import find_idx, read_idx_images
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import SPLIT, ImageLoader, Variant, mixed_seed
 
 _TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
+_EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
 _NOTICE = (
     "No MNIST files under {root!r} and no download: using the 5,000 MNIST images that come with "
@@ -45,6 +47,8 @@ class MNISTDataModule(InMemoryDataModule):
         batch_size: B, of each device.
         seed: of the split into training and validation, the order, and the binarization.
         download: try the network when there are no files in the default root.
+        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
+            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
     """
 
     dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
@@ -57,13 +61,17 @@ class MNISTDataModule(InMemoryDataModule):
         batch_size: int = 100,
         seed: int = 0,
         download: bool = True,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
+        if eval_batch_size is not None:
+            require_at_least(1, eval_batch_size=eval_batch_size)
         if variant not in get_args(Variant):
             choices = ", ".join(get_args(Variant))
             raise ValueError(f"unknown variant {variant!r}; choose from {choices}")
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
+        self.eval_batch_size = eval_batch_size
         self._tried = self._downloaded = False
         self._problem = "download is off"  # why there is no download
         self._images: dict[str, Tensor] = {}
@@ -117,7 +125,10 @@ class MNISTDataModule(InMemoryDataModule):
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
         """A loader of the images of one part."""
-        return ImageLoader(self._images[part].to(device), self.batch_size, self.variant, **options)
+        size = self.batch_size
+        if part != "train":
+            size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
+        return ImageLoader(self._images[part].to(device), size, self.variant, **options)
 
     def _folders(self) -> tuple[Path, ...]:
         """Where the files may lie."""
@@ -151,6 +162,8 @@ class FashionMNISTDataModule(MNISTDataModule):
         batch_size: B, of each device.
         seed: of the split into training and validation, the order, and the binarization.
         download: try the network when there are no files in the default root.
+        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
+            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
     """
 
     dataset = "FashionMNIST"
@@ -177,6 +190,8 @@ class KMNISTDataModule(FashionMNISTDataModule):
         batch_size: B, of each device.
         seed: of the split into training and validation, the order, and the binarization.
         download: try the network when there are no files in the default root.
+        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
+            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
     """
 
     dataset = "KMNIST"

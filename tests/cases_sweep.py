@@ -80,7 +80,7 @@ def calls(folder):
     return {path.parent.name: path.read_text().split() for path in found}
 
 
-def wait_for(condition, process=None, seconds=120):
+def wait_for(condition, process=None, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, "the sweep ended too early"

@@ -288,7 +288,7 @@ def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
     argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace]
     argv += ["--batch_size=5", "--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test/nll") == 1
     assert last()["global_step"] == 3

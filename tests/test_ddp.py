@@ -135,7 +135,7 @@ def folder(tmp_path_factory):
             start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(timeout=150)
+            code = process.wait(timeout=600)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its children too
             code = "timeout"
@@ -218,7 +218,7 @@ def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
     train = Path(__file__).resolve().parent.parent / "train.py"
     argv = [sys.executable, str(train), "--import=late_signal", *workspace, "--batch_size=3"]
     argv += ["--devices=2", "--strategy=ddp", "--accelerator=cpu", "--val_check_interval=3"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr == ""
     assert "stopped by SIGTERM after step 3; go on with" in done.stdout.splitlines()[-1]

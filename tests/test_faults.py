@@ -333,11 +333,11 @@ def test_a_signal_saves_and_says_how_to_go_on(signum, devices, workspace):
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signum)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 128 + signum
@@ -360,7 +360,7 @@ def test_a_killed_run_resumes_to_the_same_weights(workspace):
         argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread
     )
     path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.kill()

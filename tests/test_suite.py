@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_doctests_of_one_file_pass_alone():
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "catnat/heads.py"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
 

@@ -122,7 +122,7 @@ def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
     argv = [sys.executable, str(ROOT / "train.py"), "--model=gsl", *workspace]
     argv += ["--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test/gap_2x") == 1
 

@@ -503,11 +503,11 @@ def test_a_signal_stops_a_process():
     argv += ["--total_steps=10000000", "--save_every=64"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not (FOLDER / "checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGINT

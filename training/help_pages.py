@@ -24,7 +24,8 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
   --seed N             of weights and noise
   --devices N --strategy ddp ...   any flag of Lightning's Trainer
   --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
-  --save_every N       steps between checkpoints
+  --save_every N       steps between checkpoints, and --val_check_interval N
+                       between validations: 500, or a 60th of a longer run
   --config FILE        options from a YAML file; other options win
   --print_config       print all options as such a file, and stop
   --import MODULE      import it first: heads it defines can be chosen

@@ -59,6 +59,7 @@ class LightningProgram(Program):
         "trainer.limit_test_batches",
         "trainer.limit_predict_batches",
         "trainer.num_sanity_val_steps",
+        "data.eval_batch_size",
         "model.nll_samples",
         "model.test_passes",
     )
@@ -70,7 +71,7 @@ class LightningProgram(Program):
     def build_parser(self, argv: list[str]) -> cli.Parser:
         """All options of a model, its data, the monitor and the Trainer, with their types."""
         data = find_data(self.names, self.recipe)
-        parser = cli.base_parser(self.names.model, save_every=500)
+        parser = cli.base_parser(self.names.model, save_every=None)
         parser.add_argument("--data.name", type=str | None, default=self.recipe.data)
         parser.add_class_arguments(self.model, "model", fail_untyped=False)
         parser.add_class_arguments(data, "data", fail_untyped=False)
@@ -142,7 +143,8 @@ class LightningProgram(Program):
         folder = open_run(self.names.home, ckpt_path, saved if fit else None)
         if not fit:
             options["logger"] = options["logger"] or False  # only what was asked for is written
-        ours = (objects.model, objects.fisher, folder, config.save_every)
+        save_every = config.save_every or default_interval(options["max_steps"])
+        ours = (objects.model, objects.fisher, folder, save_every)
         trainer = Trainer(**complete_options(options, *ours))
         return LightningRun(objects.model, objects.data, trainer, folder, ckpt_path, config.seed)
 
@@ -200,12 +202,22 @@ class LightningRun(Run):
 
 
 def set_validation_interval(options: dict[str, Any]) -> None:
-    """Say when to validate where the command line does not: every 500 steps, or at the end."""
+    """Say when to validate where the command line does not; at the latest, at the end."""
     interval, most = options["val_check_interval"], options["max_steps"]
     if isinstance(interval, float) and not options["check_val_every_n_epoch"]:
         options["check_val_every_n_epoch"] = 1  # a fraction is one of an epoch
     if interval is None and options["check_val_every_n_epoch"] is None:
-        options["val_check_interval"] = 500 if most < 1 else min(500, most)
+        every = default_interval(most)
+        options["val_check_interval"] = every if most < 1 else min(every, most)
+
+
+def default_interval(max_steps: int) -> int:
+    """Steps between validations, and between checkpoints: 500, but not over 60 in a run.
+
+    >>> default_interval(2_000), default_interval(60_000)
+    (500, 1000)
+    """
+    return max(500, max_steps // 60)
 
 
 def check_numbers(trainer: Namespace) -> None:
