@@ -22,13 +22,25 @@ from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
     off_diagonal_mass,
-    sampled_mean_fisher,
+    off_diagonal_share,
+    paired_mean_fishers,
 )
 from catnat.replay import send
 
 SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
+SAMPLED = (
+    "off_diagonal_mass_sampled",
+    "off_diagonal_mass_fro_sampled",
+    "off_diagonal_share_sampled",
+)
 _MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
 _MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
+
+
+def require_pairs(num_samples: int) -> None:
+    """Raise for a number of draws that cannot be divided into two halves; 0 is none at all."""
+    if num_samples != 0 and num_samples < 2:
+        raise ValueError(f"num_samples must be 0 or at least 2, got {num_samples}")
 
 
 def matrices_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
@@ -51,14 +63,23 @@ def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> list[dict[str, flo
     return [dict(zip(SCALARS, row, strict=True)) for row in rows]
 
 
+def sampled_scalars_of(pairs: Tensor) -> list[dict[str, float]]:
+    """Masses of each of T steps by name, from ``paired_mean_fishers``, (T, 2, S, S)."""
+    one, other = pairs.unbind(1)
+    share = off_diagonal_share(one, other)
+    mass = off_diagonal_mass((one + other) / 2)
+    rows = torch.stack((mass, torch.where(share < 0, 0.0, share).sqrt(), share), 1).tolist()
+    return [dict(zip(SAMPLED, row, strict=True)) for row in rows]
+
+
 def diagnostics_size(head: CategoricalHead) -> int:
     """Numbers in ``head.diagnostics`` of a step; 1 where the matrix would be too large."""
     return head.num_scores + 1 if head.fisher_is_diagonal else _matrix_size(head, 1)
 
 
 def sampled_size(head: CategoricalHead) -> int:
-    """Numbers in a sampled Fisher matrix; 1 where the matrix would be too large."""
-    return _matrix_size(head, 0)
+    """Numbers in two sampled Fisher matrices; 1 where a matrix would be too large."""
+    return 2 * size if (size := _matrix_size(head, 0)) > 1 or head.num_scores == 1 else 1
 
 
 def _matrix_size(head: CategoricalHead, more: int) -> int:
@@ -89,32 +110,35 @@ class HeadHistory:
         self.head = head
         self.problem = ""
         self._exact, self._sampled = _MeansOverRanks(), _MeansOverRanks()
-        self._scores: list[tuple[int, Tensor]] = []  # by step, not yet computed with
+        self._kept: list[tuple[int, Tensor, Tensor]] = []  # steps, scores and levels of draws
         self._at_once = bool(head.state_dict())
 
     def add(self, step: int, scores: Tensor, draws: int, generator: torch.Generator | None) -> None:
-        """Keep the scores (*, S) of a step, and draw that many categories for each row."""
+        """Keep the scores (*, S) of a step, with the noise for that many draws at each row."""
         scores = scores.reshape(-1, self.head.num_scores)
-        if draws:
-            sampled = self._attempt(
-                lambda: sampled_mean_fisher(self.head, scores, draws, generator).flatten()[None],
-                (1, sampled_size(self.head)),
-                scores,
-            )
-            self._sampled.add([step], len(scores), sampled)
-        self._scores.append((step, scores))
-        if self._at_once or len(self._scores) * scores.numel() > _MAX_SCORES:
+        # The noise is drawn step by step, so it does not depend on how many steps are in a block.
+        levels = torch.rand(draws, len(scores), generator=generator, device=scores.device)
+        self._kept.append((step, scores, levels))
+        if self._at_once or len(self._kept) * scores.numel() * max(1, draws) > _MAX_SCORES:
             self.compute()
 
     def compute(self) -> None:
-        """Compute the diagnostics of the kept scores, all steps with equally many rows at once."""
-        for rows, group in groupby(self._scores, lambda kept: len(kept[1])):
-            steps, scores = zip(*group, strict=True)
-            stacked = torch.stack(scores)
-            size = (len(steps), diagnostics_size(self.head))
-            exact = self._attempt(partial(self.head.diagnostics, stacked), size, stacked)
-            self._exact.add(list(steps), rows, exact)
-        self._scores = []
+        """Compute with what was kept, all steps with equally many rows and draws at once."""
+        for shape, group in groupby(self._kept, lambda kept: kept[2].shape):
+            steps, scores, levels = zip(*group, strict=True)
+            self._compute(list(steps), torch.stack(scores), torch.stack(levels, 1), shape[1])
+        self._kept = []
+
+    def _compute(self, steps: list[int], scores: Tensor, levels: Tensor, rows: int) -> None:
+        """Diagnostics of T steps from scores (T, B, S) and levels (M, T, B)."""
+        size = (len(steps), diagnostics_size(self.head))
+        exact = self._attempt(partial(self.head.diagnostics, scores), size, scores)
+        self._exact.add(steps, rows, exact)
+        if len(levels):
+            size = (len(steps), sampled_size(self.head))
+            pairs = partial(paired_mean_fishers, self.head, scores, levels)
+            sampled = self._attempt(lambda: pairs().movedim(0, 1).flatten(1), size, scores)
+            self._sampled.add(steps, rows, sampled)
 
     def _attempt(
         self, compute: Callable[[], Tensor], shape: tuple[int, int], scores: Tensor
@@ -140,8 +164,7 @@ class HeadHistory:
             scalars = self._scalars(diagnostics)
             masses = dict(zip(self._sampled.steps, self._sampled_masses(sampled()), strict=True))
             for step, row in zip(self._exact.steps, scalars, strict=True):
-                if step in masses:
-                    row["off_diagonal_mass_sampled"] = masses[step]
+                row |= masses.get(step, {})
             return Report(self._exact.steps, diagnostics, scalars, self.problem)
 
         return receive
@@ -156,12 +179,13 @@ class HeadHistory:
     def _remember(self, error: Exception) -> None:
         self.problem = self.problem or f"{type(error).__name__}: {error}"
 
-    def _sampled_masses(self, sampled: Tensor) -> list[float]:
+    def _sampled_masses(self, sampled: Tensor) -> list[dict[str, float]]:
         S = self.head.num_scores
-        if sampled.numel() != len(sampled) * S**2:  # the matrices were too large
-            return [math.nan] * len(sampled)
-        masses: list[float] = off_diagonal_mass(sampled.reshape(-1, S, S)).tolist()
-        return masses
+        try:
+            return sampled_scalars_of(sampled.reshape(-1, 2, S, S))
+        except Exception as error:  # the matrices were too large, or a mass cannot be computed
+            self._remember(error)
+            return [dict.fromkeys(SAMPLED, math.nan) for _ in sampled]
 
 
 class _MeansOverRanks:

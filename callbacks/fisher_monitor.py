@@ -18,6 +18,7 @@ from catnat.callbacks.fisher_diagnostics import (
     Report,
     diagnostics_size,
     matrices_of,
+    require_pairs,
     sampled_size,
 )
 from catnat.callbacks.images import add_image, heat_map
@@ -38,11 +39,18 @@ class FisherMonitor(Callback):
       whatever the scores, because the rows of its G sum to zero;
     - ``fim/off_diagonal_mass_fro``: the same ratio of Frobenius norms, which differs between
       scores for softmax, too;
-    - ``fim/off_diagonal_mass_sampled``: the l1 ratio again, of a G estimated from ``num_samples``
-      categories drawn per row. The noise of the draws gives even a diagonal G a floor, which falls
-      with the number of draws (rows times samples): about 0.24 at 1 draw a row, 0.034 at 64, 0.004
-      at 4096, for natural with K = 8 and a hundred rows of zero scores. Compare heads by the exact
-      masses; compare with other implementations, which draw, by the sampled one;
+    - ``fim/off_diagonal_mass_fro_sampled``: the Frobenius ratio again, from ``num_samples``
+      categories drawn at each row of every step, without the closed form. Half of the draws give
+      one estimate A of G, the others another one B, and sum_{i!=j} A_ij B_ij / sum_ij A_ij B_ij
+      estimates the square of the ratio without the floor that noise gives a single estimate.
+      Where it is negative, 0 is shown;
+    - ``fim/off_diagonal_share_sampled``: that estimate itself, which can be negative. Its mean over
+      steps is what converges: to 0 for catnat, to the square of the exact ratio for softmax. For
+      sparsemax it is too small: rare categories make up most of its G, and are hardly ever drawn;
+    - ``fim/off_diagonal_mass_sampled``: the l1 ratio of the mean of A and B. The noise of the draws
+      gives even a diagonal G a floor, which falls with the number of draws (rows times samples):
+      about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8 and a hundred
+      rows of zero scores. Use it to compare with other implementations that draw;
     - ``fim/condition_number``: largest over smallest eigenvalue of G on its support;
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient;
     - ``fim/mean``: G as a picture, red positive, blue negative.
@@ -59,8 +67,8 @@ class FisherMonitor(Callback):
 
     Args:
         every_n_steps: observe each n-th optimizer step.
-        num_samples: M, draws per row for the sampled mass; 0 leaves it out.
-        sampled_every_n_steps: how often to draw; drawing costs more than the other diagnostics.
+        num_samples: M, draws per row for the sampled masses, at least 2; 0 leaves them out.
+        sampled_every_n_steps: how often to draw, counted in steps.
         image_every_n_steps: how often to draw G; 0 for never.
         write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
             is very large.
@@ -70,8 +78,8 @@ class FisherMonitor(Callback):
     def __init__(
         self,
         every_n_steps: int = 1,
-        num_samples: int = 1,
-        sampled_every_n_steps: int = 50,
+        num_samples: int = 2,
+        sampled_every_n_steps: int = 1,
         image_every_n_steps: int = 1000,
         write_every_n_steps: int = 50,
         seed: int = 0,
@@ -82,7 +90,8 @@ class FisherMonitor(Callback):
             sampled_every_n_steps=sampled_every_n_steps,
             write_every_n_steps=write_every_n_steps,
         )
-        require_at_least(0, num_samples=num_samples, image_every_n_steps=image_every_n_steps)
+        require_at_least(0, image_every_n_steps=image_every_n_steps)
+        require_pairs(num_samples)
         require_at_most(200, write_every_n_steps=write_every_n_steps)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples

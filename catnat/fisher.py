@@ -69,6 +69,43 @@ def sampled_mean_fisher(
         return gradients.t() @ gradients / gradients.shape[0]
 
 
+def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
+    """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
+
+    The first one comes from the first M // 2 draws, the second one from the others. Products of
+    their entries estimate products of entries of the true matrix without bias, see
+    :func:`off_diagonal_share`; the square of one estimate would add the variance of its noise.
+
+    Shapes: ``scores`` (*, B, S); ``levels`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
+    draws; result (2, *, S, S).
+    """
+    gradients = _scores_at(head, scores, levels)
+    half = len(levels) // 2
+    with torch.autocast(gradients.device.type, enabled=False):
+        sums = [(g.mT @ g).sum(0) / len(g) for g in (gradients[:half], gradients[half:])]
+    return torch.stack(sums) / scores.shape[-2]
+
+
+def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
+    """sum_{i!=j} A_ij B_ij / sum_ij A_ij B_ij of two matrices A and B, (*, S, S) -> (*).
+
+    For two independent, unbiased estimates A and B of G this estimates the square of
+    ``off_diagonal_mass(G, "fro")``, without the floor that noise gives the mass of one estimate. It
+    can be negative: only a mean of many such estimates is close to the truth. Of two matrices of
+    zeros the share is 0.
+
+    >>> eye, ones = torch.eye(2), torch.ones(2, 2)
+    >>> off_diagonal_share(eye, eye), off_diagonal_share(ones, ones)
+    (tensor(0.), tensor(0.5000))
+    """
+    scale = [x.abs().amax((-2, -1), keepdim=True) for x in (one, other)]
+    products = one / torch.where(scale[0] == 0, 1.0, scale[0])  # products stay in range
+    products = products * (other / torch.where(scale[1] == 0, 1.0, scale[1]))
+    total = products.sum((-2, -1))
+    diagonal = products.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (total - diagonal) / torch.where(total == 0, 1.0, total)
+
+
 def sampled_scores(
     head: CategoricalHead,
     scores: Tensor,
@@ -77,26 +114,32 @@ def sampled_scores(
 ) -> Tensor:
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
     require_at_least(1, num_samples=num_samples)
+    size = (num_samples, *scores.shape[:-1])
+    return _scores_at(head, scores, torch.rand(size, generator=generator, device=scores.device))
+
+
+def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
+    """grad_s log p(c), with c where the distribution function passes a level.
+
+    Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S).
+    """
     with torch.inference_mode(False), torch.enable_grad():
         wide = at_least_float32(scores.detach())
-        leaf = wide.expand(num_samples, *scores.shape).clone().requires_grad_()
+        leaf = wide.expand(*levels.shape, scores.shape[-1]).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
-        drawn = _draw(log_probs.detach(), generator)
+        drawn = _category_at(log_probs.detach(), levels[..., None])
         # Rows are independent, so one backward pass gives every row's own gradient.
         (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
     return gradients
 
 
-def _draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One category for each row, (*, K) -> (*, 1), by the inverse of the distribution function.
+def _category_at(log_probs: Tensor, levels: Tensor) -> Tensor:
+    """Where the distribution function passes a level in [0, 1), (*, K) and (*, 1) -> (*, 1).
 
     ``torch.multinomial`` would make the host wait for the device.
     """
     reached = exp_of_log_probs(log_probs).cumsum(-1)
-    level = torch.rand(
-        *log_probs.shape[:-1], 1, generator=generator, dtype=reached.dtype, device=reached.device
-    )
-    drawn = (reached <= level * reached[..., -1:]).sum(-1, keepdim=True)
+    drawn = (reached <= levels * reached[..., -1:]).sum(-1, keepdim=True)
     return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 

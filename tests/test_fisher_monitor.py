@@ -17,6 +17,8 @@ SCALARS = (
     "off_diagonal_mass",
     "off_diagonal_mass_fro",
     "off_diagonal_mass_sampled",
+    "off_diagonal_mass_fro_sampled",
+    "off_diagonal_share_sampled",
     "condition_number",
     "saturated",
 )
@@ -103,7 +105,8 @@ def test_scores_that_are_parameters_are_those_before_the_update():
 @pytest.mark.parametrize("most", ["", "diagnostics._MAX_SCORES", "monitor._MAX_RESULTS"])
 def test_batches_of_many_sizes_and_little_room(most, monkeypatch):
     if most:
-        monkeypatch.setattr(f"catnat.callbacks.fisher_{most}", 110)  # two steps of 36, or six rows
+        # Two steps of 37 + 2 * 36 / 2 numbers, or six rows.
+        monkeypatch.setattr(f"catnat.callbacks.fisher_{most}", 150)
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7, 8], [9]])
     model, logger, monitor = Small("softmax"), Memory(), FisherMonitor(sampled_every_n_steps=2)

@@ -26,7 +26,7 @@ def observed(model, **options):
 
 
 @pytest.mark.parametrize(
-    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "scalars_of", "sampled_mean_fisher"]
+    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "scalars_of", "paired_mean_fishers"]
 )
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
@@ -44,7 +44,10 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     else:
         monkeypatch.setattr(fisher_diagnostics, place, fails)
     rows, told = observed(model, sampled_every_n_steps=1)
-    lost = {"eigvalsh": {"condition_number"}, "sampled_mean_fisher": {"off_diagonal_mass_sampled"}}
+    lost = {
+        "eigvalsh": {"condition_number"},
+        "paired_mean_fishers": set(fisher_diagnostics.SAMPLED),
+    }
     for row in rows.values():
         nan = {tag.removeprefix("fim/") for tag, value in row.items() if math.isnan(value)}
         assert nan == lost.get(place, set(SCALARS))
