@@ -87,6 +87,22 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+class Late(Plain):
+    def __init__(self):
+        LightningModule.__init__(self)
+        self.layer = None
+
+    def configure_model(self):
+        if self.layer is None:
+            self.layer = torch.nn.Linear(784, 2)
+
+    def get_extra_state(self):
+        return {"note": "anything"}
+
+    def set_extra_state(self, state):
+        assert state == {"note": "anything"}
+
+
 class Named(LightningDataModule):
     def __init__(self, name: str):
         super().__init__()
@@ -141,7 +157,7 @@ def test_data_of_the_users_own_give_a_graph_its_size():
 def test_a_subclass_of_our_model_takes_its_recipe_and_its_own_head(workspace):
     options = ["--import=own_classes", *workspace, "--limit_test_batches=1"]
     assert run("--model=own_classes.Wide", "--width=5", *options) == 0
-    folder = "runs/Wide/sigmoid/version_0"
+    folder = "runs/own_classes.Wide/sigmoid/version_0"
     model = config(folder)["model"]
     wanted = {"name": "own_classes.Wide", "width": 5, "head": "sigmoid", "num_latents": 10}
     assert model | wanted == model
@@ -149,7 +165,7 @@ def test_a_subclass_of_our_model_takes_its_recipe_and_its_own_head(workspace):
     assert run("--model=own_classes.Wide", "--ckpt_path=last", "--max_steps=5") == 0
     assert last(folder)["global_step"] == 5
     assert run("--model=own_classes.Wide", "--head=softmax", "--max_steps=1", *options[:-3]) == 0
-    assert Path("runs/Wide/softmax/version_0").is_dir()
+    assert Path("runs/own_classes.Wide/softmax/version_0").is_dir()
 
 
 def test_a_subclass_takes_the_recipe_of_the_closest_model(capsys):
@@ -161,12 +177,12 @@ def test_a_subclass_takes_the_recipe_of_the_closest_model(capsys):
 def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
     assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *QUICK) == 0
     assert "test/loss" in capfd.readouterr().out
-    folder = "runs/Plain/no_head/version_0"
+    folder = "runs/own_classes.Plain/no_head/version_0"
     assert last(folder)["state_dict"]["layer.weight"].shape == (3, 784)
     whole = ["--max_steps=8", "--default_root_dir=whole"]
     assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *whole) == 0
     assert run("--model=own_classes.Plain", "--ckpt_path=last", "--max_steps=8") == 0
-    assert same_weights(last(folder), last("whole/Plain/no_head/version_0"))
+    assert same_weights(last(folder), last("whole/own_classes.Plain/no_head/version_0"))
     capfd.readouterr()
     assert run(f"--ckpt_path={folder}/checkpoints/last.ckpt", "--size=4") == 2
     assert "has size 3, the command line 4" in capfd.readouterr().err
@@ -225,6 +241,13 @@ def test_a_configuration_of_older_versions_has_no_name_of_the_data(workspace, ca
     assert "has data mnist, the command line kmnist" in capfd.readouterr().err
     assert run("--ckpt_path=last", "--max_steps=5") == 0
     assert last()["global_step"] == 5
+
+
+def test_layers_made_late_and_extra_state_are_resumed():
+    own = ["--model=own_classes.Late", "--data=own_classes.Noise"]
+    assert run(*own, *QUICK) == 0
+    assert run("--model=own_classes.Late", "--ckpt_path=last", "--max_steps=8") == 0
+    assert last("runs/own_classes.Late/no_head/version_0")["global_step"] == 8
 
 
 def test_a_run_continues_without_repeating_a_required_argument():

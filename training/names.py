@@ -64,7 +64,7 @@ class Names:
     @property
     def home(self) -> Path:
         """The folder of all runs of this model with this head."""
-        return Path(self.root, self.model.rpartition(".")[2], self.head or "no_head")
+        return Path(self.root, self.model, self.head or "no_head")
 
 
 class _NameParser(argparse.ArgumentParser):

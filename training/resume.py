@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from catnat.training import options as cli
@@ -183,6 +184,12 @@ def check_same(
             raise ValueError(
                 f"checkpoint {path} has {name} {made.get(name)}, the command line {value}"
             )
-    shapes = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
-    if shapes != {name: value.shape for name, value in model.state_dict().items()}:
+    if isinstance(model, LightningModule) and is_overridden("configure_model", model):
+        return  # its layers are not there yet
+    if _shapes(checkpoint.get("state_dict", {})) != _shapes(model.state_dict()):
         raise ValueError(f"checkpoint {path} is one of another model")
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of all tensors; a module's extra state can be anything."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
