@@ -194,14 +194,32 @@ SPLIT_ROWS(split_information, sigmoid_information, natural_information)
 /* ---------------------------------------------------------------------- walks over trees */
 
 /* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves.
- * log P(node) of the internal nodes: */
+ * Loops run over the nodes of one level, because such loops can be vectorized. */
+
+/* Values at the children of n nodes of a level, from the values at these nodes. */
+static inline void children(const float *restrict here, const float *restrict left,
+                            const float *restrict right, long n, float *restrict pair) {
+    for (long i = 0; i < n; i++) {
+        pair[2 * i] = here[i] + left[i];
+        pair[2 * i + 1] = here[i] + right[i];
+    }
+}
+
+/* log P(node) of the internal nodes. */
 static inline void descend_inside(long K, const float *restrict left, const float *restrict right,
                                   float *restrict heap) {
     heap[1] = 0;
-    for (long j = 1; 2 * j + 1 < K; j++) {
-        heap[2 * j] = heap[j] + left[j - 1];
-        heap[2 * j + 1] = heap[j] + right[j - 1];
+    long first = 1, nodes = K / 2; /* nodes first..nodes-1 have two internal children */
+#define LEVEL(n)                                                                                   \
+    if (nodes >= 2 * n) {                                                                          \
+        children(heap + n, left + n - 1, right + n - 1, n, heap + 2 * n);                          \
+        first = 2 * n;                                                                             \
     }
+    LEVEL(1) LEVEL(2) LEVEL(4) LEVEL(8)
+#undef LEVEL
+    for (; first < nodes; first *= 2)
+        children(heap + first, left + first - 1, right + first - 1,
+                 (2 * first < nodes ? 2 * first : nodes) - first, heap + 2 * first);
     if (K % 2) heap[K - 1] = heap[K / 2] + left[K / 2 - 1]; /* its sibling K is a leaf */
 }
 
@@ -217,6 +235,17 @@ VECTORIZED static void descend(long K, const float *restrict left, const float *
     for (long i = 0; i < K - j; i++) {
         pair[2 * i] = heap[j + i] + left[j - 1 + i];
         pair[2 * i + 1] = heap[j + i] + right[j - 1 + i];
+    }
+}
+
+/* Sums over both children of n nodes of a level, and the gradients of the nodes' scores. */
+static inline void parents(const float *restrict pair, const float *restrict left,
+                           const float *restrict right, long n, float *restrict here,
+                           float *restrict out) {
+    for (long i = 0; i < n; i++) {
+        float a = pair[2 * i], b = pair[2 * i + 1];
+        here[i] = a + b;
+        out[i] = b * right[i] - a * left[i];
     }
 }
 
@@ -236,11 +265,20 @@ VECTORIZED static void ascend(long K, const float *restrict left, const float *r
         heap[j] = a + b;
         out[j - 1] = b * right[j - 1] - a * left[j - 1];
     }
-    for (j--; j > 0; j--) {
-        float a = heap[2 * j], b = heap[2 * j + 1];
-        heap[j] = a + b;
-        out[j - 1] = b * right[j - 1] - a * left[j - 1];
+    long first = 16; /* nodes 1..j-1 are left */
+    while (2 * first < j) first *= 2;
+    for (; first >= 16 && first < j; first /= 2) {
+        parents(heap + 2 * first, left + first - 1, right + first - 1,
+                (2 * first < j ? 2 * first : j) - first, heap + first, out + first - 1);
+        j = first;
     }
+#define LEVEL(n) parents(heap + 2 * n, left + n - 1, right + n - 1, n, heap + n, out + n - 1);
+    if (j == 16) {
+        LEVEL(8) LEVEL(4) LEVEL(2) LEVEL(1)
+        return;
+    }
+#undef LEVEL
+    for (j--; j > 0; j--) parents(heap + 2 * j, left + j - 1, right + j - 1, 1, heap + j, out + j - 1);
 }
 
 /* P(node) times the information of its split, and in the last place the share of flat splits. */
