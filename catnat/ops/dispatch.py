@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.numerics import is_plain, safe_log
+from catnat.numerics import common_shape, is_plain, safe_log
 from catnat.ops import native, reference
 from catnat.splits import CustomSplit, Split
 
@@ -65,11 +65,12 @@ def tree_log_prob(
     (*, K-1) and (*), which broadcast -> (*), for float32 or float64 scores. NaN for a leaf that
     does not exist. Other arguments as in :func:`tree_log_probs`.
     """
-    fused = _path_kernels(scores, leaf.shape, split)
+    shape = common_shape(leaf.shape, scores.shape[:-1])
+    leaf = leaf if leaf.shape == shape else leaf.expand(shape)
+    fused = _path_kernels(scores, shape, split)
     if fused is None:
         return reference.tree_log_prob(scores, leaf, split, constants)
-    shape = torch.broadcast_shapes(scores.shape[:-1], leaf.shape)
-    flat, leaves = scores.reshape(-1, scores.shape[-1]), leaf.expand(shape).reshape(-1)
+    flat, leaves = scores.reshape(-1, scores.shape[-1]), leaf.reshape(-1)
     out: Tensor = _TreeLogProb.apply(flat, leaves, split, constants, fused)
     return out.view(shape)
 
@@ -136,8 +137,7 @@ def _path_kernels(scores: Tensor, shape: torch.Size, split: Split) -> str | None
     must be the end of the shape of the result.
     """
     batch = scores.shape[:-1]
-    in_order = batch == shape[len(shape) - len(batch) :] if len(shape) >= len(batch) else False
-    if isinstance(split, CustomSplit) or not in_order:
+    if isinstance(split, CustomSplit) or batch != shape[len(shape) - len(batch) :]:
         return None
     return kernels_for(scores, 0, 0)
 

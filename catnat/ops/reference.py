@@ -27,9 +27,8 @@ def tree_vjp(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | Non
 
 
 def tree_log_prob(scores: Tensor, leaf: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Log-probability of one leaf per row: (*, K-1) and (*), which broadcast -> (*)."""
-    shape = torch.broadcast_shapes(scores.shape[:-1], leaf.shape)
-    node, right_hand, inside = _path(leaf.expand(shape), K := scores.shape[-1] + 1)
+    """Log-probability of each leaf, (*); the batch shape of the scores broadcasts to theirs."""
+    node, right_hand, inside = _path(leaf, K := scores.shape[-1] + 1)
     left, right = split.log_split(take(scores, node), _at(constants, node))
     logs = torch.where(inside, torch.where(right_hand, right, left), 0.0).sum(-1)
     return logs * _one_or_nan(leaf, K, logs.dtype)
