@@ -11,14 +11,8 @@ from torch import Tensor, nn
 
 from catnat.checks import require_at_least
 from catnat.distributions import HeadCategorical, draw
-from catnat.numerics import (
-    at_least_float32,
-    can_branch_on,
-    common_shape,
-    exp_of_log_probs,
-    is_plain,
-)
-from catnat.ops.reference import take
+from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
+from catnat.ops.reference import common_shape, take
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}

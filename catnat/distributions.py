@@ -14,12 +14,12 @@ from catnat.estimators import straight_through_gumbel
 from catnat.numerics import (
     at_least_float32,
     can_branch_on,
-    common_shape,
     exp_of_log_probs,
     finite_log_probs,
     is_plain,
     safe_log,
 )
+from catnat.ops.reference import common_shape
 
 if TYPE_CHECKING:
     from catnat.categorical_head import CategoricalHead
@@ -210,8 +210,14 @@ class _Source:
         return self.scores
 
     def log_probs(self) -> Tensor:
-        """Log-probabilities of the scores, (*, K)."""
-        return self.head.log_probs(self.unchanged())
+        """Log-probabilities of the scores, (*, K).
+
+        Later uses may need gradients also where the first one is in inference mode.
+        """
+        if self.version is None or not torch.is_inference_mode_enabled():
+            return self.head.log_probs(self.unchanged())
+        with torch.inference_mode(False):
+            return self.head.log_probs(self.unchanged())
 
 
 def _version(scores: Tensor) -> int | None:

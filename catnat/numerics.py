@@ -75,13 +75,6 @@ def exp_of_log_probs(log_probs: Tensor) -> Tensor:
     return F.threshold(probs, 3 * smallest, 0.0)
 
 
-def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
-    """``torch.broadcast_shapes``, which takes long, except where the second ends the first."""
-    if values[len(values) - len(batch) :] == batch and len(values) >= len(batch):
-        return values
-    return torch.broadcast_shapes(values, batch)
-
-
 def transforms_active() -> bool:
     """Whether a torch.func transform (vmap, grad, jacrev, jvp, ...) is running."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -409,7 +409,9 @@ def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
     with torch.no_grad():
         assert q.logits.requires_grad and not q.entropy().requires_grad
     q.entropy().sum().backward()
+    q = head(scores)
     with torch.inference_mode():
+        assert not q.logits.is_inference()
         q = head(scores)
         assert q.log_prob(q.sample()).shape == q.entropy().shape == (3,)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.numerics import common_shape, is_plain, safe_log
+from catnat.numerics import is_plain, safe_log
 from catnat.ops import native, reference
 from catnat.splits import CustomSplit, Split
 
@@ -65,7 +65,7 @@ def tree_log_prob(
     (*, K-1) and (*), which broadcast -> (*), for float32 or float64 scores. NaN for a leaf that
     does not exist. Other arguments as in :func:`tree_log_probs`.
     """
-    shape = common_shape(leaf.shape, scores.shape[:-1])
+    shape = reference.common_shape(leaf.shape, scores.shape[:-1])
     leaf = leaf if leaf.shape == shape else leaf.expand(shape)
     fused = _path_kernels(scores, shape, split)
     if fused is None:
@@ -196,7 +196,9 @@ class _TreeLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         scores, leaf, constants = ctx.saved_tensors
-        if _needs_reference(grad):
+        # Leaves of one row share nodes. On a GPU they are added in any order, and so rounded.
+        any_order = not torch.are_deterministic_algorithms_enabled() or len(leaf) == len(scores)
+        if _needs_reference(grad) or (ctx.fused == "triton" and not any_order):
             shape = (len(leaf) // max(1, len(scores)), len(scores))
             out = reference.tree_path_vjp(
                 scores, leaf.view(shape), grad.view(shape), ctx.split, constants

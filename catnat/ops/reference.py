@@ -85,6 +85,13 @@ def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tenso
     return torch.where(lost, -1, heap - K)
 
 
+def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
+    """``torch.broadcast_shapes``, but fast where the second shape is the end of the first."""
+    if len(values) >= len(batch) and values[len(values) - len(batch) :] == batch:
+        return values
+    return torch.Size(torch.broadcast_shapes(values, batch))
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Elements of the last dimension, x (*, S) and index (*, H), which broadcast -> (*, H).
 
