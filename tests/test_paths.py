@@ -280,6 +280,30 @@ def test_a_nan_on_the_path_gives_no_category(name, dtype):
         head.sample(scores)
 
 
+@built
+@pytest.mark.parametrize("name", CATNAT)
+def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
+    head = make_head(name, 18)
+    scores = torch.randn(101, 17, requires_grad=True)
+    value, noise = torch.randint(18, (3, 101)), uniforms(3, 101, 5)
+
+    def all_three():
+        out = head.log_prob(scores, value)
+        drawn = tree_sample(scores, noise, head.split, head.constants32)
+        return out, drawn, *torch.autograd.grad(out.sum(), scores)
+
+    alone = all_three()
+    monkeypatch.setattr(native, "PARALLEL", 1)
+    for threads in (2, 3, 200):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        assert all(torch.equal(a, b) for a, b in zip(all_three(), alone, strict=True))
+    monkeypatch.setattr(native, "library", lambda: None)
+    plain = all_three()
+    assert torch.allclose(plain[0], alone[0], atol=1e-5)
+    assert torch.equal(plain[1], alone[1])
+    assert torch.allclose(plain[2], alone[2], rtol=1e-4, atol=1e-4)
+
+
 # -------------------------------------------------------------------------------- tracers
 
 
