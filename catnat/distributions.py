@@ -150,7 +150,7 @@ class HeadCategorical(Categorical):
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
         sample_shape = torch.Size(sample_shape)
-        if self._source is None:
+        if self._source is None or ("logits" in vars(self) and self._source.changed()):
             return draw(self.probs.detach(), sample_shape, generator)
         head, scores = self._source.head, self._source.unchanged().detach()
         return head._path_sample(scores, sample_shape + self._batch_shape, generator)
@@ -200,9 +200,14 @@ class _Source:
         self.head, self.scores = head, scores if keep_graph else scores.detach()
         self.version = _version(scores)
 
+    def changed(self) -> bool:
+        """Whether the scores were changed in place since the head was called, as far as known."""
+        now = _version(self.scores)
+        return now is not None and self.version is not None and now != self.version
+
     def unchanged(self) -> Tensor:
         """The scores; RuntimeError if they were changed in place since the head was called."""
-        if self.version is not None and self.version != _version(self.scores):
+        if self.changed():
             raise RuntimeError(
                 "the scores of this distribution were changed in place after the head was called: "
                 "ask for its logits before the change, or give the head a copy of the scores"
