@@ -12,6 +12,7 @@ import importlib.util
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def tree_path_backward(
     scores: Tensor, leaf: Tensor, grad: Tensor, split: Split, constants: Tensor | None
 ) -> Tensor:
     """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
-    out = torch.zeros(scores.shape)
+    out = _zeros(scores.shape)
     tensors = (_plain_memory(grad), out)
     _path_call("path_backward", scores, _plain_memory(leaf), tensors, split, constants)
     return out
@@ -103,6 +104,13 @@ def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tenso
     out = torch.empty(uniforms.shape[0], dtype=torch.int64)
     _path_call("path_sample", scores, _plain_memory(uniforms), (out,), split, constants)
     return out
+
+
+def _zeros(shape: torch.Size) -> Tensor:
+    """Zeros in float32. NumPy gets large ones from the system, which zeroes memory at its use."""
+    if shape.numel() < PARALLEL:
+        return torch.zeros(shape)
+    return torch.from_numpy(np.zeros(shape, np.float32))
 
 
 def _path_call(
