@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import mmap
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,10 +107,11 @@ def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tenso
 
 
 def _zeros(shape: torch.Size) -> Tensor:
-    """Zeros in float32. NumPy gets large ones from the system, which zeroes memory at its use."""
+    """Zeros in float32. The system zeroes the pages of large ones when they are first used."""
     if shape.numel() < PARALLEL:
         return torch.zeros(shape)
-    return torch.from_numpy(np.zeros(shape, np.float32))
+    pages = mmap.mmap(-1, 4 * shape.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).view(shape)
 
 
 def _path_call(
