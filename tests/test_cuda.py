@@ -9,6 +9,7 @@ import torch
 
 from catnat import head_names, make_head
 from catnat.numerics import LOG_ZERO
+from catnat.ops import tree_sample
 from catnat.tree import subtree_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -67,6 +68,55 @@ def test_the_fisher_kernel_agrees_with_float64(name: str, K: int) -> None:
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-12)
     share = head.saturated(scores).float().mean()
     assert torch.allclose(head.diagnostics(scores)[-1], share, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "natural"])
+@pytest.mark.parametrize("K", [*CATEGORIES, 2**20 + 1])
+def test_the_path_kernels_agree_with_float64(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    scores = torch.randn(3, K - 1, device="cuda").clamp(-2, 2).requires_grad_()
+    exact = scores.detach().double().requires_grad_()
+    for shape in ((3,), (40, 3)):
+        value, grad = torch.randint(K, shape, device="cuda"), torch.randn(shape, device="cuda")
+        out, truth = head.log_prob(scores, value), head.log_prob(exact, value)
+        assert ((out - truth).abs() <= 3e-6 * (1 + truth.abs())).all()
+        (got,) = torch.autograd.grad(out, scores, grad)
+        (want,) = torch.autograd.grad(truth, exact, grad.double())
+        assert torch.allclose(got.double(), want, atol=1e-4, rtol=1e-5)
+        assert not got[want == 0].any()
+    height = (K - 1).bit_length()
+    noise = torch.rand(500, 3, height, dtype=torch.float64, device="cuda")
+    ours = tree_sample(scores, noise, head.split, head.constants32)
+    theirs = tree_sample(exact, noise, head.split, head.constants64)
+    assert (ours == theirs).float().mean() > 0.99 and ours.min() >= 0 and ours.max() < K
+    wrong = head.log_prob(scores, torch.tensor([-1, 0, K], device="cuda"))
+    assert wrong.isnan().tolist() == [True, False, True]
+    broken = scores.detach().clone()
+    broken[1, 0] = torch.nan
+    assert (head.sample(broken, (4,)) == -1).any(0).tolist() == [False, True, False]
+    generator = torch.Generator("cuda").manual_seed(1)
+    first = head(scores).sample((4,), generator=generator)
+    generator.manual_seed(1)
+    assert torch.equal(first, head.sample(scores, (4,), generator=generator))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "natural"])
+@pytest.mark.parametrize("K", [5, 32])
+def test_paths_compile_in_one_graph(name: str, K: int) -> None:
+    head = make_head(name, K).cuda()
+    scores = torch.randn(50, K - 1, device="cuda", requires_grad=True)
+    value = torch.randint(K, (2, 50), device="cuda")
+
+    def step(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = head(scores)
+        return q.log_prob(value), q.sample((3,))
+
+    out, drawn = torch.compile(step, fullgraph=True)(scores)
+    want = head.log_prob(scores, value)
+    assert torch.allclose(out, want, atol=1e-5)
+    (got,) = torch.autograd.grad(out.sum(), scores)
+    assert torch.allclose(got, torch.autograd.grad(want.sum(), scores)[0], atol=1e-4)
+    assert drawn.shape == (3, 50) and drawn.min() >= 0 and drawn.max() < K
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "natural"])
