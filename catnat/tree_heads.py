@@ -103,6 +103,21 @@ class CatnatHead(CategoricalHead):
         scores = self._checked(scores)
         return tree_log_probs(scores, self.split, self._constants(scores))
 
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """A split with one empty side goes to the other; a node without leaves is never reached.
+
+        So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
+        P(node) of a node that is never reached.
+        """
+        left, right = subtree_sums(mask)  # whether a side allows a category: + of bools is "or"
+        one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
+        return torch.where(left & right, scores, one_sided.to(scores.dtype))
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
+        self._check(scores)
+        return ~path_sums(scores == torch.inf, scores == -torch.inf)[1]
+
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
         scores = self._checked(scores)
