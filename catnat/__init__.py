@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from catnat import estimators, fisher, losses
     from catnat.distributions import HeadCategorical
     from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
+    from catnat.mixed_head import MixedHead
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
@@ -25,6 +26,7 @@ __all__ = [
     "CatnatHead",
     "HeadCategorical",
     "HeadProbe",
+    "MixedHead",
     "NaturalHead",
     "SigmoidHead",
     "SoftmaxHead",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "distributions": ("HeadCategorical",),
     "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "mixed_head": ("MixedHead",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
 }

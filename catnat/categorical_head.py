@@ -31,7 +31,7 @@ class CategoricalHead(nn.Module, ABC):
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
     """
 
-    name: ClassVar[str]
+    name: str  # of the class, if it has one; of the inner head for a MixedHead
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
@@ -216,13 +216,28 @@ class CategoricalHead(nn.Module, ABC):
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities in float64, after checking their shape."""
+        """Probabilities in float64, after checking their shape, signs and sums.
+
+        Wrong ones are NaN where looking at the values would wait for a device.
+        """
+        if not isinstance(probs, Tensor) or not probs.is_floating_point():
+            kind = probs.dtype if isinstance(probs, Tensor) else type(probs).__name__
+            raise TypeError(f"probabilities must be a floating point tensor, got {kind}")
         if not probs.dim() or probs.shape[-1] != self.num_categories:
             raise ValueError(
                 f"expected {self.num_categories} probabilities in the last dimension, "
                 f"got shape {tuple(probs.shape)}"
             )
-        return probs.double()
+        wide, eps = probs.double(), torch.finfo(probs.dtype).eps
+        lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
+        wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
+        if can_branch_on(probs) and bool(wrong.any()):
+            row = tuple(wrong[..., 0].nonzero()[0].tolist())
+            raise ValueError(
+                f"probabilities must be >= 0 and sum to 1, got{f' in row {row}' if row else ''} "
+                f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
+            )
+        return torch.where(wrong, torch.nan, wide.clamp_min(0))
 
 
 def _identity(cls: type) -> str:
