@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from catnat.distributions import HeadCategorical
     from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
     from catnat.mixed_head import MixedHead
+    from catnat.one_hot import HeadOneHotCategorical
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
@@ -25,6 +26,7 @@ __all__ = [
     "CategoricalHead",
     "CatnatHead",
     "HeadCategorical",
+    "HeadOneHotCategorical",
     "HeadProbe",
     "MixedHead",
     "NaturalHead",
@@ -41,6 +43,7 @@ _HOMES = {
     "distributions": ("HeadCategorical",),
     "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
     "mixed_head": ("MixedHead",),
+    "one_hot": ("HeadOneHotCategorical",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
 }
