@@ -11,8 +11,9 @@ from torch import Tensor
 
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_finite, require_within
+from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
-from catnat.ops import tree_fisher, tree_log_probs
+from catnat.ops import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
 from catnat.tree import path_sums, right_shares, subtree_sums
 
@@ -48,7 +49,9 @@ class CatnatHead(CategoricalHead):
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
-    two: the tree is then a complete one, see :mod:`catnat.tree`.
+    two: the tree is then a complete one, see :mod:`catnat.tree`. :meth:`log_prob` and
+    :meth:`sample` look at the O(log K) nodes of a path alone, and so does the distribution that
+    the head returns, until all log-probabilities are asked for.
 
     A subclass overrides :meth:`log_split`, which says how a score splits its node; all else is
     derived from it. ``log_split`` may use parameters of the subclass: when they change, the centres
@@ -117,6 +120,26 @@ class CatnatHead(CategoricalHead):
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         self._check(scores)
         return ~path_sums(scores == torch.inf, scores == -torch.inf)[1]
+
+    def _has_paths(self) -> bool:
+        """True, unless a subclass computes its log-probabilities in another way."""
+        return type(self).log_probs is CatnatHead.log_probs
+
+    def _is_lazy(self) -> bool:
+        """False with a ``log_split`` of one's own: its results are checked when it is called."""
+        return self._has_paths() and not isinstance(self.split, CustomSplit)
+
+    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        return tree_log_prob(scores, value, self.split, self._constants(scores))
+
+    def _path_sample(
+        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        height = self.num_scores.bit_length()
+        uniforms = torch.rand(
+            *shape, height, dtype=torch.float64, device=scores.device, generator=generator
+        )
+        return checked_sample(tree_sample(scores, uniforms, self.split, self._constants(scores)))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
