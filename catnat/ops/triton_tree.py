@@ -43,7 +43,7 @@ def _log_sin_squared(theta, u):
 
 @triton.jit
 def _log1p_unit(x):
-    """log(1 + x) = 2 atanh(x / (2 + x)) for 0 <= x <= 1; relative error below 3e-9."""
+    """log(1 + x) = 2 atanh(x / (2 + x)) for -1/2 <= x <= 1; relative error below 3e-9."""
     t = x / (2.0 + x)
     u = t * t
     p = 0.13333333 * u + 0.15384615
@@ -96,8 +96,28 @@ def _centred(s, node, constants, inside, CENTRED: tl.constexpr):
 
 
 @triton.jit
+def _tail_log(d, joint, slope, edge):
+    """log p of the rarer bit in the tail, and its slope; log p = log tail before the tail."""
+    log_p = edge + slope * tl.where(d > joint, joint, d)
+    beyond = log_p < -_LARGEST
+    return tl.where(beyond, -_LARGEST, log_p), tl.where(beyond, 0.0, slope)
+
+
+@triton.jit
 def _log_split(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """log(1 - a) and log a."""
     if NATURAL:
@@ -109,6 +129,10 @@ def _log_split(
         u = theta * theta
         rare = tl.where(d <= 0, _LOG_ZERO, _log_sin_squared(theta, u))
         likely = _log_cos_squared(u)
+        if NATURAL == 2:
+            log_p, _ = _tail_log(d, joint, slope, edge)
+            rare = tl.where(d <= joint, log_p, rare)
+            likely = tl.where(d <= joint, _log1p_unit(-tl.exp(log_p)), likely)
         return tl.where(upper, rare, likely), tl.where(upper, likely, rare)
     else:
         x = _centred(s, node, constants, inside, CENTRED)
@@ -118,8 +142,29 @@ def _log_split(
 
 
 @triton.jit
+def _sigmoid_slopes(x):
+    """a and 1 - a, 0 beyond the largest score."""
+    e = tl.exp(-tl.abs(x))
+    major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
+    minor = e * major
+    return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
+
+
+@triton.jit
 def _slopes(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """-d log(1 - a)/ds and d log a/ds."""
     if NATURAL:
@@ -132,26 +177,46 @@ def _slopes(
         sine, cosine = _sine(theta, u), _cosine(u)
         scale = tl.where(d <= 0, 0.0, rate) / (sine * cosine)
         steep, gentle = scale * (cosine * cosine), scale * (sine * sine)
+        if NATURAL == 2:
+            log_p, r = _tail_log(d, joint, slope, edge)
+            p = tl.exp(log_p)
+            steep = tl.where(d <= joint, r, steep)
+            gentle = tl.where(d <= joint, r * (p / (1.0 - p)), gentle)
         return tl.where(upper, steep, gentle), tl.where(upper, gentle, steep)
     else:
-        x = _centred(s, node, constants, inside, CENTRED)
-        e = tl.exp(-tl.abs(x))
-        major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
-        minor = e * major
-        return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
+        return _sigmoid_slopes(_centred(s, node, constants, inside, CENTRED))
 
 
 @triton.jit
 def _information(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """Fisher information a'^2 / (a (1 - a)), and 1 where the split is flat."""
     if NATURAL:
         above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
         d = tl.where(above < below, above, below)
-        return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
+        if NATURAL == 2:
+            log_p, r = _tail_log(d, joint, slope, edge)
+            p = tl.exp(log_p)
+            fallen = r * (r * (p / (1.0 - p)))
+            return tl.where(d <= joint, fallen, rate * rate + 0 * d), tl.zeros_like(d)
+        else:
+            return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
     else:
-        left, right = _slopes(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
+        x = _centred(s, node, constants, inside, CENTRED)
+        left, right = _sigmoid_slopes(x)
         return left * right, tl.zeros_like(left)
 
 
@@ -174,11 +239,14 @@ def _forward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,  # largest power of two <= K
     HEIGHT: tl.constexpr,  # log2 P
     REST: tl.constexpr,  # K - P: nodes of the last, incomplete level
-    NATURAL: tl.constexpr,
+    NATURAL: tl.constexpr,  # 0: sigmoid, 1: natural, 2: natural with a tail
     CENTRED: tl.constexpr,
 ):
     K: tl.constexpr = P + REST
@@ -192,7 +260,19 @@ def _forward_kernel(
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         left, right = _log_split(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         here = tl.interleave(here + left, here + right)
     if REST == 0:
@@ -202,7 +282,9 @@ def _forward_kernel(
         deep = i < REST
         node = P - 1 + i
         s = tl.load(source + node[None, :], mask=alive & deep[None, :], other=0.0)
-        left, right = _log_split(s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED)
+        left, right = _log_split(
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
+        )
         pair = target + (P - REST + 2 * i)[None, :]
         tl.store(pair, here + left, mask=alive & deep[None, :])
         tl.store(pair + 1, here + right, mask=alive & deep[None, :])
@@ -219,6 +301,9 @@ def _backward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -241,7 +326,9 @@ def _backward_kernel(
         node = P - 1 + i
         both = alive & deep[None, :]
         s = tl.load(source + node[None, :], mask=both, other=0.0)
-        left, right = _slopes(s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED)
+        left, right = _slopes(
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
+        )
         pair = leaf + (P - REST + 2 * i)[None, :]
         a = tl.load(pair, mask=both, other=0.0)
         b = tl.load(pair + 1, mask=both, other=0.0)
@@ -252,7 +339,19 @@ def _backward_kernel(
     for level in tl.static_range(HEIGHT - 1, -1, -1):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         left, right = _slopes(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         a, b = tl.split(tl.reshape(here, (R, 1 << level, 2)))
         tl.store(target + node[None, :], b * right - a * left, mask=alive)
@@ -268,6 +367,9 @@ def _fisher_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -287,12 +389,36 @@ def _fisher_kernel(
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         information, flat = _information(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         tl.store(target + node[None, :], tl.exp(here) * information, mask=alive)
         count += tl.sum(flat, 1)
         left, right = _log_split(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         here = tl.interleave(here + left, here + right)
     if REST > 0:
@@ -302,7 +428,7 @@ def _fisher_kernel(
         both = alive & deep[None, :]
         s = tl.load(source + node[None, :], mask=both, other=0.0)
         information, flat = _information(
-            s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
         )
         tl.store(target + node[None, :], tl.exp(here) * information, mask=both)
         count += tl.sum(tl.where(both, flat, 0.0), 1)
@@ -362,19 +488,21 @@ def _settings(
     while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
         R //= 2
     warps = min(16, small_warps if P <= 64 else max(1, R * P // (1024 * small_warps)))
-    rate, (high, low) = 0.0, (0.0, 0.0)
-    if isinstance(split, NaturalSplit):
-        rate, (high, low) = split.rate, split.half_width(torch.float32)
+    natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
+    high, low = natural.half_width(torch.float32)
     return (triton.cdiv(rows, R),), {
         "rows": rows,
-        "rate": rate,
+        "rate": natural.rate,
         "high": high,
         "low": low,
+        "joint": natural.joint,
+        "slope": natural.steepness,
+        "edge": natural.log_at_edge,
         "R": R,
         "P": P,
         "HEIGHT": height,
         "REST": K - P,
-        "NATURAL": isinstance(split, NaturalSplit),
+        "NATURAL": 0 if natural is not split else 2 if natural.tail else 1,
         "CENTRED": constants is None,
         "num_warps": warps,
     }
