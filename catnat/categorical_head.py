@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_positive
 from catnat.distributions import HeadCategorical
-from catnat.numerics import at_least_float32, exp_of_log_probs, is_plain
+from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}
@@ -83,6 +83,31 @@ class CategoricalHead(nn.Module, ABC):
     def forward(self, scores: Tensor) -> HeadCategorical:
         """The distribution these scores stand for."""
         return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
+
+    def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
+        """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
+
+        Made for the bias of the layer that gives the scores: training then starts from the
+        frequencies instead of the uniform distribution.
+
+        Args:
+            counts: how often each category was seen, >= 0.
+            smoothing: added to every count, so that no category starts at probability 0.
+
+        >>> from catnat import make_head
+        >>> head = make_head("sigmoid", 4)
+        >>> head.probs(head.scores_from_frequencies(torch.tensor([0, 1, 2, 3])))
+        tensor([0.1000, 0.2000, 0.3000, 0.4000])
+        """
+        require_positive(or_zero=True, smoothing=smoothing)
+        smoothed = self._checked_probs(counts) + smoothing
+        total = smoothed.sum(-1, keepdim=True)
+        if can_branch_on(counts) and (bool((counts < 0).any()) or not bool((total > 0).all())):
+            raise ValueError(
+                f"counts must be >= 0, and some of them positive, got {counts.tolist()}"
+            )
+        dtype = counts.dtype if counts.is_floating_point() else torch.get_default_dtype()
+        return self.inverse(smoothed / total).to(dtype)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
 from catnat.tree import path_sums, right_shares, subtree_sums
 
 _CONSTANTS = ("constants32", "constants64")
+_ORDER = ("leaves", "classes")
 
 
 Value = TypeVar("Value")
@@ -60,12 +61,17 @@ class CatnatHead(CategoricalHead):
         center: the paper's C, added to every node's centre. Cannot change later.
         uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
             for every K; otherwise they do only if K is a power of two. Cannot change later.
+        order: the leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes
+            whose leaves are neighbours share most of their path. Cannot change later.
     """
 
     fisher_is_diagonal = True
     split = _Fixed[Split]()
     center = _Fixed[float]()
     uniform_at_zero = _Fixed[bool]()
+    order = _Fixed["tuple[int, ...] | None"]()
+    leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
+    classes: Tensor | None
     constants32: Tensor | None  # of the nodes, None where all are centred at 0
     constants64: Tensor | None
 
@@ -74,6 +80,7 @@ class CatnatHead(CategoricalHead):
         num_categories: int,
         center: float = 0.0,
         uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
         *,
         split: Split | None = None,
     ) -> None:
@@ -84,11 +91,15 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
             )
-        for constants in _CONSTANTS:
-            self.register_buffer(constants, None, persistent=False)
+        for derived in (*_CONSTANTS, *_ORDER):
+            self.register_buffer(derived, None, persistent=False)
         self.split = CustomSplit(self.log_split) if split is None else split
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
+        self.order = None if order is None else _permutation(order, self.num_categories)
+        if self.order is not None:
+            device = torch.get_default_device()
+            self.leaves, self.classes = _leaves_and_classes(self.order, device)
         if split is not None:
             self._set_constants(torch.get_default_device())
 
@@ -101,7 +112,7 @@ class CatnatHead(CategoricalHead):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return tree_log_probs(scores, self.split, self._constants(scores))
+        return self._from_leaves(tree_log_probs(scores, self.split, self._constants(scores)))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -120,7 +131,7 @@ class CatnatHead(CategoricalHead):
 
         If one of the two is 0, the nearest representable score.
         """
-        left, right = subtree_sums(self._checked_probs(probs))
+        left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
         scores = self.split.inverse(left, right) + self._centre(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
@@ -161,7 +172,36 @@ class CatnatHead(CategoricalHead):
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
+        if self.order is not None:
+            options += f", order={_shown(self.order)}"
         return f"{super().extra_repr()}, {options}"
+
+    def _leaf_of(self, value: Tensor) -> Tensor:
+        """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
+        return _looked_up(value, self._ordering(value)[0])
+
+    def _class_of(self, leaf: Tensor) -> Tensor:
+        """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
+        return _looked_up(leaf, self._ordering(leaf)[1])
+
+    def _to_leaves(self, x: Tensor) -> Tensor:
+        """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
+        classes = self._ordering(x)[1]
+        return x if classes is None else x.index_select(-1, classes)
+
+    def _from_leaves(self, x: Tensor) -> Tensor:
+        """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
+        leaves = self._ordering(x)[0]
+        return x if leaves is None else x.index_select(-1, leaves)
+
+    def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Leaves of the classes and classes of the leaves, on the device of x."""
+        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
+            tables = _leaves_and_classes(self.order, x.device)
+            if not is_plain(x):
+                return tables
+            self.leaves, self.classes = tables
+        return self.leaves, self.classes
 
     def _centre(self, device: torch.device) -> Tensor:
         """The centre C of every node, (S,) in float64."""
@@ -195,13 +235,14 @@ class CatnatHead(CategoricalHead):
 
     def _has_tensors(self) -> bool:
         """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        own = (*self.parameters(), *self.buffers(), *vars(self).values())
+        buffers = (each for name, each in self.named_buffers() if name not in _ORDER)
+        own = (*self.parameters(), *buffers, *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget constants: ``log_split`` of a subclass may depend on it."""
         super().__setattr__(name, value)
-        if name not in _CONSTANTS and isinstance(vars(self).get("_split"), CustomSplit):
+        if name not in (*_CONSTANTS, *_ORDER) and isinstance(vars(self).get("_split"), CustomSplit):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
@@ -209,6 +250,8 @@ class CatnatHead(CategoricalHead):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
+        if self.order is not None and self.leaves is not None:  # .half() keeps integers
+            self.leaves, self.classes = _leaves_and_classes(self.order, self.leaves.device)
         return self
 
 
@@ -220,9 +263,13 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
     """
 
     def __init__(
-        self, num_categories: int, center: float = 0.0, uniform_at_zero: bool = True
+        self,
+        num_categories: int,
+        center: float = 0.0,
+        uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
-        super().__init__(num_categories, center, uniform_at_zero, split=SigmoidSplit())
+        super().__init__(num_categories, center, uniform_at_zero, order, split=SigmoidSplit())
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
@@ -241,6 +288,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         uniform_at_zero: as in :class:`CatnatHead`.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
             or 1e-30 <= tail < 1/2; see :class:`~catnat.splits.NaturalSplit`.
+        order: as in :class:`CatnatHead`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
     tensor([[0.2500, 0.0000, 0.0000],
@@ -258,12 +306,13 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         center: float = 0.0,
         uniform_at_zero: bool = True,
         tail: float = 0.0,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         if tail != 0:
             require_within(1e-30, 0.5, "[)", tail=tail)
         split = NaturalSplit(float(amplitude), float(tail))
-        super().__init__(num_categories, center, uniform_at_zero, split=split)
+        super().__init__(num_categories, center, uniform_at_zero, order, split=split)
         self.amplitude, self.tail = split.amplitude, split.tail
 
     def extra_repr(self) -> str:
@@ -289,3 +338,38 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)
+
+
+def _permutation(order: Sequence[int] | Tensor, num_categories: int) -> tuple[int, ...]:
+    """The leaves of the classes as integers, after checking that every leaf occurs once."""
+    given = order.tolist() if hasattr(order, "tolist") else order
+    leaves = list(given) if isinstance(given, Sequence) else []
+    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
+    if not integers or sorted(leaves) != list(range(num_categories)):
+        raise ValueError(
+            f"order must be a permutation of 0..{num_categories - 1}, got {_shown(given)}"
+        )
+    return tuple(int(leaf) for leaf in leaves)
+
+
+@torch.inference_mode(False)
+def _leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The order as a tensor, and its inverse."""
+    leaves = torch.tensor(order, device="cpu")
+    return leaves.to(device), leaves.argsort().to(device)
+
+
+def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:
+    """Entries of a table; an index outside it stays as it is."""
+    if table is None:
+        return index
+    valid = (index >= 0) & (index < table.shape[0])
+    return torch.where(valid, table[torch.where(valid, index, 0)], index)
+
+
+def _shown(order: Any) -> str:
+    """The first few leaves of an order."""
+    if not isinstance(order, (list, tuple)):
+        return repr(order)
+    first = ", ".join(str(leaf) for leaf in order[:8])
+    return f"[{first}{', ...' if len(order) > 8 else ''}]"
