@@ -14,7 +14,15 @@ from catnat.checks import require_finite, require_within
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_probs
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
-from catnat.tree import path_sums, right_shares, subtree_sums
+from catnat.tree import (
+    checked_order,
+    leaves_and_classes,
+    looked_up,
+    path_sums,
+    right_shares,
+    shown_order,
+    subtree_sums,
+)
 
 _CONSTANTS = ("constants32", "constants64")
 _ORDER = ("leaves", "classes")
@@ -96,10 +104,10 @@ class CatnatHead(CategoricalHead):
         self.split = CustomSplit(self.log_split) if split is None else split
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        self.order = None if order is None else _permutation(order, self.num_categories)
+        self.order = None if order is None else checked_order(order, self.num_categories)
         if self.order is not None:
             device = torch.get_default_device()
-            self.leaves, self.classes = _leaves_and_classes(self.order, device)
+            self.leaves, self.classes = leaves_and_classes(self.order, device)
         if split is not None:
             self._set_constants(torch.get_default_device())
 
@@ -173,16 +181,16 @@ class CatnatHead(CategoricalHead):
         """What ``print(head)`` shows."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
         if self.order is not None:
-            options += f", order={_shown(self.order)}"
+            options += f", order={shown_order(self.order)}"
         return f"{super().extra_repr()}, {options}"
 
     def _leaf_of(self, value: Tensor) -> Tensor:
         """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
-        return _looked_up(value, self._ordering(value)[0])
+        return looked_up(value, self._ordering(value)[0])
 
     def _class_of(self, leaf: Tensor) -> Tensor:
         """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
-        return _looked_up(leaf, self._ordering(leaf)[1])
+        return looked_up(leaf, self._ordering(leaf)[1])
 
     def _to_leaves(self, x: Tensor) -> Tensor:
         """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
@@ -197,7 +205,7 @@ class CatnatHead(CategoricalHead):
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Leaves of the classes and classes of the leaves, on the device of x."""
         if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
-            tables = _leaves_and_classes(self.order, x.device)
+            tables = leaves_and_classes(self.order, x.device)
             if not is_plain(x):
                 return tables
             self.leaves, self.classes = tables
@@ -251,7 +259,7 @@ class CatnatHead(CategoricalHead):
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
         if self.order is not None and self.leaves is not None:  # .half() keeps integers
-            self.leaves, self.classes = _leaves_and_classes(self.order, self.leaves.device)
+            self.leaves, self.classes = leaves_and_classes(self.order, self.leaves.device)
         return self
 
 
@@ -338,38 +346,3 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)
-
-
-def _permutation(order: Sequence[int] | Tensor, num_categories: int) -> tuple[int, ...]:
-    """The leaves of the classes as integers, after checking that every leaf occurs once."""
-    given = order.tolist() if hasattr(order, "tolist") else order
-    leaves = list(given) if isinstance(given, Sequence) else []
-    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
-    if not integers or sorted(leaves) != list(range(num_categories)):
-        raise ValueError(
-            f"order must be a permutation of 0..{num_categories - 1}, got {_shown(given)}"
-        )
-    return tuple(int(leaf) for leaf in leaves)
-
-
-@torch.inference_mode(False)
-def _leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The order as a tensor, and its inverse."""
-    leaves = torch.tensor(order, device="cpu")
-    return leaves.to(device), leaves.argsort().to(device)
-
-
-def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:
-    """Entries of a table; an index outside it stays as it is."""
-    if table is None:
-        return index
-    valid = (index >= 0) & (index < table.shape[0])
-    return torch.where(valid, table[torch.where(valid, index, 0)], index)
-
-
-def _shown(order: Any) -> str:
-    """The first few leaves of an order."""
-    if not isinstance(order, (list, tuple)):
-        return repr(order)
-    first = ", ".join(str(leaf) for leaf in order[:8])
-    return f"[{first}{', ...' if len(order) > 8 else ''}]"
