@@ -86,7 +86,9 @@ class HeadCategorical(Categorical):
         self._batch_shape = given.shape[:-1]
         # If the sum of all values is not NaN, no value is NaN. The sum is much cheaper than
         # torch's check of every value, which is left to find and report the NaN.
+        # Scores of a mask may hold both infinities, whose sum is NaN as well.
         suspicious = validate_args and bool(at_least_float32(given.detach()).sum().isnan())
+        suspicious = suspicious and bool(given.isnan().any())
         if suspicious:
             _ = self.logits  # torch checks log-probabilities that are there already
         Distribution.__init__(self, given.shape[:-1], validate_args=suspicious)

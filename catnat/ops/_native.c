@@ -78,7 +78,7 @@ static inline float two_atanh(float t) {
     return 2.0f * t + t * u * p;
 }
 
-static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* 0 <= x <= 1 */
+static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* -1/2 <= x <= 1 */
 
 /* log(x) for normal x > 0. */
 static inline float log_positive(float x) {
@@ -158,7 +158,7 @@ static inline void tailed_logs(float x, float above, float below, float rate, fl
     float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
     float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
     float rare = d > joint ? log_sin_squared(theta, u) : log_p;
-    float likely = d > joint ? log_cos_squared(u) : two_atanh(-p / (2.0f - p)); /* log(1 - p) */
+    float likely = d > joint ? log_cos_squared(u) : log1p_unit(-p);
     *left = keep_nan(above < below ? rare : likely, x);
     *right = keep_nan(above < below ? likely : rare, x);
 }

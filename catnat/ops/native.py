@@ -140,7 +140,7 @@ def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
 
 
 def _settings(split: Split) -> tuple[float, ...]:
-    """Kind of split, pi/A, A/2 as a sum of two floats, and joint, steepness and edge of the tail."""
+    """Kind of split, pi/A, A/2 as a sum of two floats; joint, steepness and log_at_edge."""
     if isinstance(split, NaturalSplit):
         kind = 2 if split.tail else 1
         tail = (split.joint, split.steepness, split.log_at_edge)
