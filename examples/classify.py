@@ -22,8 +22,7 @@ from catnat.losses import HeadNLL
 
 HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid", "natural")}
 HEADS["natural,\ntail 0.05"] = ("natural", {"tail": 0.05})
-STEPS, BATCH = 600, 64
-RATES = (3e-4, 1e-3, 3e-3)
+STEPS, BATCH, RATES = 600, 64, (3e-4, 1e-3, 3e-3)
 MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
 
 
@@ -42,7 +41,7 @@ def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]
     with torch.no_grad():
         scores = net(x[3500:])
     test, labels = scores[500:], y[4000:]
-    right = loss.head.log_probs(test).argmax(-1) == labels
+    right = loss.head(test).mode == labels
     mass = off_diagonal_mass(loss.head.mean_fisher(test))
     values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right.float().mean(), mass)
     return [float(value) for value in values]
@@ -52,8 +51,10 @@ def main() -> None:
     """Train, print a table, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--out", default="classify.png", help="picture file")
+    parser.add_argument("--out", default="classify.png", help="picture")
     args = parser.parse_args()
+    if args.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {args.seeds}")
     torch.set_num_threads(1)  # small matrices
     pixels, digits = (torch.as_tensor(each) for each in mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
@@ -61,9 +62,8 @@ def main() -> None:
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in MEASURES))
     for label in HEADS:
-        runs = torch.tensor(
-            [[fit(label, r, s, x, y) for s in range(args.seeds)] for r in RATES]
-        )  # (rates, seeds, values)
+        grid = [[fit(label, rate, seed, x, y) for seed in range(args.seeds)] for rate in RATES]
+        runs = torch.tensor(grid)  # (rates, seeds, values)
         best = int(runs[..., 0].mean(1).argmin())
         shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
         print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)
@@ -71,7 +71,7 @@ def main() -> None:
             axes.bar(label, values.mean(), color="#9ecae1")
             axes.plot([label] * args.seeds, values, "o", color="black", markersize=4)
     for axes, title in zip(panels, MEASURES, strict=True):
-        axes.set_title(title)
+        axes.set(title=title)
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_yscale("log")
     figure.savefig(args.out, dpi=150)
