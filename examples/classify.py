@@ -38,25 +38,24 @@ def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]
         optimizer.zero_grad()
         loss(net(x[batch]), y[batch]).backward()
         optimizer.step()
-    with torch.no_grad():
-        scores = net(x[3500:])
+    scores = net(x[3500:]).detach()
     test, labels = scores[500:], y[4000:]
-    right = loss.head(test).mode == labels
+    right = (loss.head(test).mode == labels).float().mean()
     mass = off_diagonal_mass(loss.head.mean_fisher(test))
-    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right.float().mean(), mass)
+    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right, mass)
     return [float(value) for value in values]
 
 
 def main() -> None:
     """Train, print a table, draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Classify digits with every head")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--out", default="classify.png", help="picture")
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {args.seeds}")
     torch.set_num_threads(1)  # small matrices
-    pixels, digits = (torch.as_tensor(each) for each in mnist_data())
+    pixels, digits = map(torch.as_tensor, mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
@@ -68,8 +67,8 @@ def main() -> None:
         shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
         print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)
         for axes, values in zip(panels, runs[best, :, 1:].T, strict=True):
-            axes.bar(label, values.mean(), color="#9ecae1")
-            axes.plot([label] * args.seeds, values, "o", color="black", markersize=4)
+            axes.bar(label, float(values.mean()), color="#9ecae1")
+            axes.plot([label] * args.seeds, values.tolist(), "o", color="black", markersize=4)
     for axes, title in zip(panels, MEASURES, strict=True):
         axes.set(title=title)
         axes.tick_params(axis="x", labelsize=8)
