@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from catnat import estimators, fisher, losses
     from catnat.distributions import HeadCategorical
     from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
+    from catnat.mixed_head import MixedHead
+    from catnat.one_hot import HeadOneHotCategorical
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
@@ -24,7 +26,9 @@ __all__ = [
     "CategoricalHead",
     "CatnatHead",
     "HeadCategorical",
+    "HeadOneHotCategorical",
     "HeadProbe",
+    "MixedHead",
     "NaturalHead",
     "SigmoidHead",
     "SoftmaxHead",
@@ -38,6 +42,8 @@ __all__ = [
 _HOMES = {
     "distributions": ("HeadCategorical",),
     "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "mixed_head": ("MixedHead",),
+    "one_hot": ("HeadOneHotCategorical",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_positive
 from catnat.distributions import HeadCategorical, draw
 from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
 from catnat.ops.reference import common_shape, take
@@ -32,7 +32,7 @@ class CategoricalHead(nn.Module, ABC):
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
     """
 
-    name: ClassVar[str]
+    name: str  # of the class, if it has one; of the inner head for a MixedHead
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
@@ -40,8 +40,8 @@ class CategoricalHead(nn.Module, ABC):
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
 
-        def __call__(self, scores: Tensor) -> HeadCategorical:
-            """The distribution these scores stand for."""
+        def __call__(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+            """The distribution these scores stand for, over the allowed categories."""
 
     def __init_subclass__(
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
@@ -81,8 +81,69 @@ class CategoricalHead(nn.Module, ABC):
         """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
         return exp_of_log_probs(self.log_probs(scores))
 
-    def forward(self, scores: Tensor) -> HeadCategorical:
-        """The distribution these scores stand for."""
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Scores under which a category that the mask forbids is impossible, (*, S) -> (*, S).
+
+        All other methods take the result like any scores: a forbidden category has probability
+        exactly 0 and is never drawn, and scores that no longer matter get no gradient.
+
+        Args:
+            scores: (*, S).
+            mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
+                that of the scores. Every row allows a category. Where a row does not, and looking
+                at the mask would wait for a device, the row becomes NaN.
+        """
+        self._check(scores)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a tensor of bool, True = allowed, got {kind}")
+        if not mask.dim() or mask.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"mask must have {self.num_categories} categories in the last dimension, "
+                f"got shape {tuple(mask.shape)}"
+            )
+        try:
+            torch.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"mask of shape {tuple(mask.shape)} does not broadcast with scores of shape "
+                f"{tuple(scores.shape)}"
+            ) from error
+        filled, some = self._masked(scores, mask), mask.any(-1)
+        if not can_branch_on(mask):
+            return torch.where(some[..., None], filled, torch.nan)
+        if not bool(some.all()):
+            row = tuple((~some).nonzero()[0].tolist())
+            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
+        return filled
+
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """:meth:`masked` without its checks: -inf for forbidden categories."""
+        self._require_a_score_for_each_category()
+        return torch.where(mask, scores, -torch.inf)
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        self._check(scores)
+        self._require_a_score_for_each_category()
+        return scores != -torch.inf
+
+    def _require_a_score_for_each_category(self) -> None:
+        if self.num_scores != self.num_categories:
+            raise NotImplementedError(
+                f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
+                "categories: it must override _masked and allowed for masks"
+            )
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+        """The distribution these scores stand for, over the categories that :meth:`masked` leaves.
+
+        Args:
+            scores: (*, S).
+            mask: as in :meth:`masked`; None allows all categories.
+        """
+        if mask is not None:
+            scores = self.masked(scores, mask)
         if self._is_lazy():
             return HeadCategorical(None, self.validate_args, source=(self, self._checked(scores)))
         return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
@@ -136,6 +197,31 @@ class CategoricalHead(nn.Module, ABC):
         """Categories of this shape; the batch shape of the checked scores broadcasts to it."""
         raise NotImplementedError
 
+    def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
+        """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
+
+        Made for the bias of the layer that gives the scores: training then starts from the
+        frequencies instead of the uniform distribution.
+
+        Args:
+            counts: how often each category was seen, >= 0.
+            smoothing: added to every count, so that no category starts at probability 0.
+
+        >>> from catnat import make_head
+        >>> head = make_head("sigmoid", 4)
+        >>> head.probs(head.scores_from_frequencies(torch.tensor([0, 1, 2, 3])))
+        tensor([0.1000, 0.2000, 0.3000, 0.4000])
+        """
+        require_positive(or_zero=True, smoothing=smoothing)
+        smoothed = self._of_categories(counts) + smoothing
+        total = smoothed.sum(-1, keepdim=True)
+        if can_branch_on(counts) and (bool((counts < 0).any()) or not bool((total > 0).all())):
+            raise ValueError(
+                f"counts must be >= 0, and some of them positive, got {counts.tolist()}"
+            )
+        dtype = counts.dtype if counts.is_floating_point() else torch.get_default_dtype()
+        return self.inverse(smoothed / total).to(dtype)
+
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
         return self.fisher(scores).diagonal(dim1=-2, dim2=-1)
@@ -184,6 +270,20 @@ class CategoricalHead(nn.Module, ABC):
 
     def _checked(self, scores: Tensor) -> Tensor:
         """Scores in float32 or float64, after checking their shape and dtype."""
+        self._check(scores)
+        wide = at_least_float32(scores)
+        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
+            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
+            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+        return wide
+
+    def _check(self, scores: Tensor) -> None:
+        """Raise an error unless these are a tensor of scores, (*, S)."""
+        if not isinstance(scores, Tensor):
+            raise TypeError(
+                f"scores must be a torch tensor, got {type(scores).__name__}; "
+                "torch.as_tensor makes one"
+            )
         if not scores.dim() or scores.shape[-1] != self.num_scores:
             raise ValueError(
                 f"{type(self).__name__} over {self.num_categories} categories takes "
@@ -191,11 +291,6 @@ class CategoricalHead(nn.Module, ABC):
             )
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
-        wide = at_least_float32(scores)
-        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
-            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
-            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
-        return wide
 
     def _checked_value(self, value: Tensor) -> Tensor:
         """Categories as int64, after checking them where that does not wait for a device."""
@@ -212,13 +307,34 @@ class CategoricalHead(nn.Module, ABC):
         return index
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities in float64, after checking their shape."""
-        if not probs.dim() or probs.shape[-1] != self.num_categories:
+        """Probabilities in float64, after checking their shape, signs and sums.
+
+        Wrong ones are NaN where looking at the values would wait for a device.
+        """
+        wide = self._of_categories(probs)
+        if not probs.is_floating_point():
+            raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
+        eps = torch.finfo(probs.dtype).eps
+        lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
+        wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
+        if can_branch_on(probs) and bool(wrong.any()):
+            row = tuple(wrong[..., 0].nonzero()[0].tolist())
+            raise ValueError(
+                f"probabilities must be >= 0 and sum to 1, got{f' in row {row}' if row else ''} "
+                f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
+            )
+        return torch.where(wrong, torch.nan, wide.clamp_min(0))
+
+    def _of_categories(self, x: Tensor) -> Tensor:
+        """A tensor (*, K) in float64, after checking its shape."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a torch tensor over categories, got {type(x).__name__}")
+        if not x.dim() or x.shape[-1] != self.num_categories:
             raise ValueError(
                 f"expected {self.num_categories} probabilities in the last dimension, "
-                f"got shape {tuple(probs.shape)}"
+                f"got shape {tuple(x.shape)}"
             )
-        return probs.double()
+        return x.double()
 
 
 def _identity(cls: type) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, constraints
+from torch.distributions import Categorical, Distribution, OneHotCategorical, constraints
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
@@ -19,6 +19,7 @@ from catnat.numerics import (
     is_plain,
     safe_log,
 )
+from catnat.one_hot import HeadOneHotCategorical
 from catnat.ops.reference import common_shape
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ class HeadCategorical(Categorical):
         self._batch_shape = given.shape[:-1]
         # If the sum of all values is not NaN, no value is NaN. The sum is much cheaper than
         # torch's check of every value, which is left to find and report the NaN.
+        # Scores of a mask may hold both infinities, whose sum is NaN as well.
         suspicious = validate_args and bool(at_least_float32(given.detach()).sum().isnan())
+        suspicious = suspicious and bool(given.isnan().any())
         if suspicious:
             _ = self.logits  # torch checks log-probabilities that are there already
         Distribution.__init__(self, given.shape[:-1], validate_args=suspicious)
@@ -181,6 +184,19 @@ class HeadCategorical(Categorical):
         """
         log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
         return straight_through_gumbel(log_probs, temperature, hard=hard, generator=generator)
+
+    def rsample_straight_through(
+        self, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """One-hot samples with the gradient of the probabilities p, (*sample_shape, *, K).
+
+        The value is exactly one-hot: one-hot + p - stop(p) (Bengio, Léonard and Courville, 2013).
+        """
+        return self.one_hot_sample(sample_shape, generator) + (self.probs - self.probs.detach())
+
+    def one_hot(self) -> HeadOneHotCategorical:
+        """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
+        return HeadOneHotCategorical(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: log-probabilities, not the head that gives them."""
@@ -285,5 +301,13 @@ for _pair in (
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.
 _HEAD, _PLAIN = HeadCategorical(torch.zeros(1)), Categorical(logits=torch.zeros(1))
-for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
+_HEAD_1, _PLAIN_1 = _HEAD.one_hot(), OneHotCategorical(logits=torch.zeros(1))
+for _p, _q in (
+    (_HEAD, _HEAD),
+    (_HEAD, _PLAIN),
+    (_PLAIN, _HEAD),
+    (_HEAD_1, _HEAD_1),
+    (_HEAD_1, _PLAIN_1),
+    (_PLAIN_1, _HEAD_1),
+):
     kl_divergence(_p, _q)

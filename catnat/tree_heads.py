@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -15,9 +15,18 @@ from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
-from catnat.tree import path_sums, right_shares, subtree_sums
+from catnat.tree import (
+    checked_order,
+    leaves_and_classes,
+    looked_up,
+    path_sums,
+    right_shares,
+    shown_order,
+    subtree_sums,
+)
 
 _CONSTANTS = ("constants32", "constants64")
+_ORDER = ("leaves", "classes")
 
 
 Value = TypeVar("Value")
@@ -63,12 +72,17 @@ class CatnatHead(CategoricalHead):
         center: the paper's C, added to every node's centre. Cannot change later.
         uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
             for every K; otherwise they do only if K is a power of two. Cannot change later.
+        order: the leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes
+            whose leaves are neighbours share most of their path. Cannot change later.
     """
 
     fisher_is_diagonal = True
     split = _Fixed[Split]()
     center = _Fixed[float]()
     uniform_at_zero = _Fixed[bool]()
+    order = _Fixed["tuple[int, ...] | None"]()
+    leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
+    classes: Tensor | None
     constants32: Tensor | None  # of the nodes, None where all are centred at 0
     constants64: Tensor | None
 
@@ -77,6 +91,7 @@ class CatnatHead(CategoricalHead):
         num_categories: int,
         center: float = 0.0,
         uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
         *,
         split: Split | None = None,
     ) -> None:
@@ -87,11 +102,15 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
             )
-        for constants in _CONSTANTS:
-            self.register_buffer(constants, None, persistent=False)
+        for derived in (*_CONSTANTS, *_ORDER):
+            self.register_buffer(derived, None, persistent=False)
         self.split = CustomSplit(self.log_split) if split is None else split
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
+        self.order = None if order is None else checked_order(order, self.num_categories)
+        if self.order is not None:
+            device = torch.get_default_device()
+            self.leaves, self.classes = leaves_and_classes(self.order, device)
         if split is not None:
             self._set_constants(torch.get_default_device())
 
@@ -104,7 +123,24 @@ class CatnatHead(CategoricalHead):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return tree_log_probs(scores, self.split, self._constants(scores))
+        return self._from_leaves(tree_log_probs(scores, self.split, self._constants(scores)))
+
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """A split with one empty side goes to the other; a node without leaves is never reached.
+
+        So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
+        P(node) of a node that is never reached.
+        """
+        # Whether a side allows a category: + of bools is "or".
+        left, right = subtree_sums(self._to_leaves(mask))
+        one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
+        return torch.where(left & right, scores, one_sided.to(scores.dtype))
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
+        self._check(scores)
+        blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
+        return self._from_leaves(~blocked)
 
     def _has_paths(self) -> bool:
         """True, unless a subclass computes its log-probabilities in another way."""
@@ -115,7 +151,7 @@ class CatnatHead(CategoricalHead):
         return self._has_paths() and not isinstance(self.split, CustomSplit)
 
     def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        return tree_log_prob(scores, value, self.split, self._constants(scores))
+        return tree_log_prob(scores, self._leaf_of(value), self.split, self._constants(scores))
 
     def _path_sample(
         self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
@@ -124,7 +160,8 @@ class CatnatHead(CategoricalHead):
         uniforms = torch.rand(
             *shape, height, dtype=torch.float64, device=scores.device, generator=generator
         )
-        return checked_sample(tree_sample(scores, uniforms, self.split, self._constants(scores)))
+        leaf = tree_sample(scores, uniforms, self.split, self._constants(scores))
+        return self._class_of(checked_sample(leaf))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -143,7 +180,7 @@ class CatnatHead(CategoricalHead):
 
         If one of the two is 0, the nearest representable score.
         """
-        left, right = subtree_sums(self._checked_probs(probs))
+        left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
         scores = self.split.inverse(left, right) + self._centre(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
@@ -184,7 +221,36 @@ class CatnatHead(CategoricalHead):
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
+        if self.order is not None:
+            options += f", order={shown_order(self.order)}"
         return f"{super().extra_repr()}, {options}"
+
+    def _leaf_of(self, value: Tensor) -> Tensor:
+        """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
+        return looked_up(value, self._ordering(value)[0])
+
+    def _class_of(self, leaf: Tensor) -> Tensor:
+        """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
+        return looked_up(leaf, self._ordering(leaf)[1])
+
+    def _to_leaves(self, x: Tensor) -> Tensor:
+        """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
+        classes = self._ordering(x)[1]
+        return x if classes is None else x.index_select(-1, classes)
+
+    def _from_leaves(self, x: Tensor) -> Tensor:
+        """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
+        leaves = self._ordering(x)[0]
+        return x if leaves is None else x.index_select(-1, leaves)
+
+    def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Leaves of the classes and classes of the leaves, on the device of x."""
+        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
+            tables = leaves_and_classes(self.order, x.device)
+            if not is_plain(x):
+                return tables
+            self.leaves, self.classes = tables
+        return self.leaves, self.classes
 
     def _centre(self, device: torch.device) -> Tensor:
         """The centre C of every node, (S,) in float64."""
@@ -218,13 +284,14 @@ class CatnatHead(CategoricalHead):
 
     def _has_tensors(self) -> bool:
         """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        own = (*self.parameters(), *self.buffers(), *vars(self).values())
+        buffers = (each for name, each in self.named_buffers() if name not in _ORDER)
+        own = (*self.parameters(), *buffers, *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget constants: ``log_split`` of a subclass may depend on it."""
         super().__setattr__(name, value)
-        if name not in _CONSTANTS and isinstance(vars(self).get("_split"), CustomSplit):
+        if name not in (*_CONSTANTS, *_ORDER) and isinstance(vars(self).get("_split"), CustomSplit):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
@@ -232,6 +299,8 @@ class CatnatHead(CategoricalHead):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
+        if self.order is not None and self.leaves is not None:  # .half() keeps integers
+            self.leaves, self.classes = leaves_and_classes(self.order, self.leaves.device)
         return self
 
 
@@ -243,15 +312,22 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
     """
 
     def __init__(
-        self, num_categories: int, center: float = 0.0, uniform_at_zero: bool = True
+        self,
+        num_categories: int,
+        center: float = 0.0,
+        uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
-        super().__init__(num_categories, center, uniform_at_zero, split=SigmoidSplit())
+        super().__init__(num_categories, center, uniform_at_zero, order, split=SigmoidSplit())
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary).
+    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). Beyond the edges
+    |s - C| = A/2 a score has no gradient, and its rarer side has probability 0. With a ``tail`` the
+    split is the same until the rarer side has that probability, and goes on as an exponential: no
+    score is without gradient, no probability is 0, and the Fisher matrix stays diagonal.
 
     Args:
         num_categories: K, at least 2.
@@ -259,6 +335,9 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             slope at 0.
         center: C.
         uniform_at_zero: as in :class:`CatnatHead`.
+        tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
+            or 1e-30 <= tail < 1/2; see :class:`~catnat.splits.NaturalSplit`.
+        order: as in :class:`CatnatHead`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
     tensor([[0.2500, 0.0000, 0.0000],
@@ -267,6 +346,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     """
 
     amplitude = _Fixed[float]()
+    tail = _Fixed[float]()
 
     def __init__(
         self,
@@ -274,32 +354,36 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         amplitude: float = 2 * math.pi,
         center: float = 0.0,
         uniform_at_zero: bool = True,
+        tail: float = 0.0,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
-        split = NaturalSplit(float(amplitude))
-        super().__init__(num_categories, center, uniform_at_zero, split=split)
-        self.amplitude = split.amplitude
+        if tail != 0:
+            require_within(1e-30, 0.5, "[)", tail=tail)
+        split = NaturalSplit(float(amplitude), float(tail))
+        super().__init__(num_categories, center, uniform_at_zero, order, split=split)
+        self.amplitude, self.tail = split.amplitude, split.tail
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
-        return f"{super().extra_repr()}, amplitude={self.amplitude}"
+        tail = f", tail={self.tail}" if self.tail else ""
+        return f"{super().extra_repr()}, amplitude={self.amplitude}{tail}"
 
     def information(self, scores: Tensor) -> Tensor:
-        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside."""
-        distance = self._distance(scores)
-        return torch.where(distance < 0, 0.0, (math.pi / self.amplitude) ** 2 + 0 * distance)
+        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
+        scores = self._checked(scores)
+        return cast(NaturalSplit, self.split).information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """Scores on or beyond the edges."""
-        return self._distance(scores) <= 0
-
-    def _distance(self, scores: Tensor) -> Tensor:
-        """Distance to the nearer edge, negative outside, (*, S) -> (*, S)."""
+        """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        return cast(NaturalSplit, self.split).distance(scores, self._constants(scores))[0]
+        distance, _ = cast(NaturalSplit, self.split).distance(scores, self._constants(scores))
+        return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Move the score of an impossible bit onto the edge if rounding left it just inside."""
+        if self.tail:
+            return scores
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)

@@ -20,8 +20,10 @@ from catnat.ops import reference, triton_tree
 
 torch.manual_seed(0)
 for K in (2, 3, 5, 8, 18, 32, 100):
-    for name in ("sigmoid", "natural"):
-        head = make_head(name, K)
+    for name, tail in (("sigmoid", {}), ("natural", {}), ("natural", {"tail": 0.05})):
+        if tail and K not in (2, 5, 32):
+            continue  # Triton's interpreter is slow
+        head = make_head(name, K, **tail)
         scores, grad = 2 * torch.randn(9, K - 1), torch.randn(9, K)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         exact = scores.double()

@@ -8,8 +8,8 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 - ``reference.py``, plain torch: any device and dtype, torch.func, torch.compile, differentiable any
   number of times;
 - ``native.py``, the C kernels of ``_native.c``: CPU, float32, one pass forward and one backward;
-- ``triton_tree.py``, ``triton_path.py``, ``triton_sparsemax.py``: CUDA, float32, one kernel for
-  each pass.
+- ``triton_tree.py``, ``triton_path.py`` with ``triton_splits.py``, and ``triton_sparsemax.py``:
+  CUDA, float32, one kernel for each pass.
 """
 
 from catnat.ops.dispatch import (
