@@ -30,7 +30,9 @@ def make(name: str, K: int, **options: float | bool) -> CategoricalHead:
 CATNAT = tuple(n for n in HEADS if issubclass(_REGISTRY[n], CatnatHead))
 TREES = tuple(n for n in GRID if isinstance(make(n, 2), CatnatHead))
 FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).split, CustomSplit))
-"""Trees for which there are kernels, and formulas that are exact far out."""
+"""Trees with closed forms, which the kernels hold too."""
+SEARCHED = tuple(n for n in TREES if n not in FUSED)
+"""Trees known by their ``log_split`` alone: centres and inverses are found by search."""
 
 
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:

