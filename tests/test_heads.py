@@ -249,7 +249,7 @@ def test_inverse(name, K):
         assert head.inverse(p).dtype == torch.float32
         assert (head.probs(head.inverse(p)) - p).abs().max() < 1e-6
         p = p.double() / p.double().sum(-1, keepdim=True)
-        assert (head.probs(head.inverse(p)) - p).abs().max() < (1e-9 if name in SEARCHED else 1e-12)
+        assert (head.probs(head.inverse(p)) - p).abs().max() < (1e-6 if name in SEARCHED else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -312,9 +312,7 @@ class TestCompany:
     def test_layout_does_not_matter(self, name, K):
         head = make(name, K)
         scores = torch.randn(head.num_scores, 6).t()
-        same = (
-            torch.allclose if name in SEARCHED else torch.equal
-        )  # torch may vectorize differently
+        same = torch.allclose if name in SEARCHED else torch.equal
         assert same(head.log_probs(scores), head.log_probs(scores.contiguous()))
         leaf = torch.randn(6, head.num_scores, requires_grad=True)
         weight = torch.randn(K, 6)
