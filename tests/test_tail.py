@@ -267,6 +267,16 @@ def test_a_custom_split_is_certain_at_infinite_scores(function, how):
     assert fisher(scores)[0, :2].tolist() == [0.0, 0.0] and fisher(scores)[0, 2] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_custom_split_has_a_finite_gradient_at_the_largest_scores(dtype):
+    """The derivative of log(atan2(1, x)) is 0 times infinity there."""
+    limit = torch.finfo(dtype).max
+    scores = torch.tensor([limit, -limit, 0.5], dtype=dtype, requires_grad=True)
+    out = reference.tree_log_probs(scores, CustomSplit(cauchy), None)
+    (grad,) = torch.autograd.grad(out[0] + 2 * out[1] + out[3], scores)
+    assert out.isfinite().all() and grad.isfinite().all() and grad[:2].tolist() == [0.0, 0.0]
+
+
 # ----------------------------------------------------------------------------------- C and Triton
 
 
