@@ -24,7 +24,7 @@ built = pytest.mark.skipif(native.library() is None, reason="the C kernels were 
 
 
 @pytest.mark.parametrize("amplitude", [2 * math.pi, 1.3])
-@pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("K", [3, 8, 18])
 @pytest.mark.parametrize("tail", TAILS)
 def test_definition_in_sixty_digits(tail, K, amplitude):
     head = make_head("natural", K, tail=tail, amplitude=amplitude)
@@ -122,16 +122,13 @@ def test_no_score_is_without_gradient(dtype, how, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["plain", "fused", "vmap", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "fused", "vmap"])
 @pytest.mark.parametrize("K", [4, 5])
 def test_infinite_scores_are_certain_and_nan_is_never_silent(how, dtype, K, monkeypatch):
     if how == "plain":
         monkeypatch.setattr(native, "library", lambda: None)
     head = make_head("natural", K, tail=0.05)
     log_probs = torch.func.vmap(head.log_probs) if how == "vmap" else head.log_probs
-    if how == "compiled":
-        torch._dynamo.reset()
-        log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
     scores = torch.randn(5, K - 1).to(dtype)
     scores[0, 0], scores[1, 0], scores[2] = math.inf, -math.inf, math.inf
     scores[3], scores[4, 0] = torch.finfo(dtype).max, math.nan
@@ -289,7 +286,7 @@ def awkward_scores(rows: int, S: int) -> torch.Tensor:
 
 
 @built
-@pytest.mark.parametrize("K", [2, 3, 5, 8, 18, 33, 1025])
+@pytest.mark.parametrize("K", [2, 5, 33, 1025])
 @pytest.mark.parametrize("tail", TAILS)
 def test_the_c_kernels_agree_with_plain_torch(tail, K):
     head = make_head("natural", K, tail=tail)
