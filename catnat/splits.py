@@ -248,6 +248,8 @@ class Split(Protocol):
 class CustomSplit:
     """A split given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
 
+    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+
     Args:
         function: differentiable, elementwise; its parameters, if it has any, get gradients.
     """
@@ -294,7 +296,7 @@ class CustomSplit:
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The function itself; an infinite score is a certain split."""
-        x, infinite = self._centred(scores, constants)
+        x, infinite, _ = self._centred(scores, constants)
         left, right = self.function(x)
         left = torch.where(infinite, 0.0, left).masked_fill(scores == torch.inf, LOG_ZERO)
         right = torch.where(infinite, 0.0, right).masked_fill(scores == -torch.inf, LOG_ZERO)
@@ -302,16 +304,21 @@ class CustomSplit:
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The derivatives of the function, by forward-mode differentiation; 0 at infinity."""
-        x, infinite = self._centred(scores, constants)
+        x, _, beyond = self._centred(scores, constants)
         moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
-        return torch.where(infinite, 0.0, -moved[0]), torch.where(infinite, 0.0, moved[1])
+        return torch.where(beyond, 0.0, -moved[0]), torch.where(beyond, 0.0, moved[1])
 
     @staticmethod
-    def _centred(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x = s - C, 0 at infinite scores, for which functions are seldom made; and where."""
+    def _centred(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x = s - C for the function; which scores are infinite; which are beyond the largest.
+
+        Few functions are made for such scores: x is 0 for infinite ones, and cut off for others.
+        """
+        bound = largest_score(scores.dtype)
         x = scores if constants is None else scores - constants[0]
-        infinite = x.isinf()
-        return torch.where(infinite, 0.0, x), infinite
+        infinite, beyond = x.isinf(), x.abs() > bound
+        cut_off = torch.where(beyond, bound * x.sign(), x)
+        return torch.where(infinite, 0.0, cut_off), infinite, beyond
 
 
 def _floored_log(x: Tensor) -> Tensor:

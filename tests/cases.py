@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import math
-
 import mpmath
 import torch
 from torch import Tensor
 
-from catnat import CategoricalHead, head_names, make_head
+from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
+from catnat.heads import _REGISTRY
+from catnat.splits import CustomSplit
 
-HEADS = head_names()[:4]  # the built-in ones; a test elsewhere may have registered others
-CATNAT = ("sigmoid", "natural")
+# The heads that the package defines; a test elsewhere may have registered others.
+HEADS = tuple(n for n in head_names() if _REGISTRY[n].__module__.partition(".")[0] == "catnat")
+OPTIONS = {
+    "natural-tail": ("natural", {"tail": 0.05})
+}  # heads with options, by a name of the tests
+GRID = (*HEADS, *OPTIONS)
+"""What every test of heads takes: names for :func:`make`."""
 CATEGORIES = (2, 3, 4, 5, 8, 18, 32)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def make(name: str, K: int, **options: float | bool) -> CategoricalHead:
+    """The head of a name in GRID."""
+    head, fixed = OPTIONS.get(name, (name, {}))
+    return make_head(head, K, **fixed, **options)
+
+
+CATNAT = tuple(n for n in HEADS if issubclass(_REGISTRY[n], CatnatHead))
+TREES = tuple(n for n in GRID if isinstance(make(n, 2), CatnatHead))
+FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).split, CustomSplit))
+"""Trees with closed forms, which the kernels hold too."""
+SEARCHED = tuple(n for n in TREES if n not in FUSED)
+"""Trees known by their ``log_split`` alone: centres and inverses are found by search."""
 
 
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:
@@ -35,10 +54,12 @@ def leaf_count(node: int, K: int) -> int:
     return 1 if node >= K else leaf_count(2 * node, K) + leaf_count(2 * node + 1, K)
 
 
-def exact_log_probs(
-    name: str, scores: list[float], amplitude: float = 2 * math.pi
-) -> list[mpmath.mpf]:
-    """Log-probabilities by the paper's definition in 60 digits; -inf for probability 0."""
+def exact_log_probs(name: str, scores: list[float], **options: float | bool) -> list[mpmath.mpf]:
+    """Log-probabilities by the definition in 60 digits; -inf for probability 0.
+
+    A tree whose formula is not known here splits as its own ``log_split`` says in float64. Another
+    head that is not known here gives its own log-probabilities in float64.
+    """
     with mpmath.workdps(60):
         s = [mpmath.mpf(x) for x in scores]
         if name == "softmax":
@@ -50,26 +71,61 @@ def exact_log_probs(
             size = max(n for n in range(1, len(s) + 1) if 1 + n * ranked[n - 1] > sum(ranked[:n]))
             tau = (sum(ranked[:size]) - 1) / size
             return [mpmath.log(x - tau) if x > tau else -mpmath.inf for x in s]
+        if name not in TREES:
+            own = make(name, len(s), **options).log_probs(torch.tensor(scores, dtype=torch.float64))
+            return [mpmath.mpf(x) for x in own.tolist()]
         K = len(s) + 1
+        head = make(name, K, **options)
         shares = [mpmath.mpf(leaf_count(2 * j + 1, K)) / leaf_count(j, K) for j in range(1, K)]
-        edges = [exact_split(name, x, share, amplitude) for x, share in zip(s, shares, strict=True)]
+        if isinstance(head, (SigmoidHead, NaturalHead)):
+            edges = [exact_split(head, x, share) for x, share in zip(s, shares, strict=True)]
+        else:
+            edges = own_splits(head, scores, shares)
         return [mpmath.fsum(edges[i][bit] for i, bit in leaf_path(k, K)) for k in range(K)]
 
 
 def exact_split(
-    name: str, s: mpmath.mpf, share: mpmath.mpf, amplitude: float
+    head: SigmoidHead | NaturalHead, s: mpmath.mpf, share: mpmath.mpf
 ) -> tuple[mpmath.mpf, mpmath.mpf]:
     """log(1 - a(s)) and log a(s) of a node at which zero must give the share."""
-    if name == "sigmoid":
+    if isinstance(head, SigmoidHead):
         x = s + mpmath.log(share) - mpmath.log(1 - share)
         return -mpmath.log1p(mpmath.exp(x)), -mpmath.log1p(mpmath.exp(-x))
-    A = mpmath.mpf(amplitude)
-    phi = mpmath.asin(mpmath.sqrt(share)) + mpmath.pi * s / (2 * A)
-    if phi <= 0:
-        return mpmath.mpf(0), -mpmath.inf
-    if phi >= mpmath.pi / 2:
-        return -mpmath.inf, mpmath.mpf(0)
-    return 2 * mpmath.log(mpmath.cos(phi)), 2 * mpmath.log(mpmath.sin(phi))
+    # Angles on the quarter circle from a = 0 to a = 1, which is A wide in scores.
+    joint = mpmath.asin(mpmath.sqrt(head.tail))
+    rare = min(share, 1 - share)
+    start = mpmath.asin(mpmath.sqrt(rare))
+    if rare < head.tail:
+        start = joint + mpmath.log(rare / head.tail) * mpmath.tan(joint) / 2
+    start = start if share <= 0.5 else mpmath.pi / 2 - start
+    phi = start + mpmath.pi * s / (2 * mpmath.mpf(head.amplitude))
+    depth = min(phi, mpmath.pi / 2 - phi)  # from the nearer end of the quarter circle
+    if depth > joint:
+        return 2 * mpmath.log(mpmath.cos(phi)), 2 * mpmath.log(mpmath.sin(phi))
+    log_rare = -mpmath.inf
+    if head.tail:
+        log_rare = mpmath.log(head.tail) - (joint - depth) * 2 / mpmath.tan(joint)
+    logs = (mpmath.log1p(-mpmath.exp(log_rare)), log_rare)
+    return logs if phi < mpmath.pi / 4 else logs[::-1]
+
+
+def own_splits(
+    head: CatnatHead, scores: list[float], shares: list[mpmath.mpf]
+) -> list[tuple[mpmath.mpf, mpmath.mpf]]:
+    """The head's own log_split in float64, centred by bisection so that zero gives the share."""
+    share = torch.tensor([float(x) for x in shares], dtype=torch.float64)
+    low = torch.full_like(share, -1e7)
+    high = -low
+    for _ in range(100):
+        left, right = head.log_split((low + high) / 2)
+        smaller = (right - left).detach() < torch.log(share / (1 - share))
+        low, high = (
+            torch.where(smaller, (low + high) / 2, low),
+            torch.where(smaller, high, (low + high) / 2),
+        )
+    logs = head.log_split(torch.tensor(scores, dtype=torch.float64) + (low + high) / 2)
+    pairs = zip(*(x.detach().tolist() for x in logs), strict=True)
+    return [(mpmath.mpf(left), mpmath.mpf(right)) for left, right in pairs]
 
 
 def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
@@ -78,8 +134,3 @@ def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
     jacobian = torch.autograd.functional.jacobian(head.probs, scores)  # (K, S)
     inside = p > 0
     return jacobian[inside].T @ (jacobian[inside] / p[inside, None])
-
-
-def make_heads(K: int) -> list[CategoricalHead]:
-    """All built-in heads over K categories."""
-    return [make_head(name, K) for name in HEADS]

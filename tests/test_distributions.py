@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import HEADS, random_scores
+from cases import GRID, make, random_scores
 from scipy.stats import chisquare
 from torch.distributions import Categorical, kl_divergence
 
@@ -16,7 +16,7 @@ from catnat import HeadCategorical, make_head
 def zeros_of(name: str) -> HeadCategorical:
     """A distribution over four categories of which the first and the last are impossible."""
     p = torch.tensor([0.0, 0.3, 0.7, 0.0])
-    head = make_head(name, 4)
+    head = make(name, 4)
     return head(head.inverse(p).requires_grad_())
 
 
@@ -24,9 +24,9 @@ WITH_ZEROS = ("sparsemax", "natural")
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_agrees_with_torch(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     q = head(0.3 * random_scores(head, rows=6).view(2, 3, -1))
     r = Categorical(probs=q.probs)
     value = torch.randint(K, (2, 3))
@@ -43,9 +43,9 @@ def test_agrees_with_torch(name, K):
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_kl_divergence(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     q, r = (head(0.05 * random_scores(head, rows=3)) for _ in range(2))
     assert (q.probs > 0).all() and (r.probs > 0).all()
     want = (q.probs * (q.probs.log() - r.probs.log())).sum(-1)
@@ -57,9 +57,9 @@ def test_kl_divergence(name, K):
     assert torch.allclose(kl_divergence(q, uniform), math.log(K) - q.entropy())
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_samples_follow_the_probabilities(name):
-    head = make_head(name, 5)
+    head = make(name, 5)
     q = head(0.5 * torch.tensor([0.3, -0.2, 0.5, 0.1, -0.4])[: head.num_scores])
     expected = 20_000 * q.probs[q.probs > 0].double()
     expected *= 20_000 / expected.sum()
@@ -90,7 +90,7 @@ class TestExactZeros:
         assert not q.rsample_relaxed(0.5)[..., [0, 3]].any()
 
     def test_entropy_and_kl_are_finite_with_finite_gradients(self, name):
-        head = make_head(name, 4)
+        head = make(name, 4)
         scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0])).requires_grad_()
         q, full = head(scores), make_head("softmax", 4)(torch.zeros(4))
         want = -(0.3 * math.log(0.3) + 0.7 * math.log(0.7))
@@ -111,7 +111,7 @@ class TestExactZeros:
         assert kl_divergence(q, other) > 100  # finite, but it says so
 
     def test_relaxed_samples_have_finite_gradients(self, name):
-        head = make_head(name, 4)
+        head = make(name, 4)
         scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0])).requires_grad_()
         for temperature in (0.1, 1.0, 10.0):
             sample = head(scores).rsample_relaxed(temperature, hard=True, sample_shape=(100,))
@@ -119,9 +119,9 @@ class TestExactZeros:
             assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_relaxed_samples(name):
-    head = make_head(name, 8)
+    head = make(name, 8)
     scores = torch.randn(6, head.num_scores, requires_grad=True)
     q = head(scores)
     soft = q.rsample_relaxed(0.7)
@@ -164,9 +164,9 @@ def test_validation():
 # ------------------------------------------------------------------------------- what goes in
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_an_empty_batch(name):
-    head = make_head(name, 5)
+    head = make(name, 5)
     for shape in ((0,), (2, 0)):
         q = head(torch.zeros(*shape, head.num_scores, requires_grad=True))
         assert q.sample().shape == q.entropy().shape == shape
@@ -187,13 +187,13 @@ def test_log_probabilities_that_are_not_normalized_are_refused():
             HeadCategorical(torch.full((K,), 1 / K).log().to(dtype))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_a_head_does_not_pay_for_a_check_of_its_sums(name, monkeypatch):
     def refuse(*args):
         raise AssertionError("the sums were checked")
 
     monkeypatch.setattr(HeadCategorical, "_check_sums", refuse)
-    head = make_head(name, 5)
+    head = make(name, 5)
     q = head(torch.zeros(2, head.num_scores))
     with pytest.raises(ValueError, match="value argument"):  # all other checks are still made
         q.log_prob(torch.tensor(5))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, HEADS, autograd_fisher, leaf_path, random_scores
+from cases import CATEGORIES, GRID, TREES, autograd_fisher, leaf_path, make, random_scores
 
 from catnat import CategoricalHead, make_head
 from catnat.fisher import (
@@ -35,10 +35,10 @@ def test_proposition_softmax(K):
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", TREES)
 def test_theorem_catnat(name, K):
     """G is diagonal with P(node) a'^2 / (a (1 - a)); a and a' here from a two-category head."""
-    head, split = make_head(name, K, uniform_at_zero=False), make_head(name, 2)
+    head, split = (make(name, n, uniform_at_zero=False) for n in (K, 2))
     for row in random_scores(head).clamp(-2.8, 2.8):
         a = split.probs(row[:, None])[:, 1]
         slope = torch.func.vmap(torch.func.grad(lambda s: split.probs(s[None])[1]))(row)
@@ -84,9 +84,9 @@ def test_sparsemax_on_its_support(K):
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_monte_carlo(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     row = 0.1 * random_scores(head, rows=1)[0] if name == "sparsemax" else random_scores(head, 1)[0]
     gradients = sampled_scores(head, row, num_samples=40_000)  # (M, S)
     terms = gradients[:, :, None] * gradients[:, None, :]
@@ -99,9 +99,9 @@ def test_monte_carlo(name, K):
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_diagonal_and_mean_agree_with_the_matrix(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     scores = 0.5 * random_scores(head, rows=6).view(2, 3, -1)
     fisher = head.fisher(scores)
     assert torch.allclose(head.fisher_diagonal(scores), fisher.diagonal(dim1=-2, dim2=-1))
@@ -111,10 +111,10 @@ def test_diagonal_and_mean_agree_with_the_matrix(name, K):
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_diagnostics_in_one_vector(name, K, dtype):
-    head = make_head(name, K)
+    head = make(name, K)
     scores = 2 * torch.randn(7, 3, head.num_scores, dtype=dtype)
     scores[1:3] *= 20  # saturates
     seen = head.diagnostics(scores)
@@ -158,10 +158,10 @@ def parameter_jacobian(function, parameters) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_pull_back_is_the_fisher_matrix_of_the_network(name, K):
     """J^T G J against E[grad log p grad log p^T] with gradients in the parameters themselves."""
-    head = make_head(name, K)
+    head = make(name, K)
     function, parameters = module_scores(*network(head.num_scores))
     scores = function(parameters)
     pulled = pullback_fisher(parameter_jacobian(function, parameters), head.fisher(scores))
@@ -174,9 +174,9 @@ def test_pull_back_is_the_fisher_matrix_of_the_network(name, K):
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_products_and_trace_without_the_jacobian(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     function, parameters = module_scores(*network(head.num_scores))
     fisher = head.fisher(function(parameters))
     full = pullback_fisher(parameter_jacobian(function, parameters), fisher).mean(0)
@@ -229,9 +229,9 @@ def test_the_trace_is_right_where_rows_are_mixed():
     assert torch.allclose(fisher_trace(head, function, parameters), full.trace())
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_precision_under_autocast_and_inference_mode(name):
-    head = make_head(name, 8)
+    head = make(name, 8)
     scores = 0.3 * torch.randn(50, head.num_scores)
     jacobian = torch.randn(50, head.num_scores, 4)
     want = head.mean_fisher(scores), pullback_fisher(jacobian, head.fisher(scores))
@@ -253,9 +253,9 @@ def test_softmax_has_l1_mass_one_half_whatever_the_scores(K):
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", TREES)
 def test_catnat_has_no_mass(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     for norm in ("l1", "fro"):
         assert not off_diagonal_mass(head.fisher(random_scores(head)), norm).any()
 
@@ -290,9 +290,9 @@ def test_condition_number():
 
 
 @pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_damping_is_added_to_the_diagonal_in_every_head(name, damping):
-    head = make_head(name, 5)
+    head = make(name, 5)
     scores = random_scores(head)
     scores[0] *= 20  # saturated and impossible
     grad = torch.randn_like(scores)
@@ -306,9 +306,9 @@ def test_damping_is_added_to_the_diagonal_in_every_head(name, damping):
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_natural_gradient_is_the_pseudo_inverse(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     scores = random_scores(head, scale=0.5)
     grad = torch.randn_like(scores)
     want = torch.linalg.pinv(head.fisher(scores), hermitian=True, rtol=1e-12) @ grad[..., None]

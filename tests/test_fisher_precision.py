@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import HEADS
+from cases import GRID, make
 
 from catnat import CategoricalHead, make_head
 from catnat.fisher import (
@@ -40,9 +40,9 @@ def test_softmax_does_not_cancel_where_it_is_saturated(rows):
         assert measure(mean).item() == pytest.approx(measure(exact.mean(0)).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_results_are_float32_under_autocast(name):
-    head = make_head(name, 8)
+    head = make(name, 8)
 
     class Any(type(head)):
         _natural_gradient = CategoricalHead._natural_gradient  # for heads without a closed form

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import HEADS
+from cases import GRID, make
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -122,25 +122,23 @@ def test_a_split_with_a_plain_number_follows_it(K):
 
 
 @pytest.mark.parametrize("K", [4, 5])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_a_head_is_built_on_the_device_of_the_context(name, K):
     with torch.device("meta"):
-        head = make_head(name, K)
+        head = make(name, K)
     assert all(buffer.device.type == "meta" for buffer in head.buffers())
     scores = torch.randn(2, head.num_scores)
-    want = make_head(name, K).log_probs(scores)
+    want = make(name, K).log_probs(scores)
     assert torch.equal(head.to_empty(device="cpu").log_probs(scores), want)
     with torch.device("meta"):
-        head = make_head(name, K)
+        head = make(name, K)
     assert torch.equal(head.log_probs(scores), want)  # the constants follow the scores
     assert head.log_probs(scores.to("meta")).device.type == "meta"
     assert torch.equal(head.log_probs(scores), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "make", [Cauchy, *(lambda K, name=name: make_head(name, K) for name in HEADS)]
-)
+@pytest.mark.parametrize("make", [Cauchy, *(lambda K, name=name: make(name, K) for name in GRID)])
 def test_a_head_built_in_inference_mode_can_be_trained(make, dtype):
     with torch.inference_mode():
         head = make(5)

@@ -11,7 +11,17 @@ import re
 import numpy
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, HEADS, autograd_fisher, exact_log_probs, random_scores
+from cases import (
+    CATEGORIES,
+    GRID,
+    HEADS,
+    SEARCHED,
+    TREES,
+    autograd_fisher,
+    exact_log_probs,
+    make,
+    random_scores,
+)
 from entmax import sparsemax
 
 from catnat import CatnatHead, HeadCategorical, NaturalHead, SigmoidHead, head_names, make_head
@@ -34,10 +44,10 @@ class CauchyHead(CatnatHead):
 
 
 def test_names_and_aliases():
-    assert HEADS == ("softmax", "sparsemax", "sigmoid", "natural")
+    assert HEADS[:4] == ("softmax", "sparsemax", "sigmoid", "natural")
     assert isinstance(make_head("catnat-sigmoid", 4), SigmoidHead)
     assert isinstance(make_head("catnat-natural", 4), NaturalHead)
-    assert [make_head(name, 5).num_scores for name in HEADS] == [5, 5, 4, 4]
+    assert [make_head(name, 5).num_scores for name in HEADS[:4]] == [5, 5, 4, 4]
     assert [make_head(name, 5).name for name in HEADS] == list(HEADS)
 
 
@@ -47,10 +57,10 @@ def test_unknown_name_lists_the_choices():
 
 
 @pytest.mark.parametrize("K", [1, 0, -3, True, 2.0, "4"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_bad_number_of_categories_is_named(name, K):
     with pytest.raises(ValueError, match=f"num_categories must .* got {K!r}"):
-        make_head(name, K)
+        make(name, K)
 
 
 def test_unknown_option_lists_the_choices():
@@ -95,9 +105,9 @@ def test_a_subclass_registers_itself():
         _ALIASES.pop("my-own")
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_wrong_scores_are_named(name):
-    head = make_head(name, 5)
+    head = make(name, 5)
     with pytest.raises(ValueError, match=rf"takes {head.num_scores} scores .* got shape \(2, 7\)"):
         head.log_probs(torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"floating point, got torch\.int64"):
@@ -183,10 +193,10 @@ def test_integers_of_numpy():
     assert head.num_categories == 5 and type(head.num_categories) is int
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_built_on_the_meta_device(name):
     with torch.device("meta"):
-        head = make_head(name, 5)
+        head = make(name, 5)
     assert head.probs(torch.zeros(head.num_scores)).shape == (5,)
 
 
@@ -194,9 +204,9 @@ def test_built_on_the_meta_device(name):
 
 
 @pytest.mark.parametrize("K", [*CATEGORIES, 1000])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_definition(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     for scale in (0.3, 2.0):
         scores = random_scores(head, rows=2, scale=scale)
         for row, out in zip(scores, head.log_probs(scores), strict=True):
@@ -218,27 +228,27 @@ def test_numbering_of_nodes_at_four_categories():
 
 
 @pytest.mark.parametrize("K", [2, 3, 5, 18, 1000, 131072])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_zero_scores_are_uniform(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 4e-6)):
         p = head.probs(torch.zeros(head.num_scores, dtype=dtype))
         assert (p * K - 1).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", TREES)
 def test_uniform_at_zero_can_be_turned_off(name):
-    p = make_head(name, 3, uniform_at_zero=False).probs(torch.zeros(2))
+    p = make(name, 3, uniform_at_zero=False).probs(torch.zeros(2))
     assert torch.allclose(p, torch.tensor([0.5, 0.25, 0.25]))
     assert torch.equal(right_shares(16), torch.full((15,), 0.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("K", [4, 5])
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", TREES)
 def test_center_shifts_the_scores(name, K):
     scores = torch.randn(3, K - 1, dtype=torch.float64)
-    shifted = make_head(name, K, center=0.7).log_probs(scores + 0.7)
-    assert torch.allclose(shifted, make_head(name, K).log_probs(scores), atol=1e-13)
+    shifted = make(name, K, center=0.7).log_probs(scores + 0.7)
+    assert torch.allclose(shifted, make(name, K).log_probs(scores), atol=1e-13)
 
 
 def test_amplitude_stretches_the_scores():
@@ -252,8 +262,8 @@ def test_amplitude_stretches_the_scores():
 
 
 def test_sigmoid_and_natural_have_the_same_slope_at_zero():
-    for name in CATNAT:
-        head = make_head(name, 2)
+    for name in ("sigmoid", "natural"):
+        head = make(name, 2)
         slope = torch.autograd.functional.jacobian(head.probs, torch.zeros(1))[1, 0]
         assert slope == pytest.approx(0.25, abs=1e-6)
 
@@ -270,22 +280,22 @@ def test_sparsemax_is_entmax_s(K):
 
 
 @pytest.mark.parametrize("K", [*CATEGORIES, 1000])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_inverse(name, K):
-    head = make_head(name, K)
+    head = make(name, K)
     for spread in (0.5, 3.0):
         p = torch.softmax(spread * torch.randn(20, K), -1)
         assert head.inverse(p).dtype == torch.float32
         assert (head.probs(head.inverse(p)) - p).abs().max() < 1e-6
         p = p.double() / p.double().sum(-1, keepdim=True)
-        assert (head.probs(head.inverse(p)) - p).abs().max() < 1e-12
+        assert (head.probs(head.inverse(p)) - p).abs().max() < (1e-6 if name in SEARCHED else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("K", CATEGORIES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 def test_inverse_on_the_boundary(name, K, dtype):
-    head = make_head(name, K)
+    head = make(name, K)
     corners = torch.eye(K, dtype=dtype)
     half = torch.zeros(K, dtype=dtype)
     half[:2] = 0.5
@@ -293,8 +303,8 @@ def test_inverse_on_the_boundary(name, K, dtype):
         scores = head.inverse(p)
         assert scores.isfinite().all()
         back = head.probs(scores)
-        assert (back - p).abs().max() < 1e-6
-        if name != "softmax":
+        assert (back - p).abs().max() < (1e-5 if name in SEARCHED else 1e-6)
+        if name not in SEARCHED:  # a search ends before infinity
             assert torch.equal(back == 0, p == 0)
     broken = torch.full((K,), 1 / K, dtype=dtype)
     broken[0] = torch.nan
@@ -323,10 +333,10 @@ def test_a_head_of_one_method(K):
 
 
 @pytest.mark.parametrize("K", [5, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", GRID)
 class TestCompany:
     def test_shapes(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         S = head.num_scores
         for shape in ((), (1,), (0,), (2, 3), (2, 0, 3)):
             scores = torch.randn(*shape, S, requires_grad=True)
@@ -339,17 +349,18 @@ class TestCompany:
             assert head.saturated(scores.detach()).shape == (*shape, S)
 
     def test_layout_does_not_matter(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         scores = torch.randn(head.num_scores, 6).t()
-        assert torch.equal(head.log_probs(scores), head.log_probs(scores.contiguous()))
+        same = torch.allclose if name in SEARCHED else torch.equal
+        assert same(head.log_probs(scores), head.log_probs(scores.contiguous()))
         leaf = torch.randn(6, head.num_scores, requires_grad=True)
         weight = torch.randn(K, 6)
         (strided,) = torch.autograd.grad((head.log_probs(leaf).t() * weight).sum(), leaf)
         (plain,) = torch.autograd.grad((head.log_probs(leaf) * weight.t().contiguous()).sum(), leaf)
-        assert torch.equal(strided, plain)
+        assert same(strided, plain)
 
     def test_compile(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         scores = torch.randn(6, head.num_scores, requires_grad=True)
 
         def loss(s):
@@ -364,7 +375,7 @@ class TestCompany:
         assert torch.allclose(got, want, atol=1e-5)
 
     def test_func_transforms(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         scores = torch.randn(6, head.num_scores)
         jacobian = torch.func.vmap(torch.func.jacrev(head.log_probs))(scores)
         forward = torch.func.vmap(torch.func.jacfwd(head.log_probs))(scores)
@@ -384,7 +395,7 @@ class TestCompany:
         )
 
     def test_autocast(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         net = torch.nn.Linear(4, head.num_scores)
         x = torch.randn(6, 4)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -395,7 +406,7 @@ class TestCompany:
         assert net.weight.grad is not None and net.weight.grad.isfinite().all()
 
     def test_copies(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         scores = torch.randn(3, head.num_scores)
         want = head.log_probs(scores)
         stream = io.BytesIO()
@@ -410,16 +421,16 @@ class TestCompany:
             assert torch.equal(again.log_probs(scores), want)
 
     def test_state_dict_is_empty_and_casts_keep_precision(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         scores = torch.randn(3, head.num_scores, dtype=torch.float64)
         want = head.log_probs(scores)
         assert not head.state_dict() and not list(head.parameters())
         for cast in (head.half(), head.bfloat16(), head.double(), head.float(), head.to("cpu")):
             assert torch.equal(cast.log_probs(scores), want)
-        assert make_head(name, K).to("meta") is not None
+        assert make(name, K).to("meta") is not None
 
     def test_forward_gives_a_distribution(self, name, K):
-        head = make_head(name, K)
+        head = make(name, K)
         q = head(torch.randn(3, head.num_scores))
         assert isinstance(q, HeadCategorical)
         assert q.batch_shape == (3,) and q.event_shape == ()

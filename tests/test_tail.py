@@ -6,10 +6,9 @@ import copy
 import math
 import pickle
 
-import mpmath
 import pytest
 import torch
-from cases import DTYPES, autograd_fisher, leaf_count, leaf_path
+from cases import DTYPES, autograd_fisher, exact_log_probs
 from cases_cli import last, run
 
 from catnat import make_head
@@ -24,46 +23,16 @@ SIZES = (2, 3, 5, 8, 18)
 built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
 
 
-def exact_split(s, share, tail, amplitude):
-    """log(1 - a) and log a in 60 digits, of a node at which zero must give the share."""
-    A, tail = mpmath.mpf(amplitude), mpmath.mpf(tail)
-    angle = mpmath.asin(mpmath.sqrt(tail))  # of the joint, seen from the edge
-    rate = 2 / mpmath.tan(angle)  # at which log p falls with the angle beyond the joint
-
-    def centre():  # phi at s = 0
-        rare = min(share, 1 - share)
-        depth = mpmath.asin(mpmath.sqrt(rare))
-        if rare < tail:
-            depth = angle + mpmath.log(rare / tail) / rate
-        return depth if share <= 0.5 else mpmath.pi / 2 - depth
-
-    phi = centre() + mpmath.pi * s / (2 * A)
-    depth = min(phi, mpmath.pi / 2 - phi)
-    if depth >= angle:
-        return 2 * mpmath.log(mpmath.cos(phi)), 2 * mpmath.log(mpmath.sin(phi))
-    rare = mpmath.log(tail) - rate * (angle - depth)
-    logs = mpmath.log1p(-mpmath.exp(rare)), rare
-    return logs if phi < mpmath.pi / 4 else logs[::-1]
-
-
-def exact_log_probs(scores, tail, amplitude=2 * math.pi):
-    K = len(scores) + 1
-    with mpmath.workdps(60):
-        shares = [mpmath.mpf(leaf_count(2 * j + 1, K)) / leaf_count(j, K) for j in range(1, K)]
-        edges = [
-            exact_split(mpmath.mpf(s), share, tail, amplitude)
-            for s, share in zip(scores, shares, strict=True)
-        ]
-        return [float(mpmath.fsum(edges[i][bit] for i, bit in leaf_path(k, K))) for k in range(K)]
-
-
 @pytest.mark.parametrize("amplitude", [2 * math.pi, 1.3])
-@pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("K", [3, 8, 18])
 @pytest.mark.parametrize("tail", TAILS)
 def test_definition_in_sixty_digits(tail, K, amplitude):
     head = make_head("natural", K, tail=tail, amplitude=amplitude)
     scores = amplitude * (0.5 * torch.randn(6, K - 1, dtype=torch.float64)).float()
-    exact = [exact_log_probs(row.tolist(), tail, amplitude) for row in scores]
+    exact = [
+        [float(x) for x in exact_log_probs("natural", row.tolist(), tail=tail, amplitude=amplitude)]
+        for row in scores
+    ]
     want = torch.tensor(exact, dtype=torch.float64)
     assert (want[:, 0] < math.log(tail)).any() or tail < 1e-3
     for got, error in ((head.log_probs(scores.double()), 1e-12), (head.log_probs(scores), 2e-6)):
@@ -153,16 +122,13 @@ def test_no_score_is_without_gradient(dtype, how, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["plain", "fused", "vmap", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "fused", "vmap"])
 @pytest.mark.parametrize("K", [4, 5])
 def test_infinite_scores_are_certain_and_nan_is_never_silent(how, dtype, K, monkeypatch):
     if how == "plain":
         monkeypatch.setattr(native, "library", lambda: None)
     head = make_head("natural", K, tail=0.05)
     log_probs = torch.func.vmap(head.log_probs) if how == "vmap" else head.log_probs
-    if how == "compiled":
-        torch._dynamo.reset()
-        log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
     scores = torch.randn(5, K - 1).to(dtype)
     scores[0, 0], scores[1, 0], scores[2] = math.inf, -math.inf, math.inf
     scores[3], scores[4, 0] = torch.finfo(dtype).max, math.nan
@@ -298,6 +264,16 @@ def test_a_custom_split_is_certain_at_infinite_scores(function, how):
     assert fisher(scores)[0, :2].tolist() == [0.0, 0.0] and fisher(scores)[0, 2] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_custom_split_has_a_finite_gradient_at_the_largest_scores(dtype):
+    """The derivative of log(atan2(1, x)) is 0 times infinity there."""
+    limit = torch.finfo(dtype).max
+    scores = torch.tensor([limit, -limit, 0.5], dtype=dtype, requires_grad=True)
+    out = reference.tree_log_probs(scores, CustomSplit(cauchy), None)
+    (grad,) = torch.autograd.grad(out[0] + 2 * out[1] + out[3], scores)
+    assert out.isfinite().all() and grad.isfinite().all() and grad[:2].tolist() == [0.0, 0.0]
+
+
 # ----------------------------------------------------------------------------------- C and Triton
 
 
@@ -310,7 +286,7 @@ def awkward_scores(rows: int, S: int) -> torch.Tensor:
 
 
 @built
-@pytest.mark.parametrize("K", [2, 3, 5, 8, 18, 33, 1025])
+@pytest.mark.parametrize("K", [2, 5, 33, 1025])
 @pytest.mark.parametrize("tail", TAILS)
 def test_the_c_kernels_agree_with_plain_torch(tail, K):
     head = make_head("natural", K, tail=tail)

@@ -8,19 +8,17 @@ import sys
 
 import pytest
 import torch
-from cases import HEADS
+from cases import GRID, OPTIONS, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from catnat import make_head
-
-pytestmark = pytest.mark.parametrize("name", HEADS)
+pytestmark = pytest.mark.parametrize("name", GRID)
 
 
 def scores_for(name: str) -> tuple:
-    head = make_head(name, 8)
+    head = make(name, 8)
     return head, torch.randn(3, head.num_scores)
 
 
@@ -74,7 +72,7 @@ class Policy(torch.nn.Module):
 
     def __init__(self, name: str, K: int):
         super().__init__()
-        self.head = make_head(name, K)
+        self.head = make(name, K)
 
     def forward(self, scores):
         q = self.head(scores)
@@ -119,11 +117,12 @@ def test_torch_export(name, strict):
 
 
 def test_compiled_divergence_in_a_fresh_process(name):
+    head, options = OPTIONS.get(name, (name, {}))
     code = f"""
 import torch
 from catnat import make_head
 from torch.distributions import kl_divergence
-head = make_head({name!r}, 5)
+head = make_head({head!r}, 5, **{options!r})
 scores = torch.randn(2, 3, head.num_scores)
 loss = lambda a, b: kl_divergence(head(a), head(b)).sum()
 got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*scores)
