@@ -2,8 +2,8 @@
 
 One VAE a head, on MNIST. A point is the mean of ``off_diagonal_share_sampled`` over 25 steps, its
 bar two standard errors of that mean. The line is the exact share: the square of the exact
-Frobenius mass. Below, the difference of the two. Sparsemax is not shown: its Fisher matrix comes from categories that are hardly ever
-drawn, so two draws a row underestimate it.
+Frobenius mass. Below, the difference of the two. Sparsemax is not shown: its Fisher matrix comes
+from categories that are hardly ever drawn, so two draws a row underestimate it.
 
     python benchmarks/sampled_mass.py --root data --out results/sampled_mass.png
 """

@@ -60,8 +60,8 @@ from catnat.ops import reference, triton_path
 
 torch.manual_seed(0)
 for K in (2, 3, 5, 18, 32, 1000):
-    for name in ("sigmoid", "natural"):
-        head, H = make_head(name, K), (K - 1).bit_length()
+    for name, tail in (("sigmoid", {}), ("natural", {}), ("natural", {"tail": 0.05})):
+        head, H = make_head(name, K, **tail), (K - 1).bit_length()
         scores, leaf, grad = 2 * torch.randn(7, K - 1), torch.randint(K, (3, 7)), torch.randn(3, 7)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         leaf[0, :4] = torch.tensor([0, K - 1, -1, K])

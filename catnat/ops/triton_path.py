@@ -2,7 +2,7 @@
 
 A program takes R results, and every lane walks its own path: up from a leaf, or down from the root.
 Result i belongs to row i % B of the scores. Of a row only the nodes of a path are read, so K has no
-limit. Tensors in a program are (1, R): to the functions of ``triton_tree.py``, one row of R nodes.
+limit. Tensors in a program are (1, R): for the functions of ``triton_splits.py`` a row of R nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.ops.triton_tree import _log_split, _settings, _slopes, on_device_of
+from catnat.ops.triton_splits import _log_split, _slopes
+from catnat.ops.triton_tree import _settings, on_device_of
 from catnat.splits import Split
 
 _BLOCK = 128
@@ -30,6 +31,9 @@ def _forward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     HEIGHT: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -49,7 +53,9 @@ def _forward_kernel(
         inside = alive & (heap > 0)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(source + node, mask=inside, other=0.0)[None, :]
-        left, right = _log_split(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
+        left, right = _log_split(
+            s, node, constants, S, rate, high, low, joint, slope, edge, inside, NATURAL, CENTRED
+        )
         total += tl.where(inside[None, :], tl.where(right_hand[None, :], right, left), 0.0)
     total = tl.where(valid[None, :], total, float("nan"))
     tl.store(out + i[None, :], total, mask=alive[None, :])
@@ -68,6 +74,9 @@ def _backward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     HEIGHT: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -88,7 +97,9 @@ def _backward_kernel(
         inside = alive & (heap > 0)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(scores + row + node, mask=inside, other=0.0)[None, :]
-        left, right = _slopes(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
+        left, right = _slopes(
+            s, node, constants, S, rate, high, low, joint, slope, edge, inside, NATURAL, CENTRED
+        )
         step = g * tl.where(right_hand[None, :], right, -left)
         tl.atomic_add(out + (row + node)[None, :], step, mask=inside[None, :])
 
@@ -105,6 +116,9 @@ def _sample_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     HEIGHT: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -119,7 +133,9 @@ def _sample_kernel(
         inside = alive & (heap > 0) & (heap < K)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(source + node, mask=inside, other=0.0)[None, :]
-        left, _ = _log_split(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
+        left, _ = _log_split(
+            s, node, constants, S, rate, high, low, joint, slope, edge, inside, NATURAL, CENTRED
+        )
         left = tl.reshape(left, (R,)).to(tl.float64)
         u = tl.load(uniforms + i * HEIGHT + level, mask=alive, other=0.0)
         child = 2 * heap + (u >= tl.exp(left)).to(tl.int64)
