@@ -9,16 +9,14 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Image, KVWriter
 from torch import Tensor
 
-from catnat import CategoricalHead, HeadCategorical, HeadProbe
+from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import matrices_of, scalars_of
 from catnat.callbacks.images import heat_map
 from catnat.checks import require_at_least
 from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
 from catnat.sb3 import HeadPolicy
-from catnat.sb3.action_distributions import masked, unchecked
-from catnat.sb3.buffers import map_observations
-
-_MAX_NUMBERS = 2**24  # of gradients (B, K, S) that are held at once
+from catnat.sb3.action_distributions import unchecked
+from catnat.sb3.buffers import DeviceRolloutBuffer, map_observations
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -26,8 +24,9 @@ class FisherMonitorSB3(BaseCallback):
 
     The tags are those of :class:`FisherMonitor`, which explains them: ``fim/...``, or
     ``fim/<name>/...`` if a policy has several heads. G is the mean over states of the rollout,
-    under the policy that played it. If actions were masked, G belongs to the distribution given the
-    mask, and is dense for every head; ``fim/saturated`` does not depend on masks. The monitor also
+    under the policy that played it. If actions were masked, G belongs to the distribution over the
+    allowed actions: the scores are those that :meth:`CategoricalHead.masked` gives, and G of a tree
+    stays diagonal. ``fim/saturated`` leaves out the splits that masks decide. The monitor also
     writes ``train/entropy``, the mean entropy of the policy in these states.
 
     The values are recorded in the model's logger, and written with its next row. If that row
@@ -92,13 +91,12 @@ class FisherMonitorSB3(BaseCallback):
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
             distribution = self._distribution(chosen)
             entropy = distribution.entropy().mean()
-        masks = self._masks(chosen, probe)
         for name, head, scores in probe:
             prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
-            if name in masks:
-                head = GivenMask(head, masks[name])
             diagnostics = head.diagnostics(scores)[None].cpu()
             (values,) = scalars_of(head, diagnostics)
+            if not bool((free := scores.isfinite()).all()):  # infinite: decided by a mask
+                values["saturated"] = float(head.saturated(scores)[free].float().mean())
             if self.num_samples:
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
                 values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
@@ -137,8 +135,10 @@ class FisherMonitorSB3(BaseCallback):
         """The policy's distribution in these states, with the masks or memory of the rollout."""
         policy: Any = self.model.policy
         buffer, states = self._buffer, self._states(chosen)
-        if hasattr(buffer, "action_masks"):  # MaskablePPO
-            return policy.get_distribution(states, self._take(buffer.action_masks, chosen))
+        masks = buffer.tensors.masks if isinstance(buffer, DeviceRolloutBuffer) else None
+        masks = getattr(buffer, "action_masks", masks)  # MaskablePPO
+        if masks is not None:
+            return policy.get_distribution(states, action_masks=self._take(masks, chosen))
         if hasattr(buffer, "hidden_states_pi"):  # RecurrentPPO: (T, layers, n, ...)
             memory = tuple(
                 self._take(each.swapaxes(1, 2), chosen).transpose(0, 1).contiguous()
@@ -147,20 +147,6 @@ class FisherMonitorSB3(BaseCallback):
             starts = self._take(buffer.episode_starts, chosen)
             return policy.get_distribution(states, memory, starts)[0]
         return policy.get_distribution(states)
-
-    def _masks(self, chosen: Tensor, probe: HeadProbe) -> dict[str, Tensor]:
-        """Masks (B, K) by the name of the head, for heads with a forbidden action."""
-        if not hasattr(self._buffer, "action_masks"):
-            return {}
-        heads: Any = self.model.policy.heads
-        allowed = self._take(self._buffer.action_masks, chosen).bool()
-        parts = allowed.split([head.num_categories for head in heads], -1)
-        names = {head: name for name, head in probe.heads.items()}
-        return {
-            names[head]: part
-            for head, part in zip(heads, parts, strict=True)
-            if head in names and not bool(part.all())
-        }
 
     def _record_image(self, tag: str, matrix: Tensor) -> None:
         largest = float(matrix.abs().max())
@@ -177,52 +163,3 @@ class FisherMonitorSB3(BaseCallback):
         for output in self.logger.output_formats if values else ():
             if isinstance(output, KVWriter):
                 output.write(values, hidden, self._step)
-
-
-class GivenMask(CategoricalHead):
-    """The distribution of a head given that the category is allowed, for its Fisher matrices.
-
-    Args:
-        head: the head.
-        allowed: (B, K) bool, for each row of scores.
-    """
-
-    def __init__(self, head: CategoricalHead, allowed: Tensor) -> None:
-        super().__init__(head.num_categories)
-        self.head, self.allowed = head, allowed
-        self.num_scores = head.num_scores
-
-    def log_probs(self, scores: Tensor) -> Tensor:
-        """log p(k | k allowed), (*, B, S) -> (*, B, K)."""
-        return self._given(self.head.log_probs(scores), self.allowed)
-
-    def inverse(self, probs: Tensor) -> Tensor:
-        """Not defined: forbidden categories have no probability."""
-        raise NotImplementedError
-
-    def fisher(self, scores: Tensor) -> Tensor:
-        """sum_k p_k g_k g_k^T, g_k the gradient of log p_k in the scores: (B, S) -> (B, S, S)."""
-        return self._fisher(scores, self.allowed)
-
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over the rows, a few rows at a time to save memory."""
-        few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
-        parts = zip(scores.split(few), self.allowed.split(few), strict=True)
-        return torch.stack([self._fisher(*part).sum(0) for part in parts]).sum(0) / len(scores)
-
-    def saturated(self, scores: Tensor) -> Tensor:
-        """As without the mask."""
-        return self.head.saturated(scores)
-
-    def _fisher(self, scores: Tensor, allowed: Tensor) -> Tensor:
-        scores = scores.detach()
-        jacobian = torch.func.vmap(torch.func.jacrev(self.head.log_probs))
-        gradients: Tensor = jacobian(scores)  # (B, K, S)
-        p = self._given(self.head.log_probs(scores), allowed).exp()[..., None]  # (B, K, 1)
-        gradients = gradients - (p * gradients).sum(1, keepdim=True)
-        return (p * gradients).mT @ gradients
-
-    @staticmethod
-    def _given(log_probs: Tensor, allowed: Tensor) -> Tensor:
-        free = HeadCategorical(log_probs, validate_args=False)
-        return masked(free, allowed.expand(log_probs.shape)).logits

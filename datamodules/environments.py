@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,10 +36,21 @@ class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
             raise ValueError(f"num_actions must be at least {space.n}, got {num_actions}")
         self._n = space.n
         self.action_space = Discrete(num_actions)
+        self._repeated = num_actions
 
     def action(self, action: np.int64) -> np.int64:
         """The action of the environment."""
         return np.int64(action % self._n)
+
+    @property
+    def action_masks(self) -> Callable[[], NDArray[np.bool_]]:
+        """The environment's method of this name, with its mask repeated for the copies.
+
+        Raises:
+            AttributeError: the environment has no masks, and so this one has none either.
+        """
+        own = self.env.get_wrapper_attr("action_masks")
+        return lambda: np.resize(np.asarray(own(), bool), self._repeated)
 
 
 def is_atari(name: str) -> bool:

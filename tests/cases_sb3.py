@@ -17,6 +17,7 @@ from catnat.sb3 import HeadPPO
 BOX = spaces.Box(-1, 1, (3,))
 PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}
+SATURATED = [0.0, 3.1415, 3.2, -3.2, 40.0, -40.0, 1e4, -1e9, 1e20, -1e38]  # scores
 BOTH = spaces.Dict({"picture": PICTURE, "number": spaces.Discrete(3)})
 
 
@@ -47,8 +48,22 @@ class Guess(gym.Env):
         )
 
     def action_masks(self):
-        sizes = getattr(self.action_space, "nvec", [getattr(self.action_space, "n", 0)])
-        return np.concatenate([np.arange(n) % 2 == self.count % 2 for n in sizes])
+        """Even choices before even steps, odd ones before odd steps."""
+        sizes = choices(self.action_space)
+        return np.concatenate([np.arange(n) % 2 == self.count % min(n, 2) for n in sizes])
+
+
+class Unmasked(Guess):
+    """The same environment without masks."""
+
+    action_masks = property()
+
+
+def choices(space):
+    """K of each action of a space."""
+    if isinstance(space, spaces.MultiBinary):
+        return [2] * space.n
+    return [space.n] if isinstance(space, spaces.Discrete) else list(space.nvec)
 
 
 def same_parameters(one: nn.Module, other: nn.Module) -> bool:

@@ -58,6 +58,7 @@ class Kept(FisherMonitorSB3):
 
 def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, steps=96):
     few = {"seed": 0, "device": "cpu", "n_steps": 16} if algorithm is A2C else SMALL
+    few = few | ({"masks": False} if algorithm is HeadPPO else {})
     model = algorithm(
         HeadActorCriticPolicy,
         make_vec_env(Guess, 2, seed=0, env_kwargs=env or {}),
@@ -195,28 +196,33 @@ class Few(Guess):
         return np.concatenate([np.arange(n) % 4 == 0 for n in sizes])
 
 
-def run_masked(head, space, use_masking=True, monitor=None):
+def run_masked(head, space, masked=True, monitor=None, algorithm=MaskablePPO):
     env = make_vec_env(Few, 2, seed=0, env_kwargs={"action_space": space})
-    kind = HeadMaskableActorCriticPolicy
-    model = MaskablePPO(kind, env, policy_kwargs={"head": head}, **SMALL)
+    kind, few = HeadMaskableActorCriticPolicy, {}
+    if algorithm is HeadPPO:
+        kind, few = HeadActorCriticPolicy, {"masks": masked}
+    model = algorithm(kind, env, policy_kwargs={"head": head}, **SMALL, **few)
     rows = Rows()
     model.set_logger(Logger(None, [rows]))
-    model.learn(32, monitor or FisherMonitorSB3(num_samples=512), use_masking=use_masking)
+    use = {} if algorithm is HeadPPO else {"use_masking": masked}
+    model.learn(32, monitor or FisherMonitorSB3(num_samples=512), **use)
     return model, rows.rows[32]
 
 
+@pytest.mark.parametrize("algorithm", [MaskablePPO, HeadPPO])
 @pytest.mark.parametrize("head", HEADS)
-def test_the_entropy_is_that_of_the_allowed_actions(head):
-    _, row = run_masked(head, spaces.Discrete(20))
+def test_the_entropy_is_that_of_the_allowed_actions(head, algorithm):
+    _, row = run_masked(head, spaces.Discrete(20), algorithm=algorithm)
     assert row["train/entropy"] == pytest.approx(math.log(5), abs=0.05)
-    _, row = run_masked(head, spaces.Discrete(20), use_masking=False)
+    _, row = run_masked(head, spaces.Discrete(20), masked=False, algorithm=algorithm)
     assert row["train/entropy"] == pytest.approx(math.log(20), abs=0.05)
 
 
+@pytest.mark.parametrize("algorithm", [MaskablePPO, HeadPPO])
 @pytest.mark.parametrize("head", HEADS)
-def test_the_fisher_matrix_is_that_of_the_allowed_actions(head):
+def test_the_fisher_matrix_is_that_of_the_allowed_actions(head, algorithm):
     monitor = Kept(num_samples=512)
-    model, row = run_masked(head, spaces.Discrete(9), monitor=monitor)
+    model, row = run_masked(head, spaces.Discrete(9), monitor=monitor, algorithm=algorithm)
     ((states, weights),) = monitor.seen
     model.policy.load_state_dict(weights)
     with torch.no_grad():
@@ -225,7 +231,7 @@ def test_the_fisher_matrix_is_that_of_the_allowed_actions(head):
     it, allowed = model.policy.heads[0], torch.arange(9) % 4 == 0
 
     def log_probs(each):
-        return it.log_probs(each)[..., allowed].log_softmax(-1)
+        return it.log_probs(it.masked(each, allowed))[..., allowed]
 
     gradients = torch.func.vmap(torch.func.jacrev(log_probs))(scores)
     exact = torch.einsum("bk,bki,bkj->ij", log_probs(scores).exp(), gradients, gradients) / 32
@@ -235,10 +241,13 @@ def test_the_fisher_matrix_is_that_of_the_allowed_actions(head):
     assert row["fim/off_diagonal_mass_fro"] == pytest.approx(
         off_diagonal_mass(exact, "fro").item(), abs=1e-4
     )
+    if head in ("sigmoid", "natural"):
+        assert row["fim/off_diagonal_mass"] == 0, "a masked tree stays diagonal"
+    assert row["fim/saturated"] == 0, "splits that a mask decides do not count"
 
 
 def test_masks_of_several_actions_go_to_their_heads():
-    _, row = run_masked("natural", spaces.MultiDiscrete([5, 1, 9]))
+    _, row = run_masked("softmax", spaces.MultiDiscrete([5, 1, 9]))
     assert row["train/entropy"] == pytest.approx(math.log(2) + math.log(3), abs=0.05)
     _, alone = run_masked("natural", spaces.MultiDiscrete([4, 1, 2]))  # one choice is left in each
     assert alone["train/entropy"] == pytest.approx(0, abs=1e-6)

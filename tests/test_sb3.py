@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import HEADS
-from cases_sb3 import BOX, PICTURE, SMALL, Guess, same_parameters
+from cases_sb3 import BOX, PICTURE, SATURATED, SMALL, Guess, same_parameters
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
@@ -20,7 +20,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
 import catnat.sb3
-from catnat import HeadProbe, make_head
+from catnat import HeadProbe, NaturalHead, make_head
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -28,13 +28,7 @@ from catnat.sb3 import (
     HeadMultiInputActorCriticPolicy,
     HeadPPO,
 )
-from catnat.sb3.action_distributions import (
-    HeadDistribution,
-    HeadMultiDistribution,
-    draw,
-    masked,
-    mixed,
-)
+from catnat.sb3.action_distributions import HeadDistribution, draw
 
 
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):
@@ -107,12 +101,12 @@ def test_saving_keeps_head_and_options(head, kind, tmp_path):
         model.policy.save(str(tmp_path / "it"))
         copy = HeadActorCriticPolicy.load(str(tmp_path / "it"), device="cpu")
     assert same_parameters(model.policy, copy)
-    assert copy.heads[0].name == head and copy.action_dist.uniform_mix == 0.01
+    assert copy.heads[0].name == head and copy.heads[0].mix == 0.01
     obs = torch.randn(6, 3)
     one, two = (p.get_distribution(obs).distribution.logits for p in (model.policy, copy))
     assert torch.equal(one, two)
     if head == "natural":
-        assert copy.heads[0].split.rate == pytest.approx(np.pi / 5)
+        assert copy.heads[0].inner.split.rate == pytest.approx(np.pi / 5)
     if kind == "model":
         loaded.set_env(make_vec_env(Guess, 2))
         loaded.learn(32)
@@ -235,14 +229,12 @@ def test_other_action_spaces_are_refused(space):
         ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
         ({"head": make_head("natural", 5)}, "head must be a name"),
         ({"head": "sparsemax", "uniform_mix": 1.0}, r"uniform_mix must lie in \[0, 1\), got 1.0"),
+        ({"head": "softmax", "uniform_mix": 0.1, "head_options": {"mix": 0.1}}, "give one of the"),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         policy(**options)
-
-
-SATURATED = [0.0, 3.1415, 3.2, -3.2, 40.0, -40.0, 1e4, -1e9, 1e20, -1e38]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -251,10 +243,10 @@ SATURATED = [0.0, 3.1415, 3.2, -3.2, 40.0, -40.0, 1e4, -1e9, 1e20, -1e38]
 def test_saturated_scores_never_give_nan(head, K, mix):
     if head == "sparsemax" and not mix:
         mix = 1e-6
-    it = make_head(head, K)
+    it = make_head(head, K, mix=mix)
     rows = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (500, it.num_scores))]
     scores = rows.requires_grad_()
-    dist = HeadDistribution(it, mix).proba_distribution(scores)
+    dist = HeadDistribution(it).proba_distribution(scores)
     actions = dist.sample()
     log_prob, entropy = dist.log_prob(actions), dist.entropy()
     assert log_prob.isfinite().all() and entropy.isfinite().all()
@@ -263,60 +255,6 @@ def test_saturated_scores_never_give_nan(head, K, mix):
     assert torch.allclose(everything.exp().sum(0), torch.ones(500), atol=1e-4)
     (log_prob.sum() + entropy.sum()).backward()
     assert scores.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("K", [2, 4, 18])
-def test_masks_hold_for_saturated_scores(head, K):
-    it = make_head(head, K)
-    scores = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (800, it.num_scores))]
-    scores.requires_grad_()
-    masks = torch.rand(800, K) < 0.4
-    masks[torch.arange(800), torch.randint(K, (800,))] = True
-    dist = HeadDistribution(it).proba_distribution(scores)
-    dist.apply_masking(masks.numpy())
-    probs = dist.distribution.probs
-    assert (probs[~masks] == 0).all()
-    assert torch.allclose(probs.sum(-1), torch.ones(800), atol=1e-5)
-    for actions in (dist.sample(), dist.mode()):
-        assert masks[torch.arange(800), actions].all()
-    entropy = dist.entropy()
-    assert torch.allclose(entropy, -torch.special.xlogy(probs, probs).sum(-1), atol=1e-4)
-    (dist.log_prob(dist.sample()).sum() + entropy.sum()).backward()
-    assert scores.grad.isfinite().all()
-
-
-def test_masks_condition_the_distribution():
-    head = make_head("natural", 4)
-    plain = head(torch.randn(3, 3))
-    given = masked(plain, [[True, True, False, True]] * 3).probs
-    want = plain.probs * torch.tensor([1.0, 1, 0, 1])
-    assert torch.allclose(given, want / want.sum(-1, keepdim=True), atol=1e-6)
-    assert torch.equal(
-        masked(plain, [[False] * 4] * 3).probs, masked(plain, [[True] * 4] * 3).probs
-    )
-
-
-@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([3, 4])])
-@pytest.mark.parametrize("head", HEADS)
-def test_maskable_ppo(head, space, tmp_path):
-    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
-    kwargs = {"head": head, "head_options": {}}
-    model = MaskablePPO(HeadMaskableActorCriticPolicy, env, policy_kwargs=kwargs, **SMALL)
-    model.learn(64)
-    model.save(tmp_path / "it")
-    model = MaskablePPO.load(tmp_path / "it", device="cpu")
-    assert model.policy.heads[0].name == head
-    lone = Guess(space)
-    obs, _ = lone.reset(seed=0)
-    for _ in range(16):
-        masks = lone.action_masks()
-        action, _ = model.predict(obs, action_masks=masks)
-        starts = np.cumsum([0, *getattr(space, "nvec", [5])[:-1]])
-        assert masks[starts + np.atleast_1d(action)].all()
-        obs, _, done, _, _ = lone.step(action)
-        if done:
-            obs, _ = lone.reset()
 
 
 def test_without_sb3_contrib_one_clear_line(monkeypatch):
@@ -346,46 +284,17 @@ def test_with_sb3_contrib_everything_is_imported():
     assert names["HeadMaskableActorCriticPolicy"] is HeadMaskableActorCriticPolicy
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
-    heads = [make_head("natural", 3), make_head("natural", 2)]
-    dist = HeadMultiDistribution(heads) if several else HeadDistribution(make_head("natural", 5))
-    dist.proba_distribution(torch.randn(2, 3 if several else 4))
-
-    def probs():
-        parts = dist.distribution if several else [dist.distribution]
-        return torch.cat([part.probs for part in parts], -1)
-
-    free = probs()
-    dist.apply_masking([[True, False, True, True, False]] * 2)
-    assert (probs()[:, [1, 4]] == 0).all()
-    dist.apply_masking([[False, True, True, False, True]] * 2)
-    assert (probs()[:, [0, 3]] == 0).all() and (probs()[:, [1, 4]] > 0).all()
-    dist.apply_masking(None)
-    assert torch.equal(probs(), free)
-
-
 def test_sparsemax_keeps_every_action_possible():
-    assert policy("sparsemax").action_dist.uniform_mix == 1e-3
-    assert policy("natural").action_dist.uniform_mix == 0
+    assert policy("sparsemax").heads[0].mix == 1e-3
+    assert type(policy("natural").heads[0]) is NaturalHead
     dist = policy("sparsemax").action_dist.proba_distribution(torch.tensor([[9.0, 0, 0, 0, 0]]))
     want = [0.999 + 2e-4, *[2e-4] * 4]
     assert torch.allclose(dist.distribution.probs, torch.tensor([want]))
 
 
-def test_mixing_is_exact_and_has_the_right_gradient():
-    head = make_head("sparsemax", 4)
-    scores = torch.tensor([[0.3, 0.2, -0.1, -3.0]], dtype=torch.float64, requires_grad=True)
-    got = mixed(head(scores), 0.1).logits
-    want = (0.9 * head.probs(scores) + 0.025).log()
-    assert torch.allclose(got, want)
-    grads = (torch.autograd.grad(x[0, 1], scores, retain_graph=True)[0] for x in (got, want))
-    assert torch.allclose(*grads)
-
-
 def test_draws_follow_the_probabilities():
     probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
-    drawn = draw(mixed(make_head("softmax", 4)(probs.clamp_min(1e-38).log().expand(20000, 4)), 0))
+    drawn = draw(make_head("softmax", 4)(probs.clamp_min(1e-38).log().expand(20000, 4)))
     share = torch.bincount(drawn, minlength=4) / 20000
     assert torch.allclose(share, probs, atol=0.015) and share[3] == 0
 
@@ -395,12 +304,4 @@ def test_draws_are_those_of_multinomial():
     torch.manual_seed(5)
     mine = dist.sample()
     torch.manual_seed(5)
-    assert torch.equal(mine, dist.distribution.sample())
-
-
-def test_multi_distribution_masks_each_action():
-    heads = [make_head("natural", 2), make_head("natural", 3)]
-    dist = HeadMultiDistribution(heads).proba_distribution(torch.zeros(1, 3))
-    dist.apply_masking(np.array([[True, False, False, True, True]]))
-    assert torch.allclose(dist.distribution[0].probs, torch.tensor([[1.0, 0.0]]))
-    assert torch.allclose(dist.distribution[1].probs, torch.tensor([[0.0, 0.5, 0.5]]))
+    assert torch.equal(mine, torch.multinomial(dist.distribution.probs, 1)[:, 0])

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import HEADS
-from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Pair, Spoil, cartpole, learn, same_parameters
+from cases_sb3 import (
+    BOTH,
+    PICTURE,
+    SMALL,
+    Guess,
+    Pair,
+    Spoil,
+    cartpole,
+    choices,
+    learn,
+    same_parameters,
+)
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
@@ -189,6 +200,8 @@ def test_captured_work_never_waits(head):
     for env in (cartpole(2), make_vec_env(Guess, 2, env_kwargs={"action_space": space})):
         model = learn(env=env, head=head, rollouts=1, value_loss="cleanrl")
         shown = [model.rollout_buffer.tensors.observations[0]]
+        if model.uses_masks:
+            shown.append(model.rollout_buffer.tensors.masks[0])
         if isinstance(model.action_space, spaces.Discrete):
             shown.append(torch.tensor([1, -1]))
         with Waiting():
@@ -222,6 +235,29 @@ def test_graphs_take_the_steps_of_eager_training(case, head):
     eager = learn(capture=False, **options)
     replayed = learn(capture=True, **options)
     assert replayed._captured and replayed._optimize._graph is not None
+    for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+@cuda
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([3, 1, 4])])
+@pytest.mark.parametrize("head", HEADS)
+def test_graphs_with_masks_take_the_steps_of_eager_training(head, space):
+    options = {"rollouts": 3, "head": head, "device": "cuda", "learning_rate": 3e-3}
+    eager, replayed = (
+        learn(
+            env=make_vec_env(Guess, 2, seed=0, env_kwargs={"action_space": space}),
+            capture=capture,
+            **options,
+        )
+        for capture in (False, True)
+    )
+    assert replayed._captured and replayed.uses_masks and replayed._optimize._graph is not None
+    own = replayed.rollout_buffer.tensors
+    sizes = choices(space)
+    chosen = own.actions.reshape(*own.masks.shape[:2], -1).unbind(-1)
+    for mask, each in zip(own.masks.split(sizes, -1), chosen, strict=True):
+        assert mask.gather(-1, each[..., None]).all()
     for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-3)
 

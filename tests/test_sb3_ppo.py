@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import HEADS
-from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Spoil, cartpole, learn, same_parameters
+from cases_sb3 import BOTH, PICTURE, SMALL, Spoil, Unmasked, cartpole, learn, same_parameters
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -54,7 +54,7 @@ def test_takes_the_steps_of_stable_baselines(head, options):
 )
 def test_takes_their_steps_in_every_space(kind, env):
     theirs, ours = (
-        learn(algorithm, make_vec_env(Guess, 2, seed=0, env_kwargs=env), kind)
+        learn(algorithm, make_vec_env(Unmasked, 2, seed=0, env_kwargs=env), kind)
         for algorithm in (PPO, HeadPPO)
     )
     for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):

@@ -97,6 +97,7 @@ class PPOOptions(Options):
         value_loss: the larger error of clipped and unclipped values ("cleanrl"), or that of the
             values as they are ("sb3").
         capture: replay rollouts and updates as CUDA graphs; by default where possible.
+        masks: use an environment's action_masks(); by default where it has them.
     """
 
     head: str = "natural"
@@ -114,6 +115,7 @@ class PPOOptions(Options):
     max_grad_norm: float = 0.5
     value_loss: Literal["cleanrl", "sb3"] = "cleanrl"
     capture: bool | None = None
+    masks: bool | None = None
 
     def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> HeadPPO:
         """PPO with the head."""
@@ -132,6 +134,7 @@ class PPOOptions(Options):
             vf_coef=self.vf_coef / 2,
             value_loss=self.value_loss,
             capture=self.capture,
+            masks=self.masks,
             **self._shared(env, steps),
             **where,
         )

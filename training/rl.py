@@ -30,8 +30,10 @@ from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
+    MaskedPlayer,
     NonFinite,
 )
+from catnat.sb3.masks import has_masks
 from catnat.sb3.run_state import load_state
 from catnat.training import options as cli
 from catnat.training.algorithms import ALGORITHMS, Options
@@ -54,6 +56,7 @@ class RLProgram(Program):
     may_change = (
         # Where: the machine that goes on may be another one.
         "trainer.device",
+        "trainer.devices",
         "model.capture",
         # What is evaluated and drawn: training is the same, whoever looks on.
         "trainer.eval_games",
@@ -157,6 +160,7 @@ class RLRun(Run):
     def fit(self) -> dict[str, float]:
         """Learn, play, write a GIF."""
         model, callback = self.model, self.callback
+        self._say_masks()
         output = TensorBoardOutputFormat(str(self.folder))  # one file: TensorBoard follows one only
         model.set_logger(Logger(str(self.folder), [output]))
         left = self.training.steps - model.num_timesteps
@@ -180,6 +184,7 @@ class RLRun(Run):
 
     def test(self) -> dict[str, float]:
         """Play a checkpoint."""
+        self._say_masks()
         self.callback.signals.listen()
         return self._play()
 
@@ -189,7 +194,7 @@ class RLRun(Run):
         share_moments(self.model, self.eval_env)
         with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
-                self.model,
+                self._player(self.eval_env),
                 self.eval_env,
                 self.training.eval_games,
                 deterministic=self.training.eval_deterministic,
@@ -211,6 +216,24 @@ class RLRun(Run):
         metrics = self.evaluate(self.callback.stop_if_asked)
         return {f"test/{name}": value for name, value in metrics.items()}
 
+    def _player(self, env: VecEnv) -> Any:
+        """Who plays in an environment: the model, with masks if it learns with masks."""
+        return MaskedPlayer(self.model, env) if self.masked else self.model
+
+    @property
+    def masked(self) -> bool:
+        """Whether the masks of the environment are used; only HeadPPO can use them."""
+        return getattr(self.model, "uses_masks", False)
+
+    def _say_masks(self) -> None:
+        """One line about masks, if the environment has any."""
+        name = self.environments.env
+        if self.masked:
+            print(f"actions are masked: {name} has action_masks()", flush=True)
+        elif has_masks(self.eval_env):
+            why = "" if hasattr(self.model, "uses_masks") else "; --model ppo can"
+            print(f"actions are not masked, though {name} has action_masks(){why}", flush=True)
+
     def _record(self, metrics: dict[str, float]) -> None:
         """Give TensorBoard the last metrics, and the hyperparameters beside them."""
         logger, values = self.model.logger, self.hparams.items()
@@ -229,7 +252,8 @@ class RLRun(Run):
         deterministic = self.training.eval_deterministic
         try:
             with forked_random_state(self.model.device, self.seed):
-                drawn = write_gif(frames_of_a_game(self.model, env, deterministic), path)
+                frames = frames_of_a_game(self._player(env), env, deterministic)
+                drawn = write_gif(frames, path)
             missing = None if drawn else "this environment cannot be drawn"
         except gymnasium.error.DependencyNotInstalled as error:
             missing = str(error)

@@ -56,6 +56,7 @@ class Training:
     Args:
         total_steps: steps of all environments together, also --max_steps; by default see --help.
         device: auto is CUDA for pictures, else the CPU.
+        devices: 1; Stable-Baselines3 trains a policy on one device.
         eval_games: games of an evaluation.
         eval_every: steps between evaluations; by default a tenth of all, 0 for none.
         eval_deterministic: evaluate with the likeliest actions, do not sample.
@@ -66,6 +67,7 @@ class Training:
 
     total_steps: int | float | None = None
     device: str = "auto"
+    devices: int | str = 1
     eval_games: int = 10
     eval_every: int | float | None = None
     eval_deterministic: bool = False
@@ -82,6 +84,11 @@ class Training:
             setattr(self, name, whole(name, value))
         if self.device != "auto":
             check_device(self.device)
+        if str(self.devices) != "1":
+            raise ValueError(
+                f"devices must be 1, got {self.devices}: Stable-Baselines3 trains a policy on one "
+                "device (see --device); experiments/sweep.py fills several GPUs with runs (--jobs)"
+            )
 
     @property
     def steps(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from catnat.sb3.buffers import DeviceRolloutBuffer
 from catnat.sb3.head_a2c import HeadA2C
 from catnat.sb3.head_ppo import HeadPPO, NonFinite
+from catnat.sb3.masks import MaskedPlayer
 from catnat.sb3.objective import cleanrl_schedule
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
@@ -32,6 +33,7 @@ __all__ = [
     "HeadMultiInputActorCriticPolicy",
     "HeadPPO",
     "HeadPolicy",
+    "MaskedPlayer",
     "NonFinite",
     "cleanrl_schedule",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +15,9 @@ from stable_baselines3.common.distributions import (
 from torch import Tensor, nn
 
 from catnat.distributions import HeadCategorical
-from catnat.heads import CategoricalHead, SparsemaxHead
-from catnat.numerics import LOG_ZERO, is_plain
-
-SPARSEMAX_MIX = 1e-3  # default of uniform_mix for sparsemax
+from catnat.heads import CategoricalHead
+from catnat.numerics import is_plain
+from catnat.sb3.masks import split_masks
 
 
 class OnlyChoice(nn.Module):
@@ -27,7 +25,7 @@ class OnlyChoice(nn.Module):
 
     num_categories = num_scores = 1
 
-    def forward(self, scores: Tensor) -> HeadCategorical:
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
         """The one category is certain, whatever its score: (*, 1) -> (*, 1)."""
         return HeadCategorical(scores.log_softmax(-1), validate_args=False)
 
@@ -35,20 +33,47 @@ class OnlyChoice(nn.Module):
 Head = CategoricalHead | OnlyChoice
 
 
-class HeadDistribution(CategoricalDistribution):
+class _Masks:
+    """What both distributions share: scores become probabilities under the masks that hold."""
+
+    _scores: Tensor
+    validate_args = True  # raise ValueError where a probability is NaN
+    _masks: Any = None  # of the scores to come
+
+    @contextmanager
+    def allowing(self, masks: Any) -> Iterator[None]:
+        """Within this context masks hold for all scores; None leaves those that hold already."""
+        before, self._masks = self._masks, self._masks if masks is None else masks
+        try:
+            yield
+        finally:
+            self._masks = before
+
+    def _set(self, heads: Sequence[Head], masks: Any) -> list[HeadCategorical]:
+        """The distribution of each head, given masks (B, sum of K) or None."""
+        parts = self._scores.split([head.num_scores for head in heads], -1)
+        if masks is None:
+            return [head(scores) for head, scores in zip(heads, parts, strict=True)]
+        sizes = [head.num_categories for head in heads]
+        allowed = split_masks(masks, sizes, self._scores.shape[:-1])
+        return [
+            head(scores, mask=mask.to(scores.device))
+            for head, scores, mask in zip(heads, parts, allowed, strict=True)
+        ]
+
+
+class HeadDistribution(_Masks, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space.
 
     Args:
         head: called as a module, so that probes see its scores.
-        uniform_mix: share of the uniform distribution that is mixed in, see :func:`mixed`.
     """
 
     distribution: HeadCategorical
-    validate_args = True  # raise ValueError where a probability is NaN
 
-    def __init__(self, head: Head, uniform_mix: float = 0.0) -> None:
+    def __init__(self, head: Head) -> None:
         super().__init__(head.num_categories)
-        self.head, self.uniform_mix = head, uniform_mix
+        self.head = head
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """The layer that gives the scores."""
@@ -56,16 +81,18 @@ class HeadDistribution(CategoricalDistribution):
 
     def proba_distribution(self, action_logits: Tensor) -> HeadDistribution:
         """Set the distribution from scores (B, S)."""
-        self._unmasked = mixed(self.head(action_logits), self.uniform_mix)
-        self.distribution = self._unmasked
+        self._scores = action_logits
+        self.apply_masking(self._masks)
         if self.validate_args:
             check(self.distribution)
         return self
 
     def apply_masking(self, masks: Any) -> None:
-        """Forbid actions, see :func:`masked`; None allows all of them again."""
-        free = self._unmasked
-        self.distribution = free if masks is None else masked(free, masks)
+        """Allow only the actions that are True in masks (B, K); None allows all of them again.
+
+        The head itself takes the masks, see :meth:`CategoricalHead.masked`.
+        """
+        (self.distribution,) = self._set([self.head], masks)
 
     def sample(self) -> Tensor:
         """Random actions (B,)."""
@@ -76,20 +103,18 @@ class HeadDistribution(CategoricalDistribution):
         return self.distribution.logits.argmax(-1)
 
 
-class HeadMultiDistribution(MultiCategoricalDistribution):
+class HeadMultiDistribution(_Masks, MultiCategoricalDistribution):
     """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each.
 
     Args:
         heads: one for each action.
-        uniform_mix: share of the uniform distribution that is mixed in, see :func:`mixed`.
     """
 
     distribution: list[HeadCategorical]  # type: ignore[assignment]
-    validate_args = True  # raise ValueError where a probability is NaN
 
-    def __init__(self, heads: Sequence[Head], uniform_mix: float = 0.0) -> None:
+    def __init__(self, heads: Sequence[Head]) -> None:
         super().__init__([head.num_categories for head in heads])
-        self.heads, self.uniform_mix = heads, uniform_mix
+        self.heads = heads
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """The layer that gives the scores of all actions."""
@@ -97,26 +122,15 @@ class HeadMultiDistribution(MultiCategoricalDistribution):
 
     def proba_distribution(self, action_logits: Tensor) -> HeadMultiDistribution:
         """Set the distributions from scores (B, sum of S)."""
-        parts = action_logits.split([head.num_scores for head in self.heads], -1)
-        self._unmasked = [
-            mixed(head(scores), self.uniform_mix)
-            for head, scores in zip(self.heads, parts, strict=True)
-        ]
-        self.distribution = self._unmasked
+        self._scores = action_logits
+        self.apply_masking(self._masks)
         if self.validate_args:
             check(*self.distribution)
         return self
 
     def apply_masking(self, masks: Any) -> None:
-        """Forbid actions by masks (B, sum of K), see :func:`masked`; None allows all again."""
-        self.distribution = self._unmasked
-        if masks is None:
-            return
-        masks = torch.as_tensor(masks).reshape(-1, sum(self.action_dims))
-        parts = masks.split(list(self.action_dims), -1)
-        self.distribution = [
-            masked(each, mask) for each, mask in zip(self._unmasked, parts, strict=True)
-        ]
+        """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
+        self.distribution = self._set(self.heads, masks)
 
     def sample(self) -> Tensor:
         """Random actions (B, A)."""
@@ -157,15 +171,12 @@ def unchecked(policy: nn.Module) -> Iterator[None]:
 
 
 def make_distribution(
-    heads: Sequence[Head], action_space: spaces.Space[Any], uniform_mix: float | None
+    heads: Sequence[Head], action_space: spaces.Space[Any]
 ) -> HeadDistribution | HeadMultiDistribution:
-    """The distribution over an action space; ``uniform_mix`` None is the default of the head."""
-    if uniform_mix is None:
-        sparse = any(isinstance(head, SparsemaxHead) for head in heads)
-        uniform_mix = SPARSEMAX_MIX if sparse else 0.0
+    """The distribution over an action space."""
     if isinstance(action_space, spaces.Discrete):
-        return HeadDistribution(heads[0], uniform_mix)
-    return HeadMultiDistribution(heads, uniform_mix)
+        return HeadDistribution(heads[0])
+    return HeadMultiDistribution(heads)
 
 
 def categories_of(action_space: spaces.Space[Any]) -> list[int]:
@@ -193,30 +204,3 @@ def draw(distribution: HeadCategorical) -> Tensor:
     p = distribution.probs.detach()
     clocks = torch.empty_like(p).exponential_().clamp_min_(torch.finfo(p.dtype).tiny)
     return (p / clocks).argmax(-1)
-
-
-def mixed(distribution: HeadCategorical, share: float) -> HeadCategorical:
-    """(1 - share) p + share / K.
-
-    Every action stays possible. PPO compares the probabilities of an action before and after an
-    update. If the second is 0, as often with sparsemax, the KL divergence is infinite, and the
-    action gets no gradient and stays impossible.
-    """
-    log_p = distribution.logits
-    if share:
-        floor = math.log(share / log_p.shape[-1])
-        log_p = torch.logaddexp(log_p + math.log1p(-share), torch.full_like(log_p, floor))
-    return HeadCategorical(log_p, validate_args=False)
-
-
-def masked(distribution: HeadCategorical, masks: Any) -> HeadCategorical:
-    """The distribution given that the action is an allowed one (True in the mask).
-
-    Forbidden actions get probability exactly 0, however unlikely the allowed ones are. A row that
-    allows nothing is taken to allow everything.
-    """
-    log_p = distribution.logits
-    allowed = torch.as_tensor(masks, dtype=torch.bool, device=log_p.device).reshape(log_p.shape)
-    allowed = allowed | ~allowed.any(-1, keepdim=True)
-    log_p = torch.where(allowed, log_p, -torch.inf).log_softmax(-1)
-    return HeadCategorical(torch.where(allowed, log_p, LOG_ZERO), validate_args=False)

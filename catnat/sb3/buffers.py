@@ -27,6 +27,7 @@ class Minibatch(NamedTuple):
     advantages: Tensor
     returns: Tensor
     forced: Tensor
+    masks: Tensor | None
 
 
 class Rollout(NamedTuple):
@@ -41,6 +42,7 @@ class Rollout(NamedTuple):
     returns: Tensor
     rewards: Tensor
     continues: Tensor  # 0 where an episode ends with the step, 1 elsewhere
+    masks: Tensor | None = None  # (T, n, choices of all actions) bool, True = allowed
 
 
 class _Array:
@@ -171,6 +173,14 @@ class DeviceRolloutBuffer(RolloutBuffer):
 
     # -- as HeadPPO fills it -----------------------------------------------------------------------
 
+    def hold_masks(self, choices: int) -> None:
+        """From now on store masks of so many choices with each step; 0 for no masks."""
+        own = self.tensors
+        if choices != (0 if own.masks is None else own.masks.shape[-1]):
+            shape = (*own.values.shape, choices)
+            masks = torch.ones(shape, dtype=torch.bool, device=self.device) if choices else None
+            self.tensors = own._replace(masks=masks)
+
     def send(self, step: int, envs: slice, observations: Observation) -> Observation:
         """Store the host's observations of some environments; returns them on the device.
 
@@ -194,16 +204,20 @@ class DeviceRolloutBuffer(RolloutBuffer):
         values: Tensor,
         log_probs: Tensor,
         forced: Tensor | None = None,
+        masks: Tensor | None = None,
     ) -> None:
         """Store the policy's actions, values and log-probabilities for the observations sent.
 
-        ``forced`` says which actions were not the policy's choice.
+        ``forced`` says which actions were not the policy's choice, ``masks`` which were allowed.
         """
         self.tensors.actions[step, envs].copy_(actions)
         self.tensors.values[step, envs].copy_(values.flatten())
         self.tensors.log_probs[step, envs].copy_(log_probs)
         if forced is not None:
             self.tensors.forced[step, envs].copy_(forced)
+        if masks is not None:
+            assert self.tensors.masks is not None, "call hold_masks before"
+            self.tensors.masks[step, envs].copy_(masks)
 
     def at(self, step: int) -> tuple[Observation, Tensor, Tensor]:
         """Observations, values (n, 1) and log-probabilities (n,) of a step, on the device.
@@ -274,7 +288,8 @@ class DeviceRolloutBuffer(RolloutBuffer):
             self.tensors.observations,
         )
         rest = (getattr(self.tensors, name) for name in Minibatch._fields[1:])
-        return Minibatch(observations, *(x.flatten(0, 1).index_select(0, indices) for x in rest))
+        taken: Any = (x if x is None else x.flatten(0, 1).index_select(0, indices) for x in rest)
+        return Minibatch(observations, *taken)
 
 
 def map_observations(function: Callable[..., Any], *observations: Observation) -> Observation:

@@ -28,6 +28,7 @@ from catnat.replay import (
 from catnat.sb3 import objective
 from catnat.sb3.action_distributions import categories_of, unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer
+from catnat.sb3.masks import decide
 from catnat.sb3.objective import Settings, ValueLoss
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
@@ -77,6 +78,10 @@ class HeadPPO(PPO):
         capture: replay the policy and the update as CUDA graphs. None: wherever that is possible.
             False: never. True: as None, with a warning that says why where it is not possible.
         overlap: use the ``halves`` of an environment that has them.
+        masks: use the masks that an environment's ``action_masks()`` gives, as sb3-contrib's
+            MaskablePPO does, see :mod:`catnat.sb3.masks`. None: where the environment and the
+            policy have them. True: an environment or a policy without them is an error. False:
+            never.
         kwargs: as for ``stable_baselines3.PPO``.
     """
 
@@ -93,12 +98,14 @@ class HeadPPO(PPO):
         value_loss: ValueLoss = "sb3",
         capture: bool | None = None,
         overlap: bool = True,
+        masks: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if value_loss not in get_args(ValueLoss):
             choices = ", ".join(get_args(ValueLoss))
             raise ValueError(f"unknown value_loss {value_loss!r}; choose from {choices}")
         self.value_loss, self.capture, self.overlap = value_loss, capture, overlap
+        self.masks = masks
         self._baked: tuple[Any, ...] | None = None
         super().__init__(*args, **kwargs)
 
@@ -180,9 +187,10 @@ class HeadPPO(PPO):
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last."""
         batch, numbers = self.rollout_buffer.take(indices), self._numbers
+        masks = {} if batch.masks is None else {"action_masks": batch.masks}
         with unchecked(self.policy):
             values, log_prob, entropy = self.policy.evaluate_actions(
-                batch.observations, batch.actions
+                batch.observations, batch.actions, **masks
             )
         values = values.flatten()
         advantages = batch.advantages
@@ -271,9 +279,10 @@ class HeadPPO(PPO):
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
-        # A zip of stable_baselines3.PPO brings the name of its own buffer.
-        if self.rollout_buffer_class in (None, RolloutBuffer, DictRolloutBuffer):
-            self.rollout_buffer_class = DeviceRolloutBuffer
+        # A zip of stable_baselines3.PPO or MaskablePPO brings the name of its own buffer.
+        given = self.rollout_buffer_class or RolloutBuffer
+        stock = given in (RolloutBuffer, DictRolloutBuffer) or _of_contrib(given)
+        self.rollout_buffer_class = DeviceRolloutBuffer if stock else given
         if not issubclass(self.rollout_buffer_class, DeviceRolloutBuffer):
             raise ValueError(
                 "HeadPPO keeps rollouts in a DeviceRolloutBuffer, it cannot use "
@@ -282,6 +291,7 @@ class HeadPPO(PPO):
         super()._setup_model()
         self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
         self._captured = False
+        _ = self.uses_masks  # raises an error if masks are asked for and cannot be had
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
         super()._maybe_recommend_cpu(mlp_class_name)
@@ -308,10 +318,28 @@ class HeadPPO(PPO):
         else:
             make_portable(self.policy.optimizer)
         assert self.env is not None
-        buffer = self.rollout_buffer
-        self._collector = Collector(self.policy, buffer, self.env, self.overlap, replay)
+        buffer, masked = self.rollout_buffer, self.uses_masks
+        buffer.hold_masks(sum(categories_of(self.action_space)) if masked else 0)
+        self._collector = Collector(self.policy, buffer, self.env, self.overlap, replay, masked)
         self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
         self._estimate: Callable[[Tensor], Tensor] = replay(buffer.estimate_advantages)
+
+    @property
+    def uses_masks(self) -> bool:
+        """Whether training uses masks of the environment; see the argument ``masks``."""
+        return self.env is not None and decide(self.masks, self.policy, self.env)
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+    ) -> tuple[Any, Any]:
+        """Actions, only allowed ones if there are masks; see :class:`MaskedPlayer`."""
+        masks = {} if action_masks is None else {"action_masks": action_masks}
+        return self.policy.predict(observation, state, episode_start, deterministic, **masks)
 
     def get_parameters(self) -> dict[str, dict[str, Any]]:
         """All parameters, those of the optimizer in a form that any device understands."""
@@ -330,6 +358,11 @@ class HeadPPO(PPO):
         if self.rollout_buffer_class is DeviceRolloutBuffer:  # each PPO that loads has its own
             made_anew.append("rollout_buffer_class")
         return [*super()._excluded_save_params(), *made_anew]
+
+
+def _of_contrib(buffer: type[RolloutBuffer]) -> bool:
+    """Whether a class is MaskablePPO's own buffer, or that for dicts."""
+    return buffer.__module__ == "sb3_contrib.common.maskable.buffers"
 
 
 def why_not(model: HeadPPO) -> str | None:

@@ -18,8 +18,10 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
 from catnat.checks import require_within
-from catnat.heads import CategoricalHead, make_head
+from catnat.heads import CategoricalHead, SparsemaxHead, make_head
 from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
+
+SPARSEMAX_MIX = 1e-3  # default of uniform_mix for sparsemax
 
 if TYPE_CHECKING:
     _Base = BasePolicy
@@ -35,6 +37,10 @@ class HeadPolicy(_Base):
     NaN raises a ValueError, as in the policies of Stable-Baselines3. The deterministic action is
     the likeliest of all categories; a tree does not decide it split by split.
 
+    Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
+    ``action_masks``, see :mod:`catnat.sb3.masks`. The heads themselves take the masks: the Fisher
+    matrix of a masked tree stays diagonal.
+
     Args:
         observation_space: the space of the environment.
         action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
@@ -42,9 +48,10 @@ class HeadPolicy(_Base):
         args: further arguments of the policy.
         head: a name from :func:`catnat.head_names`.
         head_options: options of the head, such as ``{"amplitude": 6.0}``.
-        uniform_mix: share of the uniform distribution that is mixed into the policy; by default
-            0.001 for sparsemax and 0 for all others. A share above 0 keeps every action possible.
-            At 0, an action that was taken can become impossible, and the KL divergence infinite.
+        uniform_mix: another name of the head's option ``mix``, the share of the uniform
+            distribution in the policy. By default 0.001 for sparsemax and 0 for all others. A share
+            above 0 keeps every allowed action possible. At 0, an action that was taken can become
+            impossible: its KL divergence is infinite, and it gets no gradient and stays impossible.
         kwargs: further arguments of the policy.
     """
 
@@ -63,6 +70,8 @@ class HeadPolicy(_Base):
             raise ValueError(f"head must be a name, so that it can be saved, got {head!r}")
         if uniform_mix is not None:
             require_within(0, 1, "[)", uniform_mix=uniform_mix)
+            if "mix" in (head_options or {}):
+                raise ValueError("uniform_mix is the head's option mix: give one of the two")
         categories_of(action_space)  # before anything is built
         self._head_arguments: dict[str, Any] = {
             "head": head,
@@ -75,18 +84,39 @@ class HeadPolicy(_Base):
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
         given = self._head_arguments
         sizes = categories_of(self.action_space)
-        options = given["head_options"]
-        make_head(given["head"], 2, **options)  # raises for a wrong option, also without any head
+        options = _with_mix(**given)
         heads = [OnlyChoice() if K == 1 else make_head(given["head"], K, **options) for K in sizes]
         for head in heads:
             if isinstance(head, CategoricalHead):
                 head.validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
-        self.action_dist = make_distribution(heads, self.action_space, given["uniform_mix"])
+        self.action_dist = make_distribution(heads, self.action_space)
         super()._build(lr_schedule)  # type: ignore[misc]
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return super()._get_constructor_parameters() | self._head_arguments
+
+    # -- the methods of Stable-Baselines3, with masks ----------------------------------------------
+
+    def forward(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+        """Actions, values and log-probabilities; masks as in :mod:`catnat.sb3.masks`."""
+        with self.action_dist.allowing(action_masks):
+            return super().forward(*args, **kwargs)
+
+    def evaluate_actions(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+        """Values, log-probabilities of actions, and entropies."""
+        with self.action_dist.allowing(action_masks):
+            return super().evaluate_actions(*args, **kwargs)  # type: ignore[misc]
+
+    def get_distribution(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+        """The distribution over actions."""
+        with self.action_dist.allowing(action_masks):
+            return super().get_distribution(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+        """Actions for observations of the environment."""
+        with self.action_dist.allowing(action_masks):
+            return super().predict(*args, **kwargs)
 
 
 class HeadActorCriticPolicy(HeadPolicy, ActorCriticPolicy):  # type: ignore[misc]
@@ -99,6 +129,14 @@ class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):  # type: ignor
 
 class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):  # type: ignore[misc]
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
+
+
+def _with_mix(head: str, head_options: dict[str, Any], uniform_mix: float | None) -> dict[str, Any]:
+    """The options of a head and its mix; raises for a wrong option."""
+    made = make_head(head, 2, **head_options)
+    if uniform_mix is None and isinstance(made, SparsemaxHead) and "mix" not in head_options:
+        uniform_mix = SPARSEMAX_MIX
+    return head_options | ({} if uniform_mix is None else {"mix": uniform_mix})
 
 
 class Snapshot:

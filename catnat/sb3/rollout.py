@@ -14,8 +14,9 @@ from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 from torch import Tensor
 
 from catnat.replay import send
-from catnat.sb3.action_distributions import unchecked
+from catnat.sb3.action_distributions import categories_of, unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer, Observation, map_observations
+from catnat.sb3.masks import masks_of, split_masks
 
 Act = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 
@@ -61,6 +62,7 @@ class Collector:
         env: all environments.
         overlap: use ``halves``.
         replay: wraps the policy's forward pass, for example to replay it as a CUDA graph.
+        masked: ask the environments for masks of actions before each step.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class Collector:
         env: VecEnv,
         overlap: bool = True,
         replay: Callable[[Act], Act] = lambda act: act,
+        masked: bool = False,
     ) -> None:
-        self.policy, self.buffer = policy, buffer
+        self.policy, self.buffer, self.masked = policy, buffer, masked
         self.parts: list[_Part] = []
         first = 0
         for each in _parts_of(env) if overlap else (env,):
@@ -146,18 +149,21 @@ class Collector:
         """Actions, values and log-probabilities, without any work on the host.
 
         Args:
-            batch: the observation, or all entries of a dict observation; then the forced actions,
-                if the environment has any.
+            batch: the observation, or all entries of a dict observation; then the masks, if there
+                are any; then the forced actions, if the environment has any.
         """
         places = self.buffer.tensors.observations
         if isinstance(places, dict):
             shown: Observation = dict(zip(places, batch, strict=False))
+            rest = list(batch[len(places) :])
         else:
-            shown = batch[0]
+            shown, *rest = batch
+        masks = {"action_masks": rest.pop(0)} if self.masked else {}
         with unchecked(self.policy):
-            actions, values, log_probs = self.policy(shown)
-        if len(batch) > (len(places) if isinstance(places, dict) else 1):
-            actions = torch.where(batch[-1] >= 0, batch[-1], actions)
+            actions, values, log_probs = self.policy(shown, **masks)
+        if rest:
+            (forced,) = rest
+            actions = torch.where(forced >= 0, forced, actions)
             log_probs = self.policy.action_dist.log_prob(actions)  # as self.policy(shown) set it
         return actions, values, log_probs
 
@@ -165,15 +171,25 @@ class Collector:
         """Choose actions and let the environments begin to play them."""
         shown = self.buffer.send(step, part.envs, part.observations)
         batch = list(shown.values()) if isinstance(shown, dict) else [shown]
+        masks = self._masks(part) if self.masked else None
         forced = getattr(part.env, "forced_actions", None)
+        if masks is not None:
+            batch.append(masks)
         if forced is not None:
             forced = torch.from_numpy(forced).to(self.buffer.device, non_blocking=True)
             batch.append(forced)
         actions, values, log_probs = part.act(batch)
         told = None if forced is None else forced >= 0
-        self.buffer.write(step, part.envs, actions, values, log_probs, told)
+        self.buffer.write(step, part.envs, actions, values, log_probs, told, masks)
         part.actions = send(actions)().numpy()
         part.env.step_async(part.actions)
+
+    def _masks(self, part: _Part) -> Tensor:
+        """The present masks of some environments, checked on the host, then on the device."""
+        sizes = categories_of(self.buffer.action_space)
+        count, first = part.env.num_envs, part.envs.start
+        parts = split_masks(masks_of(part.env), sizes, (count,), "environment", first)
+        return torch.cat(parts, -1).to(self.buffer.device, non_blocking=True)
 
     def _receive(self, part: _Part) -> tuple[Any, ...]:
         """Wait for the environments; returns actions, rewards, dones and infos."""

@@ -1,0 +1,382 @@
+"""Masks of actions: in distributions and policies, in HeadPPO, and beside sb3-contrib's own PPO."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import HEADS
+from cases_sb3 import (
+    BOTH,
+    BOX,
+    SATURATED,
+    SMALL,
+    Guess,
+    Half,
+    Pair,
+    Rows,
+    Unmasked,
+    cartpole,
+    choices,
+)
+from gymnasium import spaces
+from sb3_contrib import MaskablePPO
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from sb3_contrib.common.wrappers import ActionMasker
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from catnat import HeadProbe, make_head
+from catnat.sb3 import (
+    HeadActorCriticPolicy,
+    HeadMaskableActorCriticPolicy,
+    HeadPPO,
+    MaskedPlayer,
+)
+from catnat.sb3.action_distributions import HeadDistribution, HeadMultiDistribution
+from catnat.sb3.masks import has_masks, masks_of
+
+SPACES = {
+    "discrete": spaces.Discrete(5),
+    "multidiscrete": spaces.MultiDiscrete([3, 1, 4]),
+    "multibinary": spaces.MultiBinary(3),
+}
+TREES = ("sigmoid", "natural")
+
+
+class Strict(Guess):
+    """Raises where a forbidden action is played."""
+
+    def step(self, action):
+        assert allows(self.action_masks(), action, self.action_space), "this action is forbidden"
+        return super().step(action)
+
+
+def allows(mask, action, space):
+    starts = np.cumsum([0, *choices(space)[:-1]])
+    return bool(mask[starts + np.atleast_1d(action)].all())
+
+
+def guesses(space=None, count=2, kind=Strict, **options):
+    return make_vec_env(kind, count, seed=0, env_kwargs={"action_space": space, **options})
+
+
+def learned(algorithm, policy, env, rollouts=4, **options):
+    model = algorithm(policy, env, **SMALL | {"ent_coef": 0.01} | options)
+    model.set_logger(Logger(None, [Rows()]))
+    return model.learn(rollouts * model.n_steps * model.n_envs)
+
+
+def distance(one, other):
+    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+# -- distributions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("K", [2, 4, 18])
+def test_masks_hold_for_saturated_scores(head, K):
+    it = make_head(head, K)
+    scores = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (800, it.num_scores))]
+    scores.requires_grad_()
+    masks = torch.rand(800, K) < 0.4
+    masks[torch.arange(800), torch.randint(K, (800,))] = True
+    dist = HeadDistribution(it).proba_distribution(scores)
+    dist.apply_masking(masks.numpy())
+    probs = dist.distribution.probs
+    assert (probs[~masks] == 0).all()
+    assert torch.allclose(probs.sum(-1), torch.ones(800), atol=1e-5)
+    for actions in (dist.sample(), dist.mode()):
+        assert masks[torch.arange(800), actions].all()
+    entropy = dist.entropy()
+    assert torch.allclose(entropy, -torch.special.xlogy(probs, probs).sum(-1), atol=1e-4)
+    (dist.log_prob(dist.sample()).sum() + entropy.sum()).backward()
+    assert scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_head_itself_takes_the_mask(head):
+    it, scores = make_head(head, 4), torch.randn(3, make_head(head, 4).num_scores)
+    dist = HeadDistribution(it).proba_distribution(scores)
+    mask = torch.tensor([True, True, False, True])
+    dist.apply_masking(mask.expand(3, 4))
+    probs, free = dist.distribution.probs, it.probs(scores)
+    assert torch.equal(probs, it.probs(it.masked(scores, mask)))
+    if head in TREES:  # what was the forbidden leaf's is its sibling's
+        assert torch.allclose(probs[:, 3], free[:, 2] + free[:, 3], atol=1e-6)
+        assert torch.allclose(probs[:, :2], free[:, :2], atol=1e-6)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
+    heads = [make_head("natural", 3), make_head("natural", 2)]
+    dist = HeadMultiDistribution(heads) if several else HeadDistribution(make_head("natural", 5))
+    dist.proba_distribution(torch.randn(2, 3 if several else 4))
+
+    def probs():
+        parts = dist.distribution if several else [dist.distribution]
+        return torch.cat([part.probs for part in parts], -1)
+
+    free = probs()
+    dist.apply_masking([[True, False, True, True, False]] * 2)
+    assert (probs()[:, [1, 4]] == 0).all()
+    dist.apply_masking([[False, True, True, False, True]] * 2)
+    assert (probs()[:, [0, 3]] == 0).all() and (probs()[:, [1, 4]] > 0).all()
+    dist.apply_masking(None)
+    assert torch.equal(probs(), free)
+
+
+def test_multi_distribution_masks_each_action():
+    heads = [make_head("natural", 2), make_head("natural", 3)]
+    dist = HeadMultiDistribution(heads).proba_distribution(torch.zeros(1, 3))
+    dist.apply_masking(np.array([[True, False, False, True, True]]))
+    assert torch.allclose(dist.distribution[0].probs, torch.tensor([[1.0, 0.0]]))
+    assert torch.allclose(dist.distribution[1].probs, torch.tensor([[0.0, 0.5, 0.5]]))
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ([[1, 0, 1, 0, 1], [1, 0, 0, 1, 1]], None),
+        ([[1, 0, 1, 0, 1], [0, 0, 0, 1, 1]], "mask of state 1 allows no choice of action 0"),
+        ([[1, 0, 1, 0, 0], [1, 0, 0, 1, 1]], "mask of state 0 allows no choice of action 1"),
+        ([[1, 0, 1, 0], [1, 0, 0, 1]], r"need 5 entries for each of 2 states, got shape \(2, 4\)"),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_masks_of_several_actions_are_checked(masks, message, kind):
+    dist = HeadMultiDistribution([make_head("softmax", 3), make_head("softmax", 2)])
+    dist.proba_distribution(torch.zeros(2, 5))
+    if message is None:
+        dist.apply_masking(kind(masks))
+        assert dist.distribution[0].probs[0].tolist() == [0.5, 0, 0.5]
+        return
+    with pytest.raises(ValueError, match=message):
+        dist.apply_masking(kind(masks))
+
+
+# -- policies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
+@pytest.mark.parametrize("head", HEADS)
+def test_every_method_of_a_policy_takes_masks(kind, head):
+    it = kind(BOX, spaces.Discrete(5), lambda _: 1e-3, head=head)
+    shown, mask = torch.randn(40, 3), np.array([[False, True, False, True, True]] * 40)
+    for deterministic in (True, False):
+        played = it(shown, deterministic=deterministic, action_masks=mask)[0].numpy()
+        told, _ = it.predict(shown.numpy(), deterministic=deterministic, action_masks=mask)
+        assert {*played, *told} <= {1, 3, 4}
+    _, log_probs, entropy = it.evaluate_actions(shown, torch.full((40,), 3), action_masks=mask)
+    given = it.get_distribution(shown, action_masks=mask).distribution
+    assert torch.equal(given.logits[:, 3], log_probs) and torch.equal(given.entropy(), entropy)
+    assert (it.get_distribution(shown).distribution.probs > 0).all(), "masks hold for one call"
+
+
+def test_probes_see_the_scores_that_masks_leave():
+    it = HeadActorCriticPolicy(BOX, spaces.Discrete(4), lambda _: 1e-3, head="natural")
+    with HeadProbe(it) as probe:
+        it(torch.zeros(2, 3), action_masks=[[True, False, True, True], [False, False, True, True]])
+    ((_, head, scores),) = probe
+    inf = torch.inf
+    assert [row.isinf().tolist() for row in scores] == [[False, True, False], [True, False, False]]
+    assert scores[0, 1] in (inf, -inf)
+    assert torch.equal(head.allowed(scores)[0], torch.tensor([True, False, True, True]))
+    fisher = head.fisher(scores)
+    assert torch.equal(fisher, torch.diag_embed(fisher.diagonal(dim1=1, dim2=2)))
+
+
+# -- HeadPPO --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
+@pytest.mark.parametrize("case", SPACES)
+def test_head_ppo_with_softmax_equals_maskable_ppo(case, policy):
+    theirs = learned(MaskablePPO, MaskableActorCriticPolicy, guesses(SPACES[case]))
+    ours = learned(HeadPPO, policy, guesses(SPACES[case]))
+    assert distance(ours, theirs) < 1e-6
+    logged, wanted = ours.logger.name_to_value, theirs.logger.name_to_value
+    tags = {tag for tag in wanted if tag.startswith(("train/", "rollout/"))}
+    assert tags <= logged.keys() and "train/approx_kl" in tags
+    assert all(logged[tag] == pytest.approx(wanted[tag], rel=1e-4, abs=1e-6) for tag in tags)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_only_allowed_actions_are_played_and_learned_from(head):
+    env = guesses(count=3)
+    model = learned(HeadPPO, "MlpPolicy", env, policy_kwargs={"head": head})
+    assert model.uses_masks
+    own = model.rollout_buffer.tensors
+    steps = np.arange(SMALL["n_steps"]) % 8
+    assert np.array_equal(own.masks[:, 0].numpy(), np.arange(5) % 2 == steps[:, None] % 2)
+    assert own.masks.gather(-1, own.actions[..., None]).all()
+    loss, statistics = model._loss(torch.arange(48))
+    assert loss.isfinite() and statistics.isfinite().all()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_maskable_ppo_and_head_ppo_learn_the_same_with_every_head(head):
+    options = {"policy_kwargs": {"head": head}}
+    one = learned(MaskablePPO, HeadMaskableActorCriticPolicy, guesses(), **options)
+    other = learned(HeadPPO, HeadActorCriticPolicy, guesses(), **options)
+    assert distance(one, other) < 2e-6
+
+
+def test_masks_with_dict_observations_and_a_wrapper_that_gives_masks():
+    def wrapped():
+        inner = Guess(spaces.Discrete(4), BOTH)
+        inner.action_masks = None
+        return ActionMasker(inner, lambda env: np.arange(4) == env.unwrapped.count % 4)
+
+    model = learned(HeadPPO, "MultiInputPolicy", make_vec_env(wrapped, 2, seed=0), rollouts=1)
+    steps = np.arange(16) % 8 % 4
+    assert (model.rollout_buffer.actions[..., 0] == steps[:, None]).all(), "one was allowed"
+
+
+def test_masks_are_used_where_there_are_masks_unless_told_otherwise():
+    assert HeadPPO("MlpPolicy", guesses(), **SMALL).uses_masks
+    assert not HeadPPO("MlpPolicy", guesses(), masks=False, **SMALL).uses_masks
+    assert not HeadPPO("MlpPolicy", cartpole(), **SMALL).uses_masks
+    model = learned(HeadPPO, "MlpPolicy", guesses(kind=Guess), 1, masks=False)
+    assert model.rollout_buffer.tensors.masks is None
+    with pytest.raises(ValueError, match="masks is True, but the environment has no method act"):
+        HeadPPO("MlpPolicy", cartpole(), masks=True, **SMALL).learn(16)
+    with pytest.raises(ValueError, match="masks is True, but ActorCriticPolicy takes no action_m"):
+        HeadPPO(ActorCriticPolicy, guesses(), masks=True, **SMALL).learn(16)
+    with pytest.warns(UserWarning, match="not masked: ActorCriticPolicy takes no action_masks"):
+        HeadPPO(ActorCriticPolicy, guesses(kind=Guess), **SMALL).learn(16)
+
+
+def test_a_model_follows_its_environment():
+    model = learned(HeadPPO, "MlpPolicy", guesses(count=2), 1)
+    model.set_env(make_vec_env(Unmasked, 2, seed=0))
+    assert not model.learn(32).uses_masks and model.rollout_buffer.tensors.masks is None
+    model.set_env(guesses(count=2))
+    assert model.learn(32).uses_masks
+
+
+class Stuck(Guess):
+    """Allows nothing at its fifth step."""
+
+    def action_masks(self):
+        return super().action_masks() & (self.count != 4)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (spaces.Discrete(5), "the mask of environment 1 allows no action"),
+        (spaces.MultiBinary(2), "the mask of environment 1 allows no choice of action 0"),
+    ],
+)
+def test_an_environment_that_allows_nothing_is_named(space, message):
+    env = DummyVecEnv([lambda: Guess(space), lambda: Stuck(space)])
+    with pytest.raises(ValueError, match=message):
+        learned(HeadPPO, "MlpPolicy", env, 1)
+    model = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
+    with pytest.raises(ValueError, match=message.replace("environment", "state")):
+        model.learn(32)
+
+
+class MaskedHalf(Half):
+    """Masks change with each step; the forced action 2 is sometimes forbidden."""
+
+    def env_method(self, name, *args, indices=None, **kwargs):
+        assert name == "action_masks" and not self.waiting
+        return [np.arange(4) != each.steps % 4 for each in self.envs]
+
+    def has_attr(self, name):
+        return name == "action_masks"
+
+
+class MaskedPair(Pair):
+    """Halves with masks, and forced actions."""
+
+    def __init__(self, sizes=(2, 1)):
+        super().__init__(sizes, forced=True)
+        first, second = range(sizes[0]), range(sizes[0], sum(sizes))
+        self.halves = tuple(MaskedHalf(list(each), self.calls, True) for each in (first, second))
+
+    def has_attr(self, name):
+        return name == "action_masks"
+
+    def env_method(self, name, *args, indices=None, **kwargs):
+        return [mask for half in self.halves for mask in half.env_method(name)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_halves_are_asked_for_their_own_masks(overlap):
+    model = learned(HeadPPO, "MlpPolicy", MaskedPair(), 2, overlap=overlap)
+    own = model.rollout_buffer.tensors
+    steps = own.observations[..., 1].long()
+    assert torch.equal(own.masks, torch.arange(4) != steps[..., None] % 4)
+    allowed = own.masks.gather(-1, own.actions[..., None])[..., 0]
+    assert (allowed | own.forced).all() and not allowed.all()
+    assert all(p.isfinite().all() for p in model.policy.parameters())
+
+
+# -- playing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SPACES)
+def test_a_masked_player_plays_allowed_actions_only(case):
+    model = HeadPPO("MlpPolicy", guesses(SPACES[case]), **SMALL)
+    for env in (guesses(SPACES[case], 3), Strict(SPACES[case])):
+        evaluate_policy(MaskedPlayer(model, env), env, 4, deterministic=False, warn=False)
+        evaluate_policy(MaskedPlayer(model.policy, env), env, 4, warn=False)
+    with pytest.raises(AssertionError, match="this action is forbidden"):
+        evaluate_policy(model, guesses(SPACES[case]), 20, deterministic=False)
+    with pytest.raises(ValueError, match=r"has no method action_masks\(\)"):
+        MaskedPlayer(model, cartpole())
+
+
+def test_masks_are_asked_as_sb3_contrib_asks():
+    from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_supported
+
+    for env in (guesses(), Guess(), cartpole(), Unmasked()):
+        assert has_masks(env) is is_masking_supported(env)
+        if has_masks(env):
+            env.reset()
+            assert np.array_equal(masks_of(env), get_action_masks(env))
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masks", [None, True, False])
+def test_saving_keeps_masks(masks, tmp_path):
+    model = learned(HeadPPO, "MlpPolicy", guesses(kind=Guess), 1, masks=masks)
+    model.save(tmp_path / "it")
+    copy = HeadPPO.load(tmp_path / "it", guesses(kind=Guess), device="cpu")
+    assert copy.masks is masks and copy.uses_masks is (masks is not False)
+    for each in (model, copy):
+        each.set_env(guesses(kind=Guess))
+        each.set_random_seed(3)
+        each.learn(64, reset_num_timesteps=False)
+    assert distance(model, copy) < 1e-7
+    alone = HeadPPO.load(tmp_path / "it", device="cpu")
+    assert not alone.uses_masks, "without an environment there are no masks"
+
+
+@pytest.mark.parametrize("case", ["discrete", "dict"])
+@pytest.mark.parametrize(("writer", "reader"), [(MaskablePPO, HeadPPO), (HeadPPO, MaskablePPO)])
+def test_maskable_ppo_and_head_ppo_load_the_zips_of_each_other(writer, reader, case, tmp_path):
+    from catnat.sb3 import HeadMaskableMultiInputActorCriticPolicy
+
+    shown = {"observation_space": BOTH} if case == "dict" else {}
+    kind = HeadMaskableMultiInputActorCriticPolicy if shown else HeadMaskableActorCriticPolicy
+    few = {"policy_kwargs": {"head": "natural"}}
+    learned(writer, kind, guesses(**shown), 1, **few).save(tmp_path / "it")
+    same, other = (
+        algorithm.load(tmp_path / "it", guesses(**shown), device="cpu")
+        for algorithm in (writer, reader)
+    )
+    for each in (same, other):
+        each.set_random_seed(3)
+        each.learn(64, reset_num_timesteps=False)
+    assert distance(same, other) < 1e-6

@@ -1,0 +1,102 @@
+"""train.py with an environment that has masks of actions, and with more than one device."""
+
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+import train
+
+FOLDER = Path("runs/ppo/natural/version_0")
+QUICK = ["--env=Corridor-v0", "--num_envs=2", "--num_steps=16", "--update_epochs=1",
+         "--total_steps=64", "--eval_games=2", "--eval_every=32", "--gif=false"]  # fmt: skip
+
+
+class Corridor(gymnasium.Env):
+    """Five places in a row; from an end only one of the two steps is allowed."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (5,))
+    action_space = gymnasium.spaces.Discrete(2)
+    forbidden = 0  # forbidden actions that were played, in all games
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.steps = 0
+        return self._show(), {}
+
+    def step(self, action):
+        Corridor.forbidden += not self.action_masks()[action]
+        self.place = int(np.clip(self.place + 2 * action - 1, 0, 4))
+        self.steps += 1
+        return self._show(), float(self.place == 4), self.steps == 8, False, {}
+
+    def action_masks(self):
+        return np.array([self.place > 0, self.place < 4])
+
+    def _show(self):
+        return np.eye(5, dtype=np.float32)[self.place]
+
+
+@pytest.fixture(autouse=True)
+def _workspace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(gymnasium.registry, "Corridor-v0", None)
+    del gymnasium.registry["Corridor-v0"]
+    gymnasium.register("Corridor-v0", Corridor)
+    monkeypatch.setattr(Corridor, "forbidden", 0)
+
+
+def run(*argv, model="ppo", command=()):
+    return train.main([*command, f"--model={model}", "--head=natural", *QUICK, *argv])
+
+
+def test_masks_are_used_and_said_in_one_line(capfd):
+    assert run() == 0
+    out, err = capfd.readouterr()
+    assert out.count("actions are masked: Corridor-v0 has action_masks()\n") == 1 and err == ""
+    assert Corridor.forbidden == 0, "also in evaluations"
+    assert run("--ckpt_path=last", command=["test"]) == 0
+    assert run("--total_steps=128", "--ckpt_path=last") == 0
+    assert Corridor.forbidden == 0
+    state = torch.load(FOLDER / "checkpoints/last.ckpt", weights_only=True)
+    assert state["global_step"] == 128
+
+
+@pytest.mark.parametrize(("argv", "model"), [(["--masks=false"], "ppo"), ([], "a2c")])
+def test_masks_that_are_not_used_are_said_too(argv, model, capfd):
+    line = [each for each in QUICK if model == "ppo" or "epochs" not in each]
+    assert train.main([f"--model={model}", "--head=natural", *line, *argv]) == 0
+    said = "actions are not masked, though Corridor-v0 has action_masks()"
+    assert said + ("; --model ppo can" if model == "a2c" else "") + "\n" in capfd.readouterr().out
+    assert Corridor.forbidden > 0
+
+
+def test_copies_of_actions_have_copies_of_masks():
+    assert run("--num_actions=7") == 0
+    assert Corridor.forbidden == 0
+    state = torch.load(FOLDER / "checkpoints/last.ckpt", weights_only=True)
+    assert state["state_dict"]["action_net.weight"].shape[0] == 6
+
+
+def test_masks_that_are_asked_for_and_missing_are_one_clear_line(capfd):
+    assert run("--env=CartPole-v1", "--masks=true") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "masks is True, but the environment has no method action_masks()" in line
+
+
+@pytest.mark.parametrize("model", ["ppo", "a2c"])
+@pytest.mark.parametrize("option", ["--devices=2", "--trainer.devices=2", "--devices=0,1"])
+def test_several_devices_are_one_clear_line(model, option, capfd):
+    argv = [f"--model={model}", "--env=CartPole-v1", option]
+    assert train.main(argv) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    asked = option.partition("=")[2]
+    assert f"devices must be 1, got {asked}: Stable-Baselines3 trains a policy on one dev" in line
+    assert "experiments/sweep.py" in line and "--jobs" in line
+
+
+def test_one_device_is_what_stable_baselines_has(capfd):
+    assert run("--devices=1", "--total_steps=32", "--eval_every=0") == 0
+    assert capfd.readouterr().err == ""
