@@ -10,7 +10,6 @@ alone, and the picture shows what they imagine below what happens:
 """
 
 import argparse
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ import numpy as np
 
 from catnat.jax import make_head
 
-N, K, SIZE, HIDDEN, LENGTH, BATCH = 8, 8, 8, 128, 12, 16
+N, K, SIZE, HIDDEN, LENGTH, BATCH, PAIR = 8, 8, 8, 128, 12, 16, 2 * 8**2  # pixels of two frames
 HEADS = (make_head("softmax", K, mix=0.01), make_head("natural", K, tail=0.05, mix=0.01))
 
 
 def bouncing_balls(rng, count):
-    """Pairs of frames, (count, LENGTH, 2 * SIZE^2): a pair shows where the ball goes."""
+    """Pairs of frames, (count, LENGTH, PAIR): a pair shows where the ball goes."""
     phase, speed = rng.uniform(0, 14, (count, 1, 2)), rng.uniform(0.5, 1, (count, 1, 2))
     place = np.abs((phase + speed * np.arange(LENGTH + 1)[:, None]) % 14 - 7)  # in 0..7
     row, column = np.moveaxis(np.exp(-((place[..., None] - np.arange(SIZE)) ** 2)), 2, 0)
@@ -32,16 +31,15 @@ def bouncing_balls(rng, count):
     return np.concatenate((frames[:, :-1], frames[:, 1:]), -1).astype(np.float32)
 
 
-def new_network(key, inputs, outputs):
-    """Two layers of weights."""
-    first, second = jax.random.split(key)
-    weights = jax.random.normal(first, (inputs, HIDDEN)) / inputs**0.5
-    return weights, jnp.zeros(HIDDEN), jax.random.normal(second, (HIDDEN, outputs)) / HIDDEN**0.5
+def init(key, inputs, outputs):
+    """Two layers of weights, without biases: exactly one category of a latent is always on."""
+    layers = zip(jax.random.split(key), ((inputs, HIDDEN), (HIDDEN, outputs)), strict=True)
+    return [jax.random.normal(k, shape) / shape[0] ** 0.5 for k, shape in layers]
 
 
 def network(weights, x):
     """The outputs of the two layers."""
-    return jax.nn.elu(x @ weights[0] + weights[1]) @ weights[2]
+    return jax.nn.elu(x @ weights[0]) @ weights[1]
 
 
 def latents(head, weights, x):
@@ -50,7 +48,7 @@ def latents(head, weights, x):
 
 
 def loss(params, head, frames, key):
-    """Reconstruction and prediction of sequences, (BATCH, LENGTH, 2 * SIZE^2)."""
+    """Reconstruction and prediction of sequences, (BATCH, LENGTH, PAIR)."""
     q = latents(head, params["encoder"], frames)
     z = q.rsample_straight_through(seed=key).reshape(*frames.shape[:2], N * K)
     error = ((network(params["decoder"], z) - frames) ** 2).sum(-1).mean()
@@ -58,10 +56,11 @@ def loss(params, head, frames, key):
     return error + 0.1 * after.kl_divergence(prior).sum(-1).mean(), error
 
 
-@partial(jax.jit, static_argnums=0)
-def update(head, step, params, m, v, frames, key):
+@jax.jit
+def update(head, step, params, m, v, frames):
     """One step of Adam."""
-    (_, error), grad = jax.value_and_grad(loss, has_aux=True)(params, head, frames, key)
+    noise = jax.random.fold_in(jax.random.key(1), step)
+    (_, error), grad = jax.value_and_grad(loss, has_aux=True)(params, head, frames, noise)
     m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grad)
     v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, grad)
     rate = 2e-3 * jnp.sqrt(1 - 0.999**step) / (1 - 0.9**step)
@@ -71,30 +70,28 @@ def update(head, step, params, m, v, frames, key):
 
 def train(head, steps):
     """Parameters after training, and the error of the last reconstruction."""
-    rng, key = np.random.default_rng(0), jax.random.key(0)
-    sizes = {"encoder": (2 * SIZE**2, N * head.num_scores), "decoder": (N * K, 2 * SIZE**2)}
-    sizes["dynamics"] = (N * K, N * head.num_scores)
-    params = {name: new_network(key, *size) for name, size in sizes.items()}
+    rng, S = np.random.default_rng(0), N * head.num_scores
+    sizes = {"encoder": (PAIR, S), "decoder": (N * K, PAIR), "dynamics": (N * K, S)}
+    params = {k: init(jax.random.key(i), *size) for i, (k, size) in enumerate(sizes.items())}
     m = v = jax.tree.map(jnp.zeros_like, params)
     for step in range(1, steps + 1):
-        frames, noise = bouncing_balls(rng, BATCH), jax.random.fold_in(key, step)
-        params, m, v, error = update(head, step, params, m, v, frames, noise)
+        params, m, v, error = update(head, step, params, m, v, bouncing_balls(rng, BATCH))
     return params, float(error)
 
 
 def imagine(head, params, frames):
     """Frames that the dynamics imagine after the first ones, with the likeliest latents."""
-    z, dream = latents(head, params["encoder"], frames[0]).mode(), []
+    q, dream = latents(head, params["encoder"], frames[0]), []
     for _ in range(LENGTH):
-        code = jax.nn.one_hot(z, K).reshape(N * K)
-        dream.append(network(params["decoder"], code))
-        z = latents(head, params["dynamics"], code).mode()
+        z = jax.nn.one_hot(q.mode(), K).reshape(N * K)
+        dream.append(network(params["decoder"], z))
+        q = latents(head, params["dynamics"], z)
     return np.stack(dream)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", default="world_model.png")
     options = parser.parse_args()
     rows = {"what happens": bouncing_balls(np.random.default_rng(1), 1)[0]}

@@ -74,11 +74,12 @@ class CategoricalHead(ABC):
     def entropy(self, scores: Array) -> Array:
         """-sum_k p_k log p_k with 0 log 0 = 0, (*, S) -> (*)."""
         log_probs = self.log_probs(scores)
-        return jnp.negative((jnp.exp(log_probs) * log_probs).sum(-1))
+        return -(jnp.exp(log_probs) * log_probs).sum(-1)
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
-        return jnp.diagonal(self.fisher(scores), axis1=-2, axis2=-1)
+        diagonal: Array = jnp.diagonal(self.fisher(scores), axis1=-2, axis2=-1)
+        return diagonal
 
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value``, whose shape broadcasts with the batch shape.
@@ -169,7 +170,7 @@ class CategoricalHead(ABC):
             raise ValueError(f"value must hold integers, got {value.dtype}")
         known = (value >= 0) & (value < self.num_categories)
         if can_branch_on(known) and not bool(known.all()):
-            wrong = int(value[~known].ravel()[0])
+            wrong = int(np.asarray(value)[~np.asarray(known)].ravel()[0])
             raise ValueError(f"value must lie in 0..{self.num_categories - 1}, got {wrong}")
         return jnp.where(known, value, 0).astype(jnp.int32), known
 
