@@ -91,7 +91,7 @@ def imagine(head, params, frames):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", default="world_model.png")
     options = parser.parse_args()
     rows = {"what happens": bouncing_balls(np.random.default_rng(1), 1)[0]}

@@ -180,11 +180,15 @@ class NaturalSplit:
         return xp.where(share <= self.tail, (log - self.log_at_edge) / self.steepness, d)
 
     def distance(self, scores: Array, constants: Array) -> Pair:
-        """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
-        above = (constants[0] - scores) + constants[1]
-        below = (scores - constants[2]) - constants[3]
+        """Distance to the nearer edge, negative outside, and whether that is the upper edge.
+
+        The edge is chosen before its low part is added. XLA would turn (high - s) + low with
+        constant parts into (high + low) - s, and the low part would be lost.
+        """
+        above, below = constants[0] - scores, scores - constants[2]
         upper = above < below
-        return jnp.where(upper, above, below), upper
+        low = jnp.where(upper, constants[1], -constants[3])
+        return jnp.where(upper, above, below) + low, upper
 
     def logs(self, scores: Array, constants: Array) -> Pair:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
