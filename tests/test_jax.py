@@ -339,7 +339,8 @@ def test_tail_is_an_exponential_that_continues_natural(tail, dtype):
     assert difference(got, want) < TOLERANCE[dtype]
     assert difference(got[inside[:, 0]], plain.log_probs(x.astype(dtype))[inside[:, 0]]) < 1e-6
     slope = np.asarray(pull(jnp.ones_like(got) * jnp.array([-1, 0], dtype))[0])
-    assert (slope[x > 0] > 0).all() and difference(slope[-1], r) < TOLERANCE[dtype]  # log(1 - a) falls on
+    assert (slope[x > 0] > 0).all()  # of log(1 - a), the rarer side there
+    assert difference(slope[-1], r) < TOLERANCE[dtype]
     information = np.asarray(head.information(x.astype(dtype)))
     p = np.exp(log_rare)
     exact = np.where(inside, 0.25, r**2 * p / (1 - p))
