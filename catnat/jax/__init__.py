@@ -1,0 +1,34 @@
+"""The heads in JAX: the same distributions and options as in torch, as stateless objects.
+
+>>> import jax, jax.numpy as jnp
+>>> from catnat.jax import make_head
+>>> head = make_head("natural", 5, tail=0.05)
+>>> q = head(jnp.zeros(head.num_scores))
+>>> q.probs.round(4)
+Array([0.2, 0.2, 0.2, 0.2, 0.2], dtype=float32)
+>>> int(q.sample(seed=jax.random.key(0))) in range(5)
+True
+
+This package needs JAX (``pip install catnat[jax]``). It does not import torch, and no other part of
+catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``jax.grad``, in float32,
+in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
+"""
+
+from catnat.jax.categorical_head import CategoricalHead
+from catnat.jax.distribution import Categorical
+from catnat.jax.heads import SoftmaxHead, SparsemaxHead, head_names, make_head
+from catnat.jax.mixed_head import MixedHead
+from catnat.jax.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+
+__all__ = [
+    "Categorical",
+    "CategoricalHead",
+    "CatnatHead",
+    "MixedHead",
+    "NaturalHead",
+    "SigmoidHead",
+    "SoftmaxHead",
+    "SparsemaxHead",
+    "head_names",
+    "make_head",
+]

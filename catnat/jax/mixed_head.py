@@ -1,0 +1,82 @@
+"""MixedHead: any head with a little of the uniform distribution mixed in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from catnat.checks import require_within
+from catnat.jax.categorical_head import CategoricalHead
+from catnat.jax.numerics import LOG_ZERO
+
+
+@dataclass(frozen=True)
+class MixedHead(CategoricalHead):
+    """q = (1 - mix) p + mix / n with p of another head, on the n categories that are allowed.
+
+    n is K without a mask. Even a tree's Fisher matrix becomes dense by mixing, and ``log_prob`` and
+    ``sample`` take O(K).
+
+    Args:
+        inner: the head that gives p.
+        mix: the share of the uniform distribution, 0 < mix < 1.
+    """
+
+    num_categories: int = field(init=False, repr=False)
+    inner: CategoricalHead
+    mix: float
+
+    def __post_init__(self) -> None:
+        require_within(0, 1, "()", mix=self.mix)
+        object.__setattr__(self, "mix", float(self.mix))
+        object.__setattr__(self, "num_categories", self.inner.num_categories)
+        object.__setattr__(self, "name", self.inner.name)
+
+    @property
+    def num_scores(self) -> int:
+        """S of the inner head."""
+        return self.inner.num_scores
+
+    def log_probs(self, scores: Array) -> Array:
+        """log((1 - mix) p + mix / n), (*, S) -> (*, K)."""
+        log_p, allowed = self.inner.log_probs(scores), self.inner.allowed(scores)
+        n = allowed.sum(-1, keepdims=True).astype(log_p.dtype)
+        mixed = jnp.logaddexp(log_p + math.log1p(-self.mix), math.log(self.mix) - jnp.log(n))
+        return jnp.where(allowed, mixed, LOG_ZERO)
+
+    def inverse(self, probs: Array) -> Array:
+        """Scores whose p is (q - mix / K) / (1 - mix), floored at 0 where q is below mix / K."""
+        q = self._checked_probs(probs)
+        p = jnp.maximum(q - self.mix / self.num_categories, 0.0)
+        return self.inner.inverse(p / p.sum(-1, keepdims=True))
+
+    def fisher(self, scores: Array) -> Array:
+        """(1 - mix)^2 J^T diag(1/q) J with the Jacobian J of p, (*, S) -> (*, S, S)."""
+        jacobian, weight = self._jacobian(scores)
+        weighted = weight[..., None] * jacobian
+        return jnp.einsum("...ki,...kj->...ij", jacobian, weighted, precision="highest")
+
+    def fisher_diagonal(self, scores: Array) -> Array:
+        """(1 - mix)^2 sum_k J_ki^2 / q_k, (*, S) -> (*, S)."""
+        jacobian, weight = self._jacobian(scores)
+        return (jacobian**2 * weight[..., None]).sum(-2)
+
+    def _jacobian(self, scores: Array) -> tuple[Array, Array]:
+        """J, (*, K, S), and (1 - mix)^2 / q, (*, K), which is 0 where q is 0."""
+        scores = self._checked(scores)
+        rows = scores.reshape(-1, self.num_scores)
+        jacobian = jax.vmap(jax.jacrev(self.inner.probs))(rows)
+        q = self.probs(scores)
+        weight = jnp.where(q <= 0, 0.0, (1 - self.mix) ** 2 / jnp.where(q <= 0, 1.0, q))
+        return jacobian.reshape(*scores.shape[:-1], *jacobian.shape[1:]), weight
+
+    def _masked(self, scores: Array, mask: Array) -> Array:
+        return self.inner._masked(scores, mask)
+
+    def allowed(self, scores: Array) -> Array:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        return self.inner.allowed(scores)

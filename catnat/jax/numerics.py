@@ -1,0 +1,66 @@
+"""Numerics of the JAX heads: the rules of :mod:`catnat.numerics`, which is written for torch.
+
+- Every finite score gives finite log-probabilities, probabilities that sum to 1, and finite
+  gradients. An impossible category has probability exactly 0, and a finite log-probability.
+- Half precision is computed, and returned, in float32.
+- A result that depends on a NaN score is NaN. In a tree an infinite score is a certain split; with
+  softmax and sparsemax a score of -inf is an impossible category.
+- Python looks at values only where they can be seen without waiting, see :func:`can_branch_on`.
+  Elsewhere wrong values become NaN; they never become a wrong number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+LOG_ZERO = -1000.0
+"""Log-probability of an impossible category: finite, and ``exp`` of it is exactly 0."""
+FAR_LOG = math.log(np.finfo(np.float64).tiny) * 1.25
+"""Where an inverse needs the logarithm of 0: finite, and ``exp`` of it is 0 even in float64."""
+
+
+def at_least_float32(x: Array) -> Array:
+    """``x`` in float32 if its dtype is narrower, and unchanged otherwise."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def largest_score(dtype: Any) -> float:
+    """Largest size of a log-probability: sums over 10^6 categories, and differences, are finite."""
+    return float(jnp.finfo(dtype).max) / 2**24
+
+
+def safe_log(x: Array, at_zero: float = LOG_ZERO) -> Array:
+    """``log x`` for ``x >= 0``; at 0 a finite number with zero gradient. NaN stays NaN."""
+    zero = x <= 0
+    return jnp.where(zero, at_zero, jnp.log(jnp.where(zero, 1.0, x)))
+
+
+def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Uniform numbers in [0, 1), small ones with the relative accuracy of their dtype.
+
+    ``jax.random.uniform`` draws multiples of eps. An event of probability 1e-9 would so happen with
+    probability 1e-7 in float32. A second draw therefore gives the digits below eps.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    high, low = jax.random.uniform(key, (2, *shape), dtype)
+    return jnp.minimum(high + low * eps, 1 - eps / 2)
+
+
+def pick(x: Array, index: Array) -> Array:
+    """``x[..., index]`` row by row: x (*, S), index (*, H), batch shapes broadcast, -> (*, H)."""
+    ndim = max(x.ndim, index.ndim)
+    x, index = (each.reshape((1,) * (ndim - each.ndim) + each.shape) for each in (x, index))
+    return jnp.take_along_axis(x, index, -1)
+
+
+def can_branch_on(x: Any) -> bool:
+    """Whether Python may look at the values of ``x`` without waiting: not traced, on the CPU."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return isinstance(x, np.ndarray) or all(each.platform == "cpu" for each in x.devices())

@@ -1,0 +1,248 @@
+r"""a(s): how a score divides the probability of its node; :mod:`catnat.splits` has the formulas.
+
+A split is given by log(1 - a) and log a, and by their slopes, -d log(1 - a)/ds and d log a/ds. Its
+methods get scores (*, S) and the ``constants`` of the nodes, (R, S), or (R, 1) where all nodes have
+the same centre C. :func:`log_split` gives the logarithms with the slopes as derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from catnat.jax.numerics import FAR_LOG, LOG_ZERO, largest_score, safe_log
+
+Pair = tuple[Array, Array]
+
+
+class Split(Protocol):
+    """What a tree needs of a split. Every node has a centre C, and x = s - C."""
+
+    def offset(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """x for which 1 - a : a is left : right, both above 0, in float64."""
+
+    def node_constants(self, centre: np.ndarray, dtype: Any) -> np.ndarray:
+        """The constants of the nodes from their centres C, (S,) in float64 -> (R, S)."""
+
+    def inverse(self, left: Array, right: Array, constants: Array) -> Array:
+        """The score s for which 1 - a : a is left : right."""
+
+    def logs(self, scores: Array, constants: Array) -> Pair:
+        """log(1 - a) and log a, (*, S) each."""
+
+    def slopes(self, scores: Array, constants: Array) -> Pair:
+        """-d log(1 - a)/ds and d log a/ds, (*, S) each, both >= 0."""
+
+    def information(self, scores: Array, constants: Array) -> Array:
+        """Fisher information a'^2 / (a (1 - a)) of each split, (*, S)."""
+
+
+def _log_split(split: Split, scores: Array, constants: Array) -> Pair:
+    return split.logs(scores, constants)
+
+
+def _log_split_jvp(
+    split: Split, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Pair, Pair]:
+    left, right = split.slopes(*primals)
+    return log_split(split, *primals), (-left * tangents[0], right * tangents[0])
+
+
+log_split = jax.custom_jvp(_log_split, nondiff_argnums=(0,))
+"""``log_split(split, scores, constants)``: log(1 - a) and log a; their derivatives are slopes."""
+log_split.defjvp(_log_split_jvp)
+
+
+@dataclass(frozen=True)
+class SigmoidSplit:
+    """a(s) = 1 / (1 + exp(-x)), x = s - C.
+
+    Scores beyond :func:`~catnat.jax.numerics.largest_score` count as that score, with slope 0.
+    """
+
+    def offset(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """x = log(right / left)."""
+        out: np.ndarray = np.log(right) - np.log(left)
+        return out
+
+    def node_constants(self, centre: np.ndarray, dtype: Any) -> np.ndarray:
+        """The centres C themselves, (1, S)."""
+        return centre[None].astype(dtype)
+
+    def inverse(self, left: Array, right: Array, constants: Array) -> Array:
+        """C + log(right / left); far out, but finite, where left or right is 0."""
+        return constants[0] + (safe_log(right, FAR_LOG) - safe_log(left, FAR_LOG))
+
+    def logs(self, scores: Array, constants: Array) -> Pair:
+        """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
+        x, _ = self._centred(scores, constants)
+        return -jnp.logaddexp(x, 0.0), -jnp.logaddexp(-x, 0.0)
+
+    def slopes(self, scores: Array, constants: Array) -> Pair:
+        """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
+        x, beyond = self._centred(scores, constants)
+        left, right = jax.nn.sigmoid(x), jax.nn.sigmoid(-x)
+        return jnp.where(beyond, 0.0, left), jnp.where(beyond, 0.0, right)
+
+    def information(self, scores: Array, constants: Array) -> Array:
+        """a (1 - a)."""
+        left, right = self.slopes(scores, constants)
+        return left * right
+
+    @staticmethod
+    def _centred(scores: Array, constants: Array) -> Pair:
+        """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
+        bound = largest_score(scores.dtype)
+        x = scores - constants[0]
+        beyond = jnp.abs(x) > bound
+        return jnp.where(beyond, bound * jnp.sign(x), x), beyond
+
+
+@dataclass(frozen=True)
+class NaturalSplit:
+    r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
+
+    The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
+    C + A/2, and with theta = pi d / (2A): the rarer bit has probability sin^2(theta). An edge is
+    stored as a sum of two numbers, so that d is accurate right up to the edge.
+
+    With a tail these formulas hold while the rarer bit has probability ``tail`` or more. From the
+    distance d_t where it has the probability ``tail``, its probability goes on as
+    tail exp(-r (d_t - d)), with the slope r that log sin^2(theta) has there.
+
+    Args:
+        amplitude: A, the width of the region in which the split moves.
+        tail: probability of the rarer bit at which the tail begins, 0 for none.
+    """
+
+    amplitude: float = 2 * math.pi
+    tail: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """pi / A: the constant square root of the split's Fisher information."""
+        return math.pi / self.amplitude
+
+    @property
+    def joint(self) -> float:
+        """d_t, the distance from the edge at which the tail begins."""
+        return 2 * math.asin(math.sqrt(self.tail)) / self.rate
+
+    @property
+    def steepness(self) -> float:
+        """r, the slope of the rarer bit's logarithm in the tail."""
+        return self.rate * math.sqrt((1 - self.tail) / self.tail)
+
+    @property
+    def log_at_edge(self) -> float:
+        """Logarithm of the rarer bit's probability at d = 0."""
+        return math.log(self.tail) - self.steepness * self.joint
+
+    def offset(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """x = A/2 - d where the upper edge is nearer, d - A/2 elsewhere."""
+        d = self._distance_for(np.minimum(left, right), np.maximum(left, right), np)
+        out: np.ndarray = np.sign(right - left) * (self.amplitude / 2 - d)
+        return out
+
+    def node_constants(self, centre: np.ndarray, dtype: Any) -> np.ndarray:
+        """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
+        rows = []
+        for edge in (centre + self.amplitude / 2, centre - self.amplitude / 2):
+            high = edge.astype(dtype)
+            rows += [high, (edge - high.astype(np.float64)).astype(dtype)]
+        return np.stack(rows)
+
+    def inverse(self, left: Array, right: Array, constants: Array) -> Array:
+        """The score at the right distance from the nearer edge, and outside if a side is 0."""
+        d = self._distance_for(jnp.minimum(left, right), jnp.maximum(left, right), jnp)
+        above, below = constants[0] + (constants[1] - d), constants[2] + (constants[3] + d)
+        scores = jnp.where(left < right, above, below)
+        if self.tail:
+            return scores
+        inside = self.distance(scores, constants)[0] > 0  # where a side is 0: by rounding
+        outward = jnp.where(left <= 0, jnp.inf, -jnp.inf).astype(scores.dtype)
+        stuck = ((left <= 0) ^ (right <= 0)) & inside
+        return jnp.where(stuck, jnp.nextafter(scores, outward), scores)
+
+    def _distance_for(self, rare: Any, likely: Any, xp: Any) -> Any:
+        """The distance d that gives the two probabilities, in numpy or in jax.numpy."""
+        d = xp.arctan2(xp.sqrt(rare), xp.sqrt(likely)) * (2 / self.rate)
+        if not self.tail:
+            return d
+        share = rare / xp.where(rare + likely <= 0, 1.0, rare + likely)
+        log = xp.where(share <= 0, FAR_LOG, xp.log(xp.where(share <= 0, 1.0, share)))
+        return xp.where(share <= self.tail, (log - self.log_at_edge) / self.steepness, d)
+
+    def distance(self, scores: Array, constants: Array) -> Pair:
+        """Distance to the nearer edge, negative outside, and whether that is the upper edge.
+
+        The edge is chosen before its low part is added. XLA would turn (high - s) + low with
+        constant parts into (high + low) - s, and the low part would be lost.
+        """
+        above, below = constants[0] - scores, scores - constants[2]
+        upper = above < below
+        low = jnp.where(upper, constants[1], -constants[3])
+        return jnp.where(upper, above, below) + low, upper
+
+    def logs(self, scores: Array, constants: Array) -> Pair:
+        """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
+        sine = jnp.sin(theta)
+        beyond = self._tail_log(distance, outside)[0] if self.tail else jnp.asarray(LOG_ZERO)
+        rare = jnp.where(outside, beyond, 2 * jnp.log(sine))
+        likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))
+        return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
+
+    def slopes(self, scores: Array, constants: Array) -> Pair:
+        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside.
+
+        In the tail r for the rarer bit, r p / (1 - p) for the likelier.
+        """
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
+        tan = jnp.tan(theta)
+        tail = self._tail_slopes(distance, outside) if self.tail else (0.0, 0.0)
+        steep = jnp.where(outside, tail[0], self.rate / tan)
+        gentle = jnp.where(outside, tail[1], self.rate * tan)
+        return jnp.where(upper, steep, gentle), jnp.where(upper, gentle, steep)
+
+    def information(self, scores: Array, constants: Array) -> Array:
+        """(pi/A)^2 up to the edges and on them, 0 outside; it falls in the tail."""
+        distance, _ = self.distance(scores, constants)
+        flat = self.rate**2 + 0 * jnp.where(distance < 0, 0.0, distance)  # NaN stays NaN
+        if not self.tail:
+            return jnp.where(distance < 0, 0.0, flat)
+        outside = distance <= self.joint
+        steep, gentle = self._tail_slopes(distance, outside)
+        return jnp.where(outside, steep * gentle, flat)
+
+    def _angle(self, distance: Array) -> Pair:
+        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
+
+        theta is at least 1e-30, and 1 outside, where the callers do not use it.
+        """
+        outside = distance <= self.joint
+        theta = jnp.where(outside, 1.0, distance) * (self.rate / 2)
+        theta = jnp.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
+        return jnp.where(outside, 1.0, theta), outside
+
+    def _tail_log(self, distance: Array, outside: Array) -> Pair:
+        """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
+        bound = largest_score(distance.dtype)
+        log_p = self.log_at_edge + self.steepness * jnp.where(outside, distance, 0.0)
+        beyond = log_p < -bound
+        return jnp.where(beyond, -bound, log_p), beyond
+
+    def _tail_slopes(self, distance: Array, outside: Array) -> Pair:
+        """r for the rarer bit and r p / (1 - p) for the likelier; 0 beyond the largest score."""
+        log_p, beyond = self._tail_log(distance, outside)
+        p = jnp.exp(log_p)
+        steep = jnp.where(beyond, 0.0, self.steepness + 0 * p)
+        return steep, steep * (p / (1 - p))
