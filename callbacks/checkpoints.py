@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -55,17 +56,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames; reads tensors and plain values, never code.
 
     Lightning's own writer goes through the system's temporary folder, and moving a file from
-    there to another disk is a copy that a kill can cut short.
+    there to another disk is a copy that a kill can cut short. ``seconds`` is the time that saving
+    has taken.
     """
+
+    seconds = 0.0
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
+        began = time.monotonic()
         content = io.BytesIO()  # torch.save straight into a full disk fails without saying why
         torch.save(checkpoint, content)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(Path(path), content.getbuffer())
+        self.seconds += time.monotonic() - began
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True

@@ -13,7 +13,7 @@ from cases_cli import run
 from catnat.callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
 from catnat.callbacks.checkpoints import StopSignals
 from catnat.callbacks.images import heat_map, tile
-from catnat.callbacks.progress import line_of_test
+from catnat.callbacks.terminal import line_of_test
 
 
 def test_tiles_and_heat_maps():

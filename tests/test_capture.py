@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.progress import StepBar
+from catnat.callbacks.terminal import StepBar
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from catnat.training.errors import (
     RunFailed,
@@ -61,9 +62,10 @@ def show_help(names: Names, words: list[str]) -> int:
 
 def run(names: Names, options: list[str]) -> int:
     """Train or test what the command line names."""
+    began = time.monotonic()
     silence()
     from catnat.training import command
     from catnat.training.folders import closing_runs
 
     with closing_runs(), quiet_about_disks():
-        return command.run(names, options)
+        return command.run(names, options, began)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from catnat.callbacks.checkpoints import write_whole
-from catnat.callbacks.run_record import RunLogger, write_hparams
+from catnat.callbacks.dashboard import write_hparams
+from catnat.callbacks.run_record import RunLogger
 
 _MANY = 0.5  # share of saturated scores above which there is a warning
 
@@ -22,7 +23,7 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, float], seed: int) -> 
     tested = [name for name in metrics if name.startswith("test/")]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            write_hparams(logger, hparams_of(trainer, seed), tested)
+            write_hparams(logger.experiment, hparams_of(trainer, seed), tested)
             logger.experiment.flush()
         if isinstance(logger, RunLogger):
             logger.close()
