@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.summary import hparams as hparam_summaries
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
@@ -12,6 +13,11 @@ from catnat.callbacks.tags import Kind, charts, explanation, guide
 
 # Tags that a run writes once; a run that continues writes them again.
 WRITTEN_ONCE = ("_hparams_/", "custom_scalars__config__", "guide/")
+
+_COMPARED = (
+    "head", "num_latents", "num_categories", "learning_rate", "seed", "steps",
+    "data", "source", "estimator", "env",
+)  # fmt: skip
 
 
 class RunWriter(SummaryWriter):
@@ -43,6 +49,8 @@ class _ExplainingWriter(FileWriter):
                 self._seen.add(value.tag)
                 if said := explanation(value.tag):
                     value.metadata.summary_description = said
+                    plugin = "images" if value.HasField("image") else "scalars"
+                    value.metadata.plugin_data.plugin_name = plugin
         super().add_summary(summary, global_step, walltime)
 
 
@@ -68,5 +76,16 @@ def write_hparams(writer: SummaryWriter, hparams: dict[str, Any], metrics: list[
     """Write the row of a run in the HPARAMS tab, with the names of its metrics."""
     plain = (bool, int, float, str)
     shown = {name: v if isinstance(v, plain) else str(v) for name, v in hparams.items()}
-    for summary in hparam_summaries(shown, dict.fromkeys(metrics, 0.0)):
+    experiment, *others = hparam_summaries(shown, dict.fromkeys(metrics, 0.0))
+    _put_first(experiment)
+    for summary in (experiment, *others):
         writer._get_file_writer().add_summary(summary)
+
+
+def _put_first(experiment: Any) -> None:
+    """Mark the columns by which runs are compared: TensorBoard shows marked ones first."""
+    content = experiment.value[0].metadata.plugin_data
+    parsed = HParamsPluginData.FromString(content.content)
+    for info in parsed.experiment.hparam_infos:
+        info.differs = info.name in _COMPARED
+    content.content = parsed.SerializeToString()

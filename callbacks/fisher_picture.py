@@ -48,7 +48,7 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: s
         title: what is written above.
     """
     S = len(matrix)
-    figure = Figure(figsize=(5.6, 4.8), dpi=100, layout="constrained")
+    figure = Figure(figsize=(4.6, 4), dpi=100, layout="constrained")
     canvas: Any = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     norm = SymLogNorm(limit / 10**_DECADES, linscale=0.3, vmin=-limit, vmax=limit)
@@ -84,7 +84,7 @@ def _mark_levels(axes: Axes, num_categories: int) -> None:
     spans = list(levels(num_categories))
     for (_, end), _ in pairwise(spans):
         for line in (axes.axhline, axes.axvline):
-            line(end - 0.5, color="0.35", linewidth=0.8, linestyle=(0, (4, 3)))
+            line(end - 0.5, color="0.55", linewidth=1)
     top = axes.secondary_xaxis("top")
     wide = [n for n, span in enumerate(spans, 1) if span[1] - span[0] >= (num_categories - 1) / 16]
     middles = [(spans[n - 1][0] + spans[n - 1][1] - 1) / 2 for n in wide]

@@ -156,7 +156,8 @@ def guide(kind: Kind) -> str:
     lines = [
         "# How to read this run",
         "Every tag below is a card under TIME SERIES or IMAGES. CUSTOM SCALARS shows them in "
-        "groups, with all chosen runs in one chart. HPARAMS compares runs by their options.",
+        "groups, with all chosen runs in one chart. HPARAMS compares runs by their options. "
+        "Started with `--load_fast=false`, TensorBoard shows the line of a tag on its card, too.",
     ]
     for title, table in tables.items():
         rows = [f"| `{tag}` | {said.replace('|', '&#124;')} |" for tag, said in table.items()]

@@ -23,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not argv:
             return show_help(Names(), [])
+        if argv[0] == "report":
+            from catnat.training.html_report import report_command
+
+            return report_command(argv[1:])
         names, options = read_names(argv)
         return show_help(names, options) if names.help else run(names, options)
     except UsageError as error:

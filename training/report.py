@@ -84,8 +84,13 @@ def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
     An option of the data that the run or the model has too is called data_<name>.
     """
     hparams: dict[str, Any] = {"seed": seed, "steps": trainer.global_step}
-    hparams |= dict(trainer.lightning_module.hparams)
-    for name, value in getattr(getattr(trainer, "datamodule", None), "hparams", {}).items():
+    model: Any = trainer.lightning_module
+    hparams |= dict(model.hparams)
+    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
+        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
+    if (data := getattr(trainer, "datamodule", None)) is not None:
+        hparams["data"] = type(data).__name__
+    for name, value in getattr(data, "hparams", {}).items():
         same = name in hparams and name != "seed" and hparams[name] == value
         hparams[name if name not in hparams or same else f"data_{name}"] = value
     return hparams
