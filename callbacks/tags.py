@@ -32,6 +32,8 @@ _TRAINING = {
     "clip_range": "How far the ratio of probabilities counts.",
     "explained_variance": "How much of the returns' variance the predicted values explain; 1 is "
     "all of it.",
+    "grad_norm": "Length of the gradient before it is clipped.",
+    "std": "Standard deviation of continuous actions.",
     "learning_rate": "Learning rate of the optimizer.",
     "n_updates": "Updates so far.",
     "return": "Mean return of the last 100 finished games of training.",
@@ -39,6 +41,12 @@ _TRAINING = {
 _ROLLOUT = {
     "ep_rew_mean": "Mean return of the last 100 finished games of training.",
     "ep_len_mean": "Mean length of the last 100 finished games of training, in steps.",
+}
+_TIME = {
+    "fps": "Steps of all environments in a second.",
+    "iterations": "Rollouts so far.",
+    "time_elapsed": "Seconds since training began.",
+    "total_timesteps": "Steps of all environments so far.",
 }
 _EVALUATED: dict[Kind, dict[str, str]] = {
     "vae": {
@@ -136,7 +144,7 @@ def explanation(tag: str) -> str:
     name = name.rpartition("/")[2]  # fim/<head>/saturated, latents/<head>/usage
     if group in _WHERE and name in _ALL_EVALUATED:
         return f"{_WHERE[group]}. {_ALL_EVALUATED[name]}"
-    tables = {"fim": _FISHER, "train": _TRAINING, "rollout": _ROLLOUT}
+    tables = {"fim": _FISHER, "train": _TRAINING, "rollout": _ROLLOUT, "time": _TIME}
     return tables.get(group, {}).get(name) or _PICTURES.get(f"{group}/{name}".rstrip("/"), "")
 
 

@@ -227,7 +227,7 @@ def _option_help(name: str, text: str, default: Any) -> str:
     value = "" if default is None else f"[{default}]"
     option, width = f"  --{name} ", min(_WIDTH, shutil.get_terminal_size().columns)
     said = f"{words} {value}".strip() or "-"
-    lines = textwrap.wrap(said, width - _INDENT, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(said, width - _INDENT, break_on_hyphens=False)
     if len(option) > _INDENT:
         return "\n".join([option.rstrip(), *(" " * _INDENT + line for line in lines)])
     return "\n".join([f"{option:{_INDENT}}{lines[0]}", *(" " * _INDENT + x for x in lines[1:])])
