@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Image, KVWriter
+from stable_baselines3.common.logger import Image, KVWriter, TensorBoardOutputFormat
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadCategorical, HeadProbe
@@ -186,8 +186,10 @@ class FisherMonitorSB3(BaseCallback):
         tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim/")]
         values = {tag: recorded.pop(tag) for tag in tags}
         hidden = {tag: excluded.pop(tag) for tag in tags}
+        # A table would get an empty row for pictures alone.
+        tables_too = any(not isinstance(each, Image) for each in values.values())
         for output in self.logger.output_formats if values else ():
-            if isinstance(output, KVWriter):
+            if isinstance(output, KVWriter if tables_too else TensorBoardOutputFormat):
                 output.write(values, hidden, self._step)
 
 
