@@ -16,7 +16,7 @@ WRITTEN_ONCE = ("_hparams_/", "custom_scalars__config__", "guide/")
 
 _COMPARED = (
     "head", "num_latents", "num_categories", "learning_rate", "seed", "steps",
-    "data", "source", "estimator", "env",
+    "source", "estimator", "env",
 )  # fmt: skip
 
 
