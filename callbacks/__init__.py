@@ -17,8 +17,8 @@ from catnat.callbacks.checkpoints import (
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import GraphFigures, VAEFigures
-from catnat.callbacks.progress import ProgressLines
 from catnat.callbacks.run_record import RunLogger, RunRecord, last_validation
+from catnat.callbacks.terminal import ProgressLines
 
 if TYPE_CHECKING:
     from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3

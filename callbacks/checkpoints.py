@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -59,10 +60,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     there to another disk is a copy that a kill can cut short.
 
     A thread writes the file while training goes on; :meth:`finish` waits for it. An error of the
-    disk is raised by the next call of any method.
+    disk is raised by the next call of any method. ``seconds`` is the time for which training has
+    waited.
     """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None  # made when needed: processes may be forked
         self._writing: Future[None] | None = None
 
@@ -70,12 +73,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
+        began = time.monotonic()
         content = io.BytesIO()  # a copy: training may change the tensors before they are written
         torch.save(checkpoint, content)
         self.finish()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
         self._writing = self._thread.submit(write_whole, Path(path), content.getbuffer())
+        self.seconds += time.monotonic() - began
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk."""

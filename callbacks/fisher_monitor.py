@@ -21,10 +21,10 @@ from catnat.callbacks.fisher_diagnostics import (
     require_pairs,
     sampled_size,
 )
-from catnat.callbacks.images import add_image, heat_map
+from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
+from catnat.callbacks.images import add_image
 from catnat.checks import require_at_least, require_at_most
 
-_MAX_PICTURE = 2**22  # entries of the largest matrix that is drawn
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
@@ -53,7 +53,9 @@ class FisherMonitor(Callback):
       rows of zero scores. Use it to compare with other implementations that draw;
     - ``fim/condition_number``: largest over smallest eigenvalue of G on its support;
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient;
-    - ``fim/mean``: G as a picture, red positive, blue negative.
+    - ``fim/mean``: G as a picture, red positive, blue negative, with the levels of the tree of a
+      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step; all
+      pictures of a run have one colour scale.
 
     A model with several heads gets the head's name in the tag, ``fim/<name>/...``. Scores are
     those of the latest call of a head in the step; a head that was not called is left out. A head
@@ -69,7 +71,7 @@ class FisherMonitor(Callback):
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled masses, at least 2; 0 leaves them out.
         sampled_every_n_steps: how often to draw, counted in steps.
-        image_every_n_steps: how often to draw G; 0 for never.
+        image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all.
         write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
             is very large.
         seed: seed of the draws.
@@ -80,7 +82,7 @@ class FisherMonitor(Callback):
         every_n_steps: int = 1,
         num_samples: int = 2,
         sampled_every_n_steps: int = 1,
-        image_every_n_steps: int = 1000,
+        image_every_n_steps: int = 10_000,
         write_every_n_steps: int = 50,
         seed: int = 0,
     ) -> None:
@@ -104,6 +106,7 @@ class FisherMonitor(Callback):
         self._generator: torch.Generator | None = None
         self._step = 0
         self._steps_per_block = write_every_n_steps
+        self._limits: dict[str, float] = {}  # the colour scale of each head's pictures
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -114,6 +117,20 @@ class FisherMonitor(Callback):
         self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
         self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
         self._warned: set[str] = set()  # heads for which a warning was given
+        self._undrawn: dict[str, tuple[int, Tensor]] = {}  # latest diagnostics without a picture
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the colour scale of an earlier run; a checkpoint restores that of this run."""
+        if stage == "fit":
+            self._limits = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The colour scale of the pictures."""
+        return {"limits": dict(self._limits)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the colour scale of the pictures."""
+        self._limits = dict(state_dict["limits"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
@@ -173,8 +190,11 @@ class FisherMonitor(Callback):
         self._write_everything(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write everything."""
+        """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
+        for name, (step, diagnostics) in self._undrawn.items():
+            self._draw(trainer, name, step, diagnostics)
+        self._undrawn = {}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
@@ -245,8 +265,7 @@ class FisherMonitor(Callback):
 
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
         assert self._probe is not None
-        prefix = "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
-        head, steps = self._probe.heads[name], report.steps
+        prefix, steps = self._prefix(name), report.steps
         tagged = [
             {f"{prefix}/{tag}": value for tag, value in row.items()} for row in report.scalars
         ]
@@ -257,14 +276,30 @@ class FisherMonitor(Callback):
         self._warn_of_nan(name, steps, tagged, report.problem)
         for logger in trainer.loggers:
             write_scalars(logger, steps, tagged)
-        if not self.image_every_n_steps or head.num_scores**2 > _MAX_PICTURE:
+        if not self.image_every_n_steps:
             return
         for step, each in zip(steps, report.diagnostics, strict=True):
-            if step % self.image_every_n_steps == 0 and each.isfinite().all():
-                (matrix,) = matrices_of(head, each[None])
-                largest = float(matrix.abs().max())
-                picture = heat_map(matrix, "RdBu_r", -largest, largest)
-                add_image(trainer.loggers, f"{prefix}/mean", picture, step)
+            if is_drawn(step, self.image_every_n_steps):
+                self._undrawn.pop(name, None)
+                self._draw(trainer, name, step, each)
+            else:
+                self._undrawn[name] = (step, each)
+
+    def _prefix(self, name: str) -> str:
+        """How the tags of a head begin."""
+        assert self._probe is not None
+        return "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
+
+    def _draw(self, trainer: Trainer, name: str, step: int, diagnostics: Tensor) -> None:
+        """Give the loggers a picture of G, unless G is not finite or too large."""
+        assert self._probe is not None
+        head = self._probe.heads[name]
+        if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
+            return
+        (matrix,) = matrices_of(head, diagnostics[None])
+        limit = self._limits.setdefault(name, limit_of(matrix))
+        picture = fisher_picture(matrix, head, limit, f"mean Fisher matrix, step {step}")
+        add_image(trainer.loggers, f"{self._prefix(name)}/mean", picture, step)
 
     def _warn_of_nan(
         self, name: str, steps: list[int], rows: list[dict[str, float]], problem: str

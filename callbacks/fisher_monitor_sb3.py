@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Image, KVWriter
+from stable_baselines3.common.logger import Image, KVWriter, TensorBoardOutputFormat
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import matrices_of, scalars_of
-from catnat.callbacks.images import heat_map
+from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
 from catnat.checks import require_at_least
 from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
 from catnat.sb3 import HeadPolicy
@@ -29,6 +29,9 @@ class FisherMonitorSB3(BaseCallback):
     stays diagonal. ``fim/saturated`` leaves out the splits that masks decide. The monitor also
     writes ``train/entropy``, the mean entropy of the policy in these states.
 
+    G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one, all with one
+    colour scale.
+
     The values are recorded in the model's logger, and written with its next row. If that row
     belongs to a later step, the monitor writes a row of its own before. The monitor draws from
     random generators of its own, so that a run with the monitor learns the same as a run without.
@@ -37,7 +40,7 @@ class FisherMonitorSB3(BaseCallback):
         every_n_rollouts: observe each n-th rollout.
         num_samples: M, draws per state for the sampled mass; 0 leaves it out.
         max_states: if a rollout has more states, take this many at random.
-        image_every_n_rollouts: how often to draw G; 0 for never.
+        image_every_n_rollouts: draw G after each n-th rollout, too; 0 for no pictures at all.
         seed: seed of the draws.
         verbose: as in Stable-Baselines3.
     """
@@ -47,7 +50,7 @@ class FisherMonitorSB3(BaseCallback):
         every_n_rollouts: int = 1,
         num_samples: int = 1,
         max_states: int = 4096,
-        image_every_n_rollouts: int = 50,
+        image_every_n_rollouts: int = 1000,
         seed: int = 0,
         verbose: int = 0,
     ) -> None:
@@ -62,6 +65,8 @@ class FisherMonitorSB3(BaseCallback):
         self._step = 0  # step of the latest values
         self._generator: torch.Generator | None = None
         self._chooser = torch.Generator()
+        self._limits: dict[str, float] = {}  # the colour scale of the pictures, by tag
+        self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def _on_training_start(self) -> None:
         # A HeadPolicy has no head if each of its actions has one choice only; that is no mistake.
@@ -82,7 +87,7 @@ class FisherMonitorSB3(BaseCallback):
         if number % self.every_n_rollouts:
             return
         self.latest, self._step = {}, self.num_timesteps
-        every = self.image_every_n_rollouts
+        self._undrawn = []
         policy: Any = self.model.policy
         if not any(isinstance(each, CategoricalHead) for each in policy.modules()):
             return
@@ -101,13 +106,16 @@ class FisherMonitorSB3(BaseCallback):
                 sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
                 values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
             self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
-            if every and number % every == 0:
-                self._record_image(f"{prefix}/mean", matrices_of(head, diagnostics)[0])
+            if self.image_every_n_rollouts:
+                self._undrawn.append((f"{prefix}/mean", head, matrices_of(head, diagnostics)[0]))
+        if is_drawn(number, self.image_every_n_rollouts):
+            self._record_pictures()
         self.latest["train/entropy"] = float(entropy)
         for tag, value in self.latest.items():
             self.logger.record(tag, value)
 
     def _on_training_end(self) -> None:
+        self._record_pictures()
         self._write_late()
 
     @property
@@ -148,11 +156,15 @@ class FisherMonitorSB3(BaseCallback):
             return policy.get_distribution(states, memory, starts)[0]
         return policy.get_distribution(states)
 
-    def _record_image(self, tag: str, matrix: Tensor) -> None:
-        largest = float(matrix.abs().max())
-        picture = heat_map(matrix, "RdBu_r", -largest, largest)
-        no_pictures = ("stdout", "log", "json", "csv")
-        self.logger.record(tag, Image(picture, "HWC"), exclude=no_pictures)
+    def _record_pictures(self) -> None:
+        """Record pictures of the latest matrices that have none, are finite and not too large."""
+        for tag, head, matrix in self._undrawn:
+            if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
+                limit = self._limits.setdefault(tag, limit_of(matrix))
+                title = f"mean Fisher matrix, step {self._step}"
+                picture = Image(fisher_picture(matrix, head, limit, title), "HWC")
+                self.logger.record(tag, picture, exclude=("stdout", "log", "json", "csv"))
+        self._undrawn = []
 
     def _write_late(self) -> None:
         """Write values that the logger has not written: its next row belongs to a later step."""
@@ -160,6 +172,8 @@ class FisherMonitorSB3(BaseCallback):
         tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim/")]
         values = {tag: recorded.pop(tag) for tag in tags}
         hidden = {tag: excluded.pop(tag) for tag in tags}
+        # A table would get an empty row for pictures alone.
+        tables_too = any(not isinstance(each, Image) for each in values.values())
         for output in self.logger.output_formats if values else ():
-            if isinstance(output, KVWriter):
+            if isinstance(output, KVWriter if tables_too else TensorBoardOutputFormat):
                 output.write(values, hidden, self._step)

@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from torch import Tensor
 
 from catnat import HeadProbe
+from catnat.callbacks.dashboard import kind_of
 from catnat.checks import require_at_least
 from catnat.noise import forked_random_state
 
@@ -185,6 +186,4 @@ class GraphFigures(Callback):
 
 def figures_for(model: LightningModule) -> Callback:
     """The callback that writes images of this model."""
-    # hasattr would compute theta, which may not be possible before the first batch.
-    has_graph = isinstance(getattr(type(model), "theta", None), property)
-    return GraphFigures() if has_graph else VAEFigures()
+    return GraphFigures() if kind_of(model) == "graph" else VAEFigures()

@@ -7,27 +7,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+
+from catnat.callbacks.dashboard import WRITTEN_ONCE, RunWriter, kind_of, write_layout
 
 
 class RunLogger(TensorBoardLogger):
     """A TensorBoard logger with one event file for training, validation and test.
 
     Lightning's own logger begins a new file after each of the three. :meth:`close` ends the file.
+    Beside the values the file has a line of explanation for each tag.
     """
 
-    _epoch_step: int | None = None  # step at which the epoch was written last
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> RunWriter:
+        """The writer of the event file."""
+        if self._experiment is None:
+            self._experiment = RunWriter(log_dir=self.log_dir)
+        assert isinstance(self._experiment, RunWriter)
+        return self._experiment
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write scalars; of the epoch, which Lightning adds to every call, one value per step."""
-        if "epoch" in metrics:
-            if step == self._epoch_step:
-                metrics = {name: value for name, value in metrics.items() if name != "epoch"}
-            self._epoch_step = step
-        super().log_metrics(metrics, step)
+        """Write scalars, but not the epoch, which Lightning adds to every call."""
+        kept = {name: value for name, value in metrics.items() if name != "epoch"}
+        super().log_metrics(kept, step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -39,7 +47,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def forget_from(self, step: int) -> None:
-        """Delete values of this step and later ones, and hyperparameters, from the files."""
+        """Delete values of this step and later ones, and what a run writes once, from the files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         for path in sorted(Path(self.log_dir).glob("events.out.tfevents.*")):
@@ -65,6 +73,12 @@ class RunRecord(Callback):
     def __init__(self) -> None:
         self.step = -1
         self.metrics: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the charts that TensorBoard shows, and the page that explains the tags."""
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            if isinstance(logger, RunLogger):
+                write_layout(logger.experiment, kind_of(pl_module))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics."""
@@ -112,7 +126,7 @@ def last_validation(trainer: Trainer) -> dict[str, float]:
 
 
 def _drop_events(path: Path, step: int) -> None:
-    """Delete values from a step on, and hyperparameters: readers would keep the old ones."""
+    """Delete values from a step on, and hyperparameters and the like, which are written again."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -124,20 +138,9 @@ def _drop_events(path: Path, step: int) -> None:
             for record in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(record)
                 tags = [value.tag for value in event.summary.value]
-                if tags and (event.step >= step or tags[0].startswith("_hparams_")):
+                if tags and (event.step >= step or tags[0].startswith(WRITTEN_ONCE)):
                     continue
                 writer.write(record)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def write_hparams(logger: TensorBoardLogger, hparams: dict[str, Any], metrics: list[str]) -> None:
-    """Write the row of a run in TensorBoard's HPARAMS tab, with the names of its metrics."""
-    from torch.utils.tensorboard.summary import hparams as summaries
-
-    plain = (bool, int, float, str)
-    shown = {name: v if isinstance(v, plain) else str(v) for name, v in hparams.items()}
-    writer = logger.experiment._get_file_writer()
-    for summary in summaries(shown, dict.fromkeys(metrics, 0.0)):
-        writer.add_summary(summary)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
-from catnat.callbacks.progress import progress_line
+from catnat.callbacks.terminal import Bars, progress_line
 from catnat.sb3.run_state import state_of
 
 Metrics = dict[str, float]
@@ -59,7 +58,7 @@ class RunSB3(BaseCallback):
         self.signals = StopSignals()
         self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
-        self._bar: Progress | None = None
+        self._bars: Bars | None = None
         self._saved = self._evaluated = self._first = 0
         self._began = 0.0
 
@@ -98,10 +97,8 @@ class RunSB3(BaseCallback):
         self._began = time.monotonic()
         self.signals.listen()
         if self.show and sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns)
-            self._bar.add_task("", total=self.model._total_timesteps)
-            self._bar.start()
+            self._bars = Bars()
+            self._move_bar(self.model.num_timesteps)
 
     def _on_step(self) -> bool:
         return True
@@ -132,13 +129,13 @@ class RunSB3(BaseCallback):
         self._stop_bar()
 
     def _move_bar(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=self._title(step))
+        if self._bars is not None:
+            self._bars.move("steps", step, self.model._total_timesteps, self._title(step))
 
     def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
 
     def _evaluate_now(self, step: int) -> None:
         """Evaluate, save if this is the best, print a line."""
@@ -149,9 +146,10 @@ class RunSB3(BaseCallback):
             self.logger.record(name, value)
         self.logger.dump(step)
         self.keep_best(metrics["eval/return"])
-        if self.show and self._bar is None:
+        if self.show and self._bars is None:
             shown = metrics | recent_return(self.model)
-            print(progress_line(step, self._rate(step), shown), flush=True)
+            total = self.model._total_timesteps
+            print(progress_line(step, total, self._rate(step), shown), flush=True)
 
     def _title(self, step: int) -> str:
         said = f"step {step:,} of {self.model._total_timesteps:,}  {self._rate(step):.3g}/s"

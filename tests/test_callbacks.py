@@ -1,6 +1,8 @@
 """Pictures and checkpoints."""
 
+import io
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 from cases_callbacks import Memory, Small, loader
 from cases_cli import run
+from rich.console import Console
 
 from catnat.callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
 from catnat.callbacks.checkpoints import StopSignals
 from catnat.callbacks.images import heat_map, tile
-from catnat.callbacks.progress import line_of_test
+from catnat.callbacks.terminal import Bars, StepBar, line_of_test, progress_line
+from catnat.callbacks.time_spent import TimeSpent
 
 
 def test_tiles_and_heat_maps():
@@ -141,6 +145,122 @@ def test_a_long_test_says_how_far_it_has_come(seconds, lines, capsys):
 def test_the_line_of_a_test():
     assert line_of_test(20, 100, 30.0) == "test  batch 20 of 100  about 120 s left"
     assert line_of_test(20, float("inf"), 30.0) == "test  batch 20"
+
+
+def test_lines_of_a_test_become_rare(capsys, monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr("catnat.callbacks.terminal.time.monotonic", lambda: next(now))
+    lines = ProgressLines(test_seconds=10)
+
+    class Run:
+        is_global_zero, num_test_batches = True, [500]
+
+    lines.on_test_start(Run, None)
+    for batch in range(500):
+        lines.on_test_batch_end(Run, None, None, None, batch)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1] for line in said] == [
+        f"batch {n} of 500" for n in (10, 20, 40, 80, 160, 320)
+    ]
+
+
+def test_the_line_of_progress():
+    metrics = {"val/loss": torch.tensor(1.23456)}
+    line = progress_line(500, 2000, 10.0, metrics)
+    assert line == "step 500 of 2000  10 steps/s  about 2 min left  val/loss 1.235"
+    assert progress_line(2000, 2000, 10.0, {}) == "step 2000 of 2000  10 steps/s"
+    assert progress_line(5, float("inf"), 10.0, {}) == "step 5  10 steps/s"
+
+
+class Evaluated(Tested):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+def bars_of(monkeypatch, **flags):
+    """What the bars of a run show: (name, done, total, title), and those taken away."""
+    shown = []
+    monkeypatch.setattr(Bars, "move", lambda self, *args: shown.append(args))
+    monkeypatch.setattr(Bars, "remove", lambda self, name: shown.append((name, "removed")))
+    trainer = L.Trainer(
+        logger=False, callbacks=[StepBar()], enable_model_summary=False, accelerator="cpu",
+        enable_checkpointing=False, num_sanity_val_steps=0, **flags,
+    )  # fmt: skip
+    trainer.fit(Evaluated("softmax"), loader(), loader(batches=2))
+    trainer.test(Evaluated("softmax"), loader(), verbose=False)
+    return shown
+
+
+def test_the_bar_counts_all_steps_of_the_run_and_not_those_of_an_epoch(monkeypatch):
+    shown = bars_of(monkeypatch, max_epochs=3)  # of 5 batches
+    steps = [each for each in shown if each[0] == "steps"]
+    assert [done for _, done, *_ in steps] == [*range(16), 15]
+    assert {total for *_, total, _ in steps} == {15}
+    title = steps[-1][-1]
+    assert title.startswith("step 15 of 15  ") and "/s  train/loss " in title
+
+
+def test_validations_and_tests_have_bars(monkeypatch):
+    shown = bars_of(monkeypatch, max_steps=5)
+    validation = [each for each in shown if each[0] == "validation"]
+    assert validation == [("validation", 1, 2, "validation: batch 1 of 2"),
+                          ("validation", 2, 2, "validation: batch 2 of 2"),
+                          ("validation", "removed")]  # fmt: skip
+    tests = [each[1:3] for each in shown if each[0] == "test"]
+    assert tests == [(n, 5) for n in range(1, 6)]
+
+
+def test_bars_on_a_terminal(monkeypatch):
+    bars, console = Bars(), Console(file=io.StringIO(), force_terminal=True, width=70)
+    bars._progress.live.console = console
+    bars.move("steps", 2, 8, "step 2 of 8")
+    bars.move("validation", 1, float("inf"), "validation: batch 1")
+    bars.remove("validation")
+    bars.remove("validation")
+    bars.move("steps", 8, 8, "step 8 of 8")
+    bars.print("hello")
+    bars.stop()
+    said = console.file.getvalue()
+    assert "step 8 of 8" in said and "hello" in said
+
+
+def test_a_run_says_where_its_seconds_went():
+    now = [0.0]
+    spent = TimeSpent(lambda: now[0])
+
+    class Run:
+        sanity_checking = False
+
+        class strategy:  # noqa: N801
+            checkpoint_io = AtomicCheckpointIO()
+
+    def passes(seconds):
+        now[0] += seconds
+
+    passes(100)
+    spent.on_train_start(Run, None)
+    passes(20)
+    spent.on_validation_start(Run, None)
+    passes(5)
+    spent.on_validation_end(Run, None)
+    passes(3)  # two of them for a checkpoint
+    Run.strategy.checkpoint_io.seconds += 2
+    spent.on_train_end(Run, None)
+    Run.strategy.checkpoint_io.seconds += 1
+    spent.teardown(Run, None, "fit")
+    spent.on_test_start(Run, None)
+    passes(180)
+    spent.on_test_end(Run, None)
+    wanted = "time: start 10 s, steps 21 s, validation 5.0 s, checkpoints 3.0 s, test 3 min"
+    assert spent.line(began=90.0) == wanted
+
+
+def test_the_command_line_ends_with_where_the_seconds_went(workspace, capfd):
+    assert run(*workspace) == 0
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"time: start \S+ \w+, steps .*, validation .*, test .*", last), last
 
 
 def test_a_run_without_a_terminal_prints_lines_while_it_tests(workspace, capfd, monkeypatch):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.progress import StepBar
+from catnat.callbacks.terminal import StepBar
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 
@@ -346,8 +346,8 @@ def test_a_progress_bar_counts_steps(without_cuda, data):
     shown = []
 
     class Bar(StepBar):
-        def _update(self, progress_bar_id, current, visible=True):
-            shown.append(current)
+        def _move(self, name, done, total, title):
+            shown.append((done, total))
 
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Bar()],
@@ -355,7 +355,7 @@ def test_a_progress_bar_counts_steps(without_cuda, data):
     )  # fmt: skip
     images = MNISTDataModule(str(data), batch_size=2, download=False)
     trainer.fit(DiscreteVAE(num_latents=2, num_categories=2), datamodule=images)
-    assert shown == [20, 30]
+    assert shown == [(0, 30), (20, 30), (30, 30), (30, 30)]
 
 
 @pytest.mark.parametrize("fails_at", [None, 25])

@@ -203,6 +203,18 @@ def test_each_group_has_a_help_page(group, option, capsys):
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("group", ["model", "trainer", "fisher"])
+def test_help_pages_cut_no_description(group, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert train.main(["--help", group]) == 0
+    said = capsys.readouterr().out
+    assert " ..." not in said
+    assert max(map(len, said.splitlines())) <= 80
+    if group == "fisher":
+        assert "how many observed steps are written at once, up" in said
+        assert "to 200; fewer where G is very large [50]" in said
+
+
 @pytest.mark.parametrize(
     "line", ["--logger.help CSVLogger --max_steps 3", "--trainer.logger.help=CSVLogger"]
 )

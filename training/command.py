@@ -68,8 +68,14 @@ def _set_required(parser: cli.Parser, record: dict[str, Any]) -> None:
             parser.set_defaults({name: value})
 
 
-def run(names: Names, options: list[str]) -> int:
-    """Train or test what the command line names, and report."""
+def run(names: Names, options: list[str], began: float) -> int:
+    """Train or test what the command line names, and report.
+
+    Args:
+        names: from the command line.
+        options: the rest of the command line.
+        began: when the command began, by the monotonic clock.
+    """
     program, parser, config = configure(names, options)
     remark = program.complete(config)
     if names.print_config:
@@ -99,4 +105,6 @@ def run(names: Names, options: list[str]) -> int:
         made.close()
     if made.is_first_process:
         show_metrics(metrics, made.folder, config.trainer.default_root_dir, keep=fit)
+        if line := made.time_spent(began):
+            print(line)
     return 0

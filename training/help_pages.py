@@ -33,6 +33,7 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
 Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
 groups can be left out. To list them: --help model, data, trainer or fisher.
 Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs
+One HTML page about runs: {command} report RUN [RUN ...] --out FILE
 ppo and a2c have other options: --model ppo --help
 """
 
@@ -59,6 +60,7 @@ Trains a policy and plays (fit, the default), or only plays a checkpoint.
 Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three
 groups can be left out. To list them: --help model, data, trainer or fisher.
 Runs lie in runs/{model}/<head>/version_<k>: tensorboard --logdir runs
+One HTML page about runs: {command} report RUN [RUN ...] --out FILE
 """
 
 

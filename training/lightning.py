@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat.callbacks import FisherMonitor, last_validation
+from catnat.callbacks.time_spent import TimeSpent
 from catnat.checks import require_precision
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.training import options as cli
@@ -181,6 +188,12 @@ class LightningRun(Run):
     def test(self) -> dict[str, float]:
         """Test the checkpoint."""
         return self._record(self._tested(self.ckpt_path))
+
+    def time_spent(self, began: float) -> str:
+        """Seconds of the start, the steps, validations, checkpoints and the test."""
+        callbacks: list[Callback] = getattr(self.trainer, "callbacks", [])
+        clocks = (each for each in callbacks if isinstance(each, TimeSpent))
+        return next((clock.line(began) for clock in clocks), "")
 
     def _tested(self, ckpt_path: Path | None) -> dict[str, float]:
         """Metrics of a checkpoint, or of the model as it is; none with --limit_test_batches 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from catnat.training.errors import (
     RunFailed,
@@ -22,6 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not argv:
             return show_help(Names(), [])
+        if argv[0] == "report":
+            from catnat.training.html_report import report_command
+
+            return report_command(argv[1:])
         names, options = read_names(argv)
         return show_help(names, options) if names.help else run(names, options)
     except UsageError as error:
@@ -61,9 +66,10 @@ def show_help(names: Names, words: list[str]) -> int:
 
 def run(names: Names, options: list[str]) -> int:
     """Train or test what the command line names."""
+    began = time.monotonic()
     silence()
     from catnat.training import command
     from catnat.training.folders import closing_runs
 
     with closing_runs(), quiet_about_disks():
-        return command.run(names, options)
+        return command.run(names, options, began)

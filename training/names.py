@@ -86,7 +86,7 @@ def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     parser.add_argument("--print_config", "--print-config", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     command = "fit" if argv[0].startswith("-") else argv[0]
-    check_choice("command", command, ("fit", "test"))
+    check_choice("command", command, ("fit", "test", "report"))
     found, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
     options = [f"--config={path}" for path in found.config] + rest
     if found.root is not None:

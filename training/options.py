@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from jsonargparse.typing import PositiveInt
 from catnat.training.errors import UsageError
 from catnat.training.names import SHORT, hint, read_yaml
 
-_WIDTH = 100  # of help pages
+_WIDTH, _INDENT = 100, 33  # of help pages
 _NAMES = ("model", "head", "data", "print_config", "help")  # read before there is a parser
 _ALIASES = {"max_steps": "trainer.total_steps", "trainer.max_steps": "trainer.total_steps"}
 
@@ -208,19 +210,27 @@ def _problem_of_class(option: str, name: str, problem: str) -> str:
 
 
 def group_help(parser: Parser, group: str) -> str:
-    """The options of one group, one line each."""
+    """The options of one group with what each is for, as wide as the terminal."""
     texts = _help_texts(parser)
-    lines = []
-    for name in option_names(parser):
-        if not name.startswith(f"{group}.") or name.endswith(".name"):
-            continue
-        text = " ".join(texts.get(name, "").split()).split(". ")[0].rstrip(".").replace("``", "")
-        default = parser.get_default(name)
-        value = "" if default is None else f" [{default}]"
-        option = f"  --{short_name(name):28} "
-        room = _WIDTH - len(option + value)
-        lines.append(option + (text if len(text) <= room else f"{text[: room - 4]} ...") + value)
-    return "\n".join(lines)
+    names = [name for name in option_names(parser) if name.startswith(f"{group}.")]
+    return "\n".join(
+        _option_help(short_name(name), texts.get(name, ""), parser.get_default(name))
+        for name in names
+        if not name.endswith(".name")
+    )
+
+
+def _option_help(name: str, text: str, default: Any) -> str:
+    """An option, and beside it, on as many lines as it takes, what it is for and its default."""
+    words = re.sub(r"Defaults? ?(to|:) ?``[^`]*``\.?", "", " ".join(text.split())).strip()
+    words = re.sub(r":\w+:`~?\.?([^`]*)`", r"\1", words).replace("``", "").rstrip(".")
+    value = "" if default is None else f"[{default}]"
+    option, width = f"  --{name} ", min(_WIDTH, shutil.get_terminal_size().columns)
+    said = f"{words} {value}".strip() or "-"
+    lines = textwrap.wrap(said, width - _INDENT, break_on_hyphens=False)
+    if len(option) > _INDENT:
+        return "\n".join([option.rstrip(), *(" " * _INDENT + line for line in lines)])
+    return "\n".join([f"{option:{_INDENT}}{lines[0]}", *(" " * _INDENT + x for x in lines[1:])])
 
 
 def _help_texts(parser: Parser) -> dict[str, str]:

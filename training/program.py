@@ -34,6 +34,10 @@ class Run(ABC):
     def test(self) -> dict[str, float]:
         """Test the checkpoint; returns metrics."""
 
+    def time_spent(self, began: float) -> str:
+        """A line that says where the seconds went since the monotonic clock's began; or nothing."""
+        return ""
+
     def close(self) -> None:  # noqa: B027 - a run of Lightning holds nothing
         """Free what the run holds."""
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from catnat.callbacks.checkpoints import write_whole
-from catnat.callbacks.run_record import RunLogger, write_hparams
+from catnat.callbacks.dashboard import write_hparams
+from catnat.callbacks.run_record import RunLogger
 
 _MANY = 0.5  # share of saturated scores above which there is a warning
 
@@ -22,7 +23,7 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, float], seed: int) -> 
     tested = [name for name in metrics if name.startswith("test/")]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            write_hparams(logger, hparams_of(trainer, seed), tested)
+            write_hparams(logger.experiment, hparams_of(trainer, seed), tested)
             logger.experiment.flush()
         if isinstance(logger, RunLogger):
             logger.close()
@@ -83,8 +84,13 @@ def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
     An option of the data that the run or the model has too is called data_<name>.
     """
     hparams: dict[str, Any] = {"seed": seed, "steps": trainer.global_step}
-    hparams |= dict(trainer.lightning_module.hparams)
-    for name, value in getattr(getattr(trainer, "datamodule", None), "hparams", {}).items():
+    model: Any = trainer.lightning_module
+    hparams |= dict(model.hparams)
+    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
+        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
+    if (data := getattr(trainer, "datamodule", None)) is not None:
+        hparams["data"] = type(data).__name__
+    for name, value in getattr(data, "hparams", {}).items():
         same = name in hparams and name != "seed" and hparams[name] == value
         hparams[name if name not in hparams or same else f"data_{name}"] = value
     return hparams

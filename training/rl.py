@@ -14,7 +14,7 @@ from gymnasium import spaces
 from jsonargparse import Namespace
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
@@ -22,6 +22,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat import head_names
 from catnat.callbacks import FisherMonitorSB3
+from catnat.callbacks.dashboard import RunWriter, write_hparams, write_layout
 from catnat.callbacks.run_sb3 import RunSB3, recent_return
 from catnat.datamodules.atari import rom_of
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
@@ -161,8 +162,9 @@ class RLRun(Run):
         """Learn, play, write a GIF."""
         model, callback = self.model, self.callback
         self._say_masks()
-        output = TensorBoardOutputFormat(str(self.folder))  # one file: TensorBoard follows one only
-        model.set_logger(Logger(str(self.folder), [output]))
+        writer = RunWriter(str(self.folder))
+        model.set_logger(Logger(str(self.folder), [_Output(writer)]))
+        write_layout(writer, "policy")
         left = self.training.steps - model.num_timesteps
         try:
             model.learn(
@@ -177,9 +179,14 @@ class RLRun(Run):
         played = self._play()
         callback.keep_best(played["test/return"])
         metrics = played | recent_return(model) | self.fisher.latest
-        self._record(metrics)
+        for name, value in played.items():
+            model.logger.record(name, value)
+        model.logger.dump(model.num_timesteps)
+        hparams = self.hparams | {"steps": model.num_timesteps, "actions": model.action_space}
+        write_hparams(writer, hparams, list(played))
         if self.training.gif:
-            self._film(output.writer)
+            self._film(writer)
+        writer.flush()
         return metrics
 
     def test(self) -> dict[str, float]:
@@ -234,15 +241,6 @@ class RLRun(Run):
             why = "" if hasattr(self.model, "uses_masks") else "; --model ppo can"
             print(f"actions are not masked, though {name} has action_masks(){why}", flush=True)
 
-    def _record(self, metrics: dict[str, float]) -> None:
-        """Give TensorBoard the last metrics, and the hyperparameters beside them."""
-        logger, values = self.model.logger, self.hparams.items()
-        for name, value in metrics.items():
-            logger.record(name, value)
-        plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in values}
-        logger.record("hparams", HParam(plain, metrics))
-        logger.dump(self.model.num_timesteps)
-
     def _film(self, writer: Any) -> None:
         """A GIF of one game, in the run's folder and for TensorBoard."""
         path = self.folder / "game.gif"
@@ -265,6 +263,13 @@ class RLRun(Run):
         picture = Summary.Image(colorspace=3, encoded_image_string=path.read_bytes())
         value = Summary.Value(tag="game", image=picture)
         writer._get_file_writer().add_summary(Summary(value=[value]), self.model.num_timesteps)
+
+
+class _Output(TensorBoardOutputFormat):
+    """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._is_closed, self.writer = False, writer
 
 
 def make_model(options: Options, training: Training, env: VecEnv, seed: int) -> OnPolicyAlgorithm:

@@ -15,8 +15,9 @@ from catnat import CategoricalHead
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import figures_for
-from catnat.callbacks.progress import ProgressLines, StepBar
 from catnat.callbacks.run_record import RunLogger, RunRecord
+from catnat.callbacks.terminal import ProgressLines, StepBar
+from catnat.callbacks.time_spent import TimeSpent
 
 
 def complete_options(
@@ -38,7 +39,7 @@ def complete_options(
     own = _as_list(options["callbacks"])
     has_head = any(isinstance(each, CategoricalHead) for each in model.modules())
     monitors = [fisher] if has_head else []  # it refuses a model that has no head
-    callbacks: list[Callback] = [*monitors, figures_for(model), *own, RunRecord()]
+    callbacks: list[Callback] = [*monitors, figures_for(model), *own, RunRecord(), TimeSpent()]
     bar = options["enable_progress_bar"] is not False
     own_bar = any(isinstance(each, ProgressBar) for each in own)
     if bar and not own_bar:

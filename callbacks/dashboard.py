@@ -1,0 +1,91 @@
+"""What TensorBoard shows beside the values of a run: explanations, charts in groups, hparams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard.summary import hparams as hparam_summaries
+from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
+
+from catnat.callbacks.tags import Kind, charts, explanation, guide
+
+# Tags that a run writes once; a run that continues writes them again.
+WRITTEN_ONCE = ("_hparams_/", "custom_scalars__config__", "guide/")
+
+_COMPARED = (
+    "head", "num_latents", "num_categories", "learning_rate", "seed", "steps",
+    "source", "estimator", "env",
+)  # fmt: skip
+
+
+class RunWriter(SummaryWriter):
+    """A writer of event files in which the first value of each tag says what the tag means."""
+
+    file_writer: Any
+    all_writers: Any
+
+    def _get_file_writer(self) -> FileWriter:
+        if self.all_writers is None or self.file_writer is None:
+            self.file_writer = _ExplainingWriter(
+                self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix
+            )
+            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
+        writer: FileWriter = self.file_writer
+        return writer
+
+
+class _ExplainingWriter(FileWriter):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seen: set[str] = set()
+
+    def add_summary(
+        self, summary: Any, global_step: int | None = None, walltime: float | None = None
+    ) -> None:
+        for value in summary.value:
+            if value.tag not in self._seen:
+                self._seen.add(value.tag)
+                if said := explanation(value.tag):
+                    value.metadata.summary_description = said
+                    plugin = "images" if value.HasField("image") else "scalars"
+                    value.metadata.plugin_data.plugin_name = plugin
+        super().add_summary(summary, global_step, walltime)
+
+
+def kind_of(model: LightningModule) -> Kind:
+    """Which charts suit a model."""
+    # hasattr would compute theta, which may not be possible before the first batch.
+    if isinstance(getattr(type(model), "theta", None), property):
+        return "graph"
+    return "vae" if hasattr(model, "sample_prior") else "other"
+
+
+def write_layout(writer: SummaryWriter, kind: Kind) -> None:
+    """Write the charts of the CUSTOM SCALARS tab, and the page that explains the tags."""
+    layout = {
+        group: {title: ["Multiline", tags] for title, tags in each.items()}
+        for group, each in charts(kind).items()
+    }
+    writer.add_custom_scalars(layout)
+    writer.add_text("guide", guide(kind), 0)
+
+
+def write_hparams(writer: SummaryWriter, hparams: dict[str, Any], metrics: list[str]) -> None:
+    """Write the row of a run in the HPARAMS tab, with the names of its metrics."""
+    plain = (bool, int, float, str)
+    shown = {name: v if isinstance(v, plain) else str(v) for name, v in hparams.items()}
+    experiment, *others = hparam_summaries(shown, dict.fromkeys(metrics, 0.0))
+    _put_first(experiment)
+    for summary in (experiment, *others):
+        writer._get_file_writer().add_summary(summary)
+
+
+def _put_first(experiment: Any) -> None:
+    """Mark the columns by which runs are compared: TensorBoard shows marked ones first."""
+    content = experiment.value[0].metadata.plugin_data
+    parsed = HParamsPluginData.FromString(content.content)
+    for info in parsed.experiment.hparam_infos:
+        info.differs = info.name in _COMPARED
+    content.content = parsed.SerializeToString()
