@@ -273,6 +273,7 @@ def test_a_failed_save_leaves_the_file_before(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
     io = AtomicCheckpointIO()
     io.save_checkpoint({"state_dict": {"a": torch.ones(3)}}, path)
+    io.finish()
 
     def fail(*args):
         raise OSError(28, "No space left on device")
@@ -280,6 +281,7 @@ def test_a_failed_save_leaves_the_file_before(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         io.save_checkpoint({"state_dict": {}}, path)
+        io.finish()
     assert io.load_checkpoint(path)["state_dict"]["a"].tolist() == [1, 1, 1]
     assert [p.name for p in Path(tmp_path).iterdir()] == ["a.ckpt"]
 

@@ -34,7 +34,9 @@ GUESTS = {
     "catnat/sb3/": {"stable_baselines3", "gymnasium", "numpy"},
     "catnat/sb3/masked.py": {"sb3_contrib"},
     "catnat/ops/": {"triton"},
+    "catnat/jax/": {"jax", "numpy"},
 }
+ISLANDS = ("sb3", "jax")  # packages of catnat that the rest of catnat does not import
 
 
 TYPING = "TYPE_CHECKING"
@@ -96,8 +98,13 @@ def _reason_above_the_library(home: str, wanted: str) -> str | None:
 
 def _reason_in_library(file: str, top: str, second: str) -> str | None:
     if top == "catnat":
-        stranger = second == "sb3" and not file.startswith("catnat/sb3/")
-        return "only users import catnat.sb3" if stranger else None
+        stranger = second in ISLANDS and not file.startswith(f"catnat/{second}/")
+        if stranger:
+            return f"only users import catnat.{second}"
+        apart = file.startswith("catnat/jax/") and second not in ("jax", "checks")
+        return "catnat.jax works without torch" if apart else None
+    if top == "torch" and file.startswith("catnat/jax/"):
+        return "catnat.jax works without torch"
     guests = set().union(*(names for where, names in GUESTS.items() if file.startswith(where)))
     if top in {"torch", *guests} or top in sys.stdlib_module_names:
         return None
@@ -179,6 +186,10 @@ def test_a_planted_circle_is_found(tmp_path):
         ("catnat/ops/dispatch.py", "from catnat import sb3"),
         ("catnat/sb3/policies.py", "import sb3_contrib"),
         ("catnat/sb3/policies.py", "import lightning"),
+        ("catnat/heads.py", "import jax"),
+        ("catnat/heads.py", "from catnat.jax import make_head"),
+        ("catnat/jax/heads.py", "import torch"),
+        ("catnat/jax/heads.py", "from catnat.tree import levels"),
         ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),
         ("lit_modules/vae.py", "from lit_modules.graph import GraphStructureLearner"),
         ("lit_modules/vae.py", "from .graph import GraphStructureLearner"),
@@ -215,6 +226,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source):
         ("catnat/ops/dispatch.py", "import triton\nfrom catnat.numerics import safe_log"),
         ("catnat/sb3/policies.py", "import gymnasium\nfrom catnat.sb3.objective import loss"),
         ("catnat/sb3/masked.py", "import sb3_contrib"),
+        ("catnat/jax/heads.py", "import jax\nfrom catnat.jax.tree import levels"),
         ("lit_modules/mlp_vae.py", "import lightning\nfrom catnat import make_head"),
         ("lit_modules/mlp_vae.py", "from catnat.lit_modules.vae import DiscreteVAE"),
         ("training/lightning.py", "from catnat.callbacks import FisherMonitor"),
