@@ -1,23 +1,33 @@
 """The C kernels; everything else is in pyproject.toml."""
 
+import platform
+
 from setuptools import Extension, setup
+
+FLAGS = [
+    "-O3",
+    "-std=gnu11",  # contracts a * b + c to fused multiply-add
+    "-ffinite-math-only",
+    "-fno-signed-zeros",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+]
+# One library for each kind of processor; catnat/ops/native.py takes the best that the machine runs.
+LEVELS = {"_native": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    LEVELS["_native_avx2"] = ["-march=x86-64-v3"]
+    LEVELS["_native_avx512"] = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
 
 setup(
     ext_modules=[
         Extension(
-            "catnat.ops._native",
+            f"catnat.ops.{name}",
             ["catnat/ops/_native.c"],
-            extra_compile_args=[
-                "-O3",
-                "-std=gnu11",  # contracts a * b + c to fused multiply-add
-                "-ffinite-math-only",
-                "-fno-signed-zeros",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-fopenmp-simd",
-            ],
+            extra_compile_args=[*FLAGS, *level],
             extra_link_args=["-pthread"],
             optional=True,  # without a compiler plain torch takes their place
         )
+        for name, level in LEVELS.items()
     ]
 )

@@ -115,6 +115,44 @@ def test_works_without_the_kernels(name, monkeypatch):
     assert torch.allclose(head.diagnostics(scores.detach()), seen, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("level", native.LEVELS)
+def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, monkeypatch):
+    if level not in native.levels():
+        pytest.skip(f"not built, or this processor has no {level}")
+    kernels = native.load(level)
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    torch.manual_seed(0)
+    for K in (2, 3, 8, 18, 31, 32, 33, 64, 100, 257, 1024):
+        for name in FUSED:
+            head = make(name, K)
+            scores = (2 * torch.randn(5, head.num_scores)).requires_grad_()
+            exact = scores.detach().double().requires_grad_()
+            weight, value = torch.randn(5, K), torch.randint(K, (5,))
+            for one, other in (
+                (head.log_probs(scores), head.log_probs(exact)),
+                (head.log_prob(scores, value), head.log_prob(exact, value)),
+            ):
+                assert ((one - other).abs() <= 3e-6 * (1 + other.abs())).all(), (name, K)
+                w = weight if one.dim() == 2 else weight[:, 0]
+                (got,) = torch.autograd.grad((one * w).sum(), scores)
+                (want,) = torch.autograd.grad((other * w).sum(), exact)
+                size = want.abs().amax(-1, keepdim=True)
+                assert ((got - want).abs() <= 5e-6 * (1 + size)).all(), (name, K)
+            if head.fisher_is_diagonal:
+                got, want = head.fisher_diagonal(scores.detach()), head.fisher_diagonal(exact)
+                assert torch.allclose(got.double(), want, rtol=2e-5, atol=1e-12), (name, K)
+                same = torch.Generator().manual_seed(K)
+                drawn = head.sample(scores, (50,), same)
+                assert torch.equal(drawn, head.sample(exact, (50,), same.manual_seed(K)))
+
+
+def test_torch_says_which_instructions_are_used(monkeypatch):
+    for best, count in (("AVX512", 3), ("AVX2", 2), ("DEFAULT", 1), ("VSX", 1)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda best=best: best)
+        monkeypatch.setattr(native, "_path", str)
+        assert native.levels() == list(native.LEVELS)[3 - count :]
+
+
 def test_kernels_that_cannot_be_loaded_are_done_without(tmp_path, monkeypatch):
     """Not a library at all, or one of another version."""
     broken = tmp_path / "_native.so"
@@ -122,7 +160,7 @@ def test_kernels_that_cannot_be_loaded_are_done_without(tmp_path, monkeypatch):
     for origin in (str(broken), find_library("c") or find_library("m")):
         spec = SimpleNamespace(origin=origin)
         monkeypatch.setattr(native.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        with pytest.warns(RuntimeWarning, match="plain torch takes their place"):
+        with pytest.warns(RuntimeWarning, match="others take their place"):
             assert native.library.__wrapped__() is None
 
 

@@ -10,12 +10,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORIZED __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define VECTORIZED
-#endif
-
 #define LOG_ZERO -1000.0f
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
 #define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
@@ -201,7 +195,7 @@ static inline void tailed_information(float x, float above, float below, float r
 
 /* Apply one of the functions above to `rows` rows of S scores. */
 #define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION, TAILED_FUNCTION)                      \
-    VECTORIZED static void NAME(const job *j, const float *restrict x, long rows,                  \
+    static void NAME(const job *j, const float *restrict x, long rows,                  \
                                 float *restrict left, float *restrict right) {                     \
         long S = j->categories - 1, n = rows * S;                                                  \
         const float *restrict c = j->constants;                                                    \
@@ -271,7 +265,7 @@ static inline void descend_inside(long K, const float *restrict left, const floa
     if (K % 2) heap[K - 1] = heap[K / 2] + left[K / 2 - 1]; /* its sibling K is a leaf */
 }
 
-VECTORIZED static void descend(long K, const float *restrict left, const float *restrict right,
+static void descend(long K, const float *restrict left, const float *restrict right,
                                float *restrict heap, float *restrict out) {
     descend_inside(K, left, right, heap);
     long j = K / 2;
@@ -297,7 +291,7 @@ static inline void parents(const float *restrict pair, const float *restrict lef
     }
 }
 
-VECTORIZED static void ascend(long K, const float *restrict left, const float *restrict right,
+static void ascend(long K, const float *restrict left, const float *restrict right,
                               const float *restrict grad, float *restrict heap,
                               float *restrict out) {
     long j = K / 2 + K % 2; /* first node whose children are both leaves */
@@ -330,7 +324,7 @@ VECTORIZED static void ascend(long K, const float *restrict left, const float *r
 }
 
 /* P(node) times the information of its split, and in the last place the share of flat splits. */
-VECTORIZED static void weigh(long K, const float *restrict left, const float *restrict right,
+static void weigh(long K, const float *restrict left, const float *restrict right,
                              const float *restrict information, const float *restrict flat,
                              float *restrict heap, float *restrict out) {
     descend_inside(K, left, right, heap);
@@ -383,7 +377,7 @@ static void fisher_rows(job *j, long first, long last) { tree_rows(j, first, las
 /* Newton's method on sum_k max(s_k - tau, 0) = 1, a convex piecewise linear equation: from below
  * tau only rises and the support only shrinks; once its size stays, tau is exact. First in float,
  * then from there in double, so that small probabilities keep their relative accuracy. */
-VECTORIZED static void sparsemax_row(const float *restrict s, long K, float *restrict out) {
+static void sparsemax_row(const float *restrict s, long K, float *restrict out) {
     float top = s[0];
     int nan = 0, finite = 0;
 #pragma omp simd reduction(max : top) reduction(| : nan, finite)
@@ -427,7 +421,7 @@ VECTORIZED static void sparsemax_row(const float *restrict s, long K, float *res
 }
 
 /* With g = grad / p on the support: the gradient is g minus its mean there, and 0 elsewhere. */
-VECTORIZED static void sparsemax_grad_row(const float *restrict log_probs,
+static void sparsemax_grad_row(const float *restrict log_probs,
                                           const float *restrict grad, long K,
                                           float *restrict out) {
     float sum = 0, size = 0;

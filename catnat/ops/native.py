@@ -22,21 +22,44 @@ PARALLEL = 1 << 18
 """Number of scores from which on a kernel uses as many threads as torch."""
 
 
+LEVELS = {"AVX512": "_native_avx512", "AVX2": "_native_avx2", "DEFAULT": "_native"}
+"""Libraries of the same kernels by what torch calls the processor's instructions, best first."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they were not built or cannot be loaded."""
-    spec = importlib.util.find_spec("catnat.ops._native")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        return _declared(ctypes.CDLL(spec.origin))
-    except (OSError, AttributeError) as error:  # built for another machine, or an older version
-        warnings.warn(
-            f"the C kernels cannot be loaded, plain torch takes their place: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    for level in levels():
+        try:
+            return load(level)
+        except (OSError, AttributeError) as error:  # built for another machine, or older
+            warnings.warn(
+                f"the C kernels cannot be loaded, others take their place: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return None
+
+
+def levels() -> list[str]:
+    """The keys of :data:`LEVELS` that were built and that this processor runs, best first.
+
+    torch's own environment variable ATEN_CPU_CAPABILITY chooses lower ones.
+    """
+    best = torch.backends.cpu.get_cpu_capability()
+    known = list(LEVELS)
+    runs = known[known.index(best) :] if best in known else ["DEFAULT"]
+    return [level for level in runs if _path(level)]
+
+
+def load(level: str) -> ctypes.CDLL:
+    """The kernels of one of the :func:`levels`."""
+    return _declared(ctypes.CDLL(_path(level)))
+
+
+def _path(level: str) -> str | None:
+    spec = importlib.util.find_spec(f"catnat.ops.{LEVELS[level]}")
+    return None if spec is None else spec.origin
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
