@@ -10,7 +10,15 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __AVX512F__ /* vectors of 16 floats slow the many reductions over short rows down */
+#define NARROW __attribute__((target("prefer-vector-width=256")))
+#else
+#define NARROW
+#endif
+
 #define LOG_ZERO -1000.0f
+#define SHORT 64 /* categories from which on a row is long */
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
 #define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
 
@@ -266,7 +274,7 @@ static inline void descend_inside(long K, const float *restrict left, const floa
 }
 
 static void descend(long K, const float *restrict left, const float *restrict right,
-                               float *restrict heap, float *restrict out) {
+                    float *restrict heap, float *restrict out) {
     descend_inside(K, left, right, heap);
     long j = K / 2;
     if (K % 2) {
@@ -377,7 +385,7 @@ static void fisher_rows(job *j, long first, long last) { tree_rows(j, first, las
 /* Newton's method on sum_k max(s_k - tau, 0) = 1, a convex piecewise linear equation: from below
  * tau only rises and the support only shrinks; once its size stays, tau is exact. First in float,
  * then from there in double, so that small probabilities keep their relative accuracy. */
-static void sparsemax_row(const float *restrict s, long K, float *restrict out) {
+INLINE void sparsemax_row(const float *restrict s, long K, float *restrict out) {
     float top = s[0];
     int nan = 0, finite = 0;
 #pragma omp simd reduction(max : top) reduction(| : nan, finite)
@@ -421,9 +429,8 @@ static void sparsemax_row(const float *restrict s, long K, float *restrict out) 
 }
 
 /* With g = grad / p on the support: the gradient is g minus its mean there, and 0 elsewhere. */
-static void sparsemax_grad_row(const float *restrict log_probs,
-                                          const float *restrict grad, long K,
-                                          float *restrict out) {
+INLINE void sparsemax_grad_row(const float *restrict log_probs, const float *restrict grad, long K,
+                               float *restrict out) {
     float sum = 0, size = 0;
     int nan = 0;
 #pragma omp simd reduction(+ : sum, size) reduction(| : nan)
@@ -446,6 +453,18 @@ static void sparsemax_forward_rows(job *j, long first, long last) {
 }
 
 static void sparsemax_backward_rows(job *j, long first, long last) {
+    long K = j->categories;
+    for (long r = first; r < last; r++)
+        sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
+}
+
+/* The same for short rows. */
+NARROW static void sparsemax_forward_short(job *j, long first, long last) {
+    long K = j->categories;
+    for (long r = first; r < last; r++) sparsemax_row(j->scores + r * K, K, j->out + r * K);
+}
+
+NARROW static void sparsemax_backward_short(job *j, long first, long last) {
     long K = j->categories;
     for (long r = first; r < last; r++)
         sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
@@ -512,13 +531,13 @@ int catnat_tree_backward(const float *scores, const float *constants, const floa
 int catnat_sparsemax_forward(const float *scores, float *out, long rows, long categories,
                              int threads) {
     job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
-    return run(sparsemax_forward_rows, &j, threads);
+    return run(categories < SHORT ? sparsemax_forward_short : sparsemax_forward_rows, &j, threads);
 }
 
 int catnat_sparsemax_backward(const float *log_probs, const float *grad, float *out, long rows,
                               long categories, int threads) {
     job j = {.scores = log_probs, .grad = grad, .out = out, .rows = rows, .categories = categories};
-    return run(sparsemax_backward_rows, &j, threads);
+    return run(categories < SHORT ? sparsemax_backward_short : sparsemax_backward_rows, &j, threads);
 }
 
 /* ---------------------------------------------------------------------------------- paths
