@@ -21,6 +21,7 @@ class MarkdownDocstrings(griffe.Extension):
 
 def to_markdown(text: str, path: str) -> str:
     """The docstring of the object at ``path`` with its reStructuredText and doctests replaced."""
+    text = re.sub(r"::$", ":", text, flags=re.M)  # before a block of code
     text = _MATH.sub(lambda found: f"$$\n{_joined(found[1])}\n$$", text)
     text = _DOCTEST.sub(lambda found: _fenced(found[0], found[1]), text)
     parts = re.split(r"(^[ \t]*```.*?^[ \t]*```|``.*?``|\$\$.*?\$\$)", text, flags=re.M | re.S)

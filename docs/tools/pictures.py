@@ -36,7 +36,7 @@ def _draw_all(folder: Path) -> None:
 def _save(figure, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -76,7 +76,9 @@ def _all_curves():
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 2.8))
     for name, colour in COLOURS.items():
         s, a, information = _two_categories(name)
-        line = {"color": colour, "label": name, "linestyle": "--" if name == "softmax" else "-"}
+        line = {"color": colour, "label": name, "zorder": 3, "linestyle": "-"}
+        if name == "softmax":  # with two categories it is the sigmoid
+            line |= {"zorder": 4, "linestyle": (0, (3, 3))}
         left.plot(s, a, **line)
         right.plot(s, information, **line)
     left.set(title="probability of one of two categories", xlabel="score $s$")
