@@ -58,7 +58,8 @@ for name in head_names():
     paths = [divergences(name, rate) for rate in RATES]
     needed[name] = [len(path) - 1 if path[-1] < 1e-6 else math.nan for path in paths]
     mass = float(off_diagonal_mass(fisher, norm="fro"))
-    print(f"{name:10} off-diagonal mass {mass:.2f}, steps {dict(zip(RATES, needed[name]))}")
+    steps = ", ".join(f"{n} at {rate:g}" for rate, n in zip(RATES, needed[name], strict=True))
+    print(f"{name:10} off-diagonal mass {mass:.2f}, steps {steps}")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")

@@ -1,4 +1,4 @@
-"""The scripts of the gallery are short and take the same options; the build of the site runs them."""
+"""The scripts of the gallery are short and take the same options. The site's build runs them."""
 
 import ast
 from pathlib import Path

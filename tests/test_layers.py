@@ -1,7 +1,7 @@
 """Who may import whom: the arrows of the architecture, read from the source with ast.
 
-torch -> catnat -> lit_modules, datamodules, callbacks -> training -> train -> experiments; examples,
-docs and benchmarks are users, and nothing imports them.
+torch -> catnat -> lit_modules, datamodules, callbacks -> training -> train -> experiments; docs,
+examples and benchmarks are users, and nothing imports them.
 """
 
 import ast

@@ -44,7 +44,10 @@ def problems(site: Path) -> list[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 found.append(f"{where} links to {link}, which is not there")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].anchors:
-                    found.append(f"{where} links to {link}, which has no such anchor")
+            elif parts.fragment and unquote(parts.fragment) not in _anchors(pages, target):
+                found.append(f"{where} links to {link}, which has no such anchor")
     return found
+
+
+def _anchors(pages: dict[Path, Page], target: Path) -> set[str]:
+    return pages[target].anchors if target in pages else set()
