@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from catnat.heads import CategoricalHead, head_names, make_head
     from catnat.heads import SoftmaxHead as SoftmaxHead
     from catnat.heads import SparsemaxHead as SparsemaxHead
+    from catnat.mixed_head import MixedHead as MixedHead
+    from catnat.one_hot import HeadOneHotCategorical as HeadOneHotCategorical
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead as CatnatHead
     from catnat.tree_heads import NaturalHead as NaturalHead
@@ -40,6 +42,8 @@ __all__ = [
 _HOMES = {
     "distributions": ("HeadCategorical",),
     "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "mixed_head": ("MixedHead",),
+    "one_hot": ("HeadOneHotCategorical",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from catnat.checks import require_at_least
 from catnat.distributions import HeadCategorical
-from catnat.numerics import at_least_float32, exp_of_log_probs, is_plain
+from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}
@@ -44,7 +44,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
     """
 
-    name: ClassVar[str]
+    name: str  # of the class, if it has one; of the inner head for a MixedHead
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
@@ -52,8 +52,8 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
 
-        def __call__(self, scores: Tensor) -> HeadCategorical:
-            """The distribution these scores stand for."""
+        def __call__(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+            """The distribution these scores stand for, over the allowed categories."""
 
     def __init_subclass__(
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
@@ -93,8 +93,69 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
         return exp_of_log_probs(self.log_probs(scores))
 
-    def forward(self, scores: Tensor) -> HeadCategorical:
-        """The distribution these scores stand for."""
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Scores under which a category that the mask forbids is impossible, (*, S) -> (*, S).
+
+        All other methods take the result like any scores: a forbidden category has probability
+        exactly 0 and is never drawn, and scores that no longer matter get no gradient.
+
+        Args:
+            scores: (*, S).
+            mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
+                that of the scores. Every row allows a category. Where a row does not, and looking
+                at the mask would wait for a device, the row becomes NaN.
+        """
+        self._check(scores)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a tensor of bool, True = allowed, got {kind}")
+        if not mask.dim() or mask.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"mask must have {self.num_categories} categories in the last dimension, "
+                f"got shape {tuple(mask.shape)}"
+            )
+        try:
+            torch.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"mask of shape {tuple(mask.shape)} does not broadcast with scores of shape "
+                f"{tuple(scores.shape)}"
+            ) from error
+        filled, some = self._masked(scores, mask), mask.any(-1)
+        if not can_branch_on(mask):
+            return torch.where(some[..., None], filled, torch.nan)
+        if not bool(some.all()):
+            row = tuple((~some).nonzero()[0].tolist())
+            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
+        return filled
+
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """:meth:`masked` without its checks: -inf for forbidden categories."""
+        self._require_a_score_for_each_category()
+        return torch.where(mask, scores, -torch.inf)
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        self._check(scores)
+        self._require_a_score_for_each_category()
+        return scores != -torch.inf
+
+    def _require_a_score_for_each_category(self) -> None:
+        if self.num_scores != self.num_categories:
+            raise NotImplementedError(
+                f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
+                "categories: it must override _masked and allowed for masks"
+            )
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+        """The distribution these scores stand for, over the categories that :meth:`masked` leaves.
+
+        Args:
+            scores: (*, S).
+            mask: as in :meth:`masked`; None allows all categories.
+        """
+        if mask is not None:
+            scores = self.masked(scores, mask)
         return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
@@ -148,6 +209,20 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
 
     def _checked(self, scores: Tensor) -> Tensor:
         """Scores in float32 or float64, after checking their shape and dtype."""
+        self._check(scores)
+        wide = at_least_float32(scores)
+        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
+            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
+            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+        return wide
+
+    def _check(self, scores: Tensor) -> None:
+        """Raise an error unless these are a tensor of scores, (*, S)."""
+        if not isinstance(scores, Tensor):
+            raise TypeError(
+                f"scores must be a torch tensor, got {type(scores).__name__}; "
+                "torch.as_tensor makes one"
+            )
         if not scores.dim() or scores.shape[-1] != self.num_scores:
             raise ValueError(
                 f"{type(self).__name__} over {self.num_categories} categories takes "
@@ -155,20 +230,30 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
             )
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
-        wide = at_least_float32(scores)
-        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
-            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
-            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
-        return wide
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
-        """Probabilities in float64, after checking their shape."""
+        """Probabilities in float64, after checking their shape, signs and sums.
+
+        Wrong ones are NaN where looking at the values would wait for a device.
+        """
+        if not isinstance(probs, Tensor) or not probs.is_floating_point():
+            kind = probs.dtype if isinstance(probs, Tensor) else type(probs).__name__
+            raise TypeError(f"probabilities must be a floating point tensor, got {kind}")
         if not probs.dim() or probs.shape[-1] != self.num_categories:
             raise ValueError(
                 f"expected {self.num_categories} probabilities in the last dimension, "
                 f"got shape {tuple(probs.shape)}"
             )
-        return probs.double()
+        wide, eps = probs.double(), torch.finfo(probs.dtype).eps
+        lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
+        wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
+        if can_branch_on(probs) and bool(wrong.any()):
+            row = tuple(wrong[..., 0].nonzero()[0].tolist())
+            raise ValueError(
+                f"probabilities must be >= 0 and sum to 1, got{f' in row {row}' if row else ''} "
+                f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
+            )
+        return torch.where(wrong, torch.nan, wide.clamp_min(0))
 
 
 def _identity(cls: type) -> str:

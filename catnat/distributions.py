@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from catnat.numerics import (
     finite_log_probs,
     safe_log,
 )
+
+if TYPE_CHECKING:
+    from catnat.one_hot import HeadOneHotCategorical
 
 
 class HeadCategorical(Categorical):
@@ -92,9 +95,18 @@ class HeadCategorical(Categorical):
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
         return -(self.probs * self.logits).sum(-1)
 
-    def one_hot_sample(self, sample_shape: Any = ()) -> Tensor:
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """Random categories, (*sample_shape, *) int64; never one of probability 0."""
+        shape = torch.Size(sample_shape)
+        rows = self.probs.detach().reshape(-1, self._num_events)
+        drawn = torch.multinomial(rows, shape.numel(), True, generator=generator).T
+        return drawn.reshape(shape + self._batch_shape)
+
+    def one_hot_sample(
+        self, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
-        index: Tensor = self.sample(torch.Size(sample_shape))  # type: ignore[no-untyped-call]
+        index = self.sample(sample_shape, generator)
         return torch.zeros(
             *index.shape, self._num_events, dtype=self.logits.dtype, device=index.device
         ).scatter_(-1, index[..., None], 1)
@@ -111,6 +123,21 @@ class HeadCategorical(Categorical):
         """
         log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
         return straight_through_gumbel(log_probs, temperature, hard=hard)
+
+    def rsample_straight_through(
+        self, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """One-hot samples with the gradient of the probabilities p, (*sample_shape, *, K).
+
+        The value is exactly one-hot: one-hot + p - stop(p) (Bengio, Léonard and Courville, 2013).
+        """
+        return self.one_hot_sample(sample_shape, generator) + (self.probs - self.probs.detach())
+
+    def one_hot(self) -> HeadOneHotCategorical:
+        """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
+        from catnat.one_hot import HeadOneHotCategorical
+
+        return HeadOneHotCategorical(self)
 
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
-from catnat.checks import require_choice
+from catnat.checks import require_choice, require_within
+from catnat.mixed_head import MixedHead
 from catnat.numerics import largest_score, safe_log
 from catnat.ops import sparsemax_log_probs
 from catnat.tree_heads import NaturalHead, SigmoidHead
@@ -37,18 +38,30 @@ def head_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTRY)))
 
 
-def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) -> CategoricalHead:
+def make_head(
+    head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
+) -> CategoricalHead:
     """Build a head by its name, or check that a given head has the right number of categories.
 
     Args:
         head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
         num_categories: K >= 2.
+        mix: share of the uniform distribution in the head's, for any head, in [0, 1). Above 0 the
+            head is a :class:`~catnat.mixed_head.MixedHead`.
         options: options of the named head, such as ``amplitude`` for natural.
 
     >>> from catnat import make_head
     >>> make_head("softmax", 8)
     SoftmaxHead(num_categories=8, num_scores=8)
     """
+    require_within(0, 1, "[)", mix=mix)
+    made = _make(head, num_categories, options)
+    return MixedHead(made, mix) if mix else made
+
+
+def _make(
+    head: str | CategoricalHead, num_categories: int, options: dict[str, Any]
+) -> CategoricalHead:
     if isinstance(head, CategoricalHead):
         if options:
             raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
@@ -65,7 +78,7 @@ def make_head(head: str | CategoricalHead, num_categories: int, **options: Any) 
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = sorted(set(options) - set(known))
     if unknown and not open_ended:
-        choices = ", ".join(known) or "none"
+        choices = ", ".join([*known, "mix"])
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
     return cls(num_categories, **options)
 

@@ -1,4 +1,4 @@
-"""The energy score, the two terms of the ELBO, and the importance-weighted likelihood."""
+"""Likelihood of labels, energy score, the terms of the ELBO, importance-weighted likelihood."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from catnat.checks import require_at_least, require_within
+from catnat.categorical_head import CategoricalHead
+from catnat.checks import require_at_least, require_choice, require_within
+from catnat.heads import make_head
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
@@ -164,3 +166,128 @@ def importance_weighted_nll(
         total = part if total is None else torch.logaddexp(total, part)
     assert total is not None
     return math.log(num_samples) - total
+
+
+def head_nll(
+    head: CategoricalHead,
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    mask: Tensor | None = None,
+) -> Tensor:
+    r"""Negative log-likelihood of labels under a head: ``F.cross_entropy`` for any head.
+
+    The scores are last, (\*, S), as everywhere in catnat; the layout (N, C, d1, ...) of
+    ``F.cross_entropy`` is not understood. Half precision is computed, and returned, in float32.
+
+    Args:
+        head: the head. It is called as a module, so that probes and monitors see the scores.
+        scores: (\*, S).
+        target: (\*) categories, or (\*, K) probabilities of floating dtype.
+        weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
+        ignore_index: a label that counts for nothing, neither in value nor in gradient.
+        label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1].
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
+
+    Example:
+        >>> from catnat import make_head
+        >>> head_nll(make_head("natural", 4), torch.zeros(2, 3), torch.tensor([0, -100]))
+        tensor(1.3863)
+    """
+    require_choice(("mean", "sum", "none"), reduction=reduction)
+    require_within(0, 1, label_smoothing=label_smoothing)
+    K, batch = head.num_categories, scores.shape[:-1]
+    soft = target.is_floating_point()
+    if target.shape != ((*batch, K) if soft else batch):
+        raise ValueError(
+            f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores of "
+            f"shape {tuple(scores.shape)}, got {target.dtype} of shape {tuple(target.shape)}"
+        )
+    if weight is not None and weight.shape != (K,):
+        raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
+    q = head(scores, mask=mask)
+    if soft:
+        smooth = target * (1 - label_smoothing) + label_smoothing / K
+        return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
+    ignored = target == ignore_index
+    label = torch.where(ignored, 0, target.long())
+    loss: Tensor = -q.log_prob(label)  # type: ignore[no-untyped-call]
+    of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
+    loss = loss * of_label
+    if label_smoothing:
+        smooth = -_weighted(q.logits, weight).mean(-1)
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    return _reduced(torch.where(ignored, 0.0, loss), torch.where(ignored, 0.0, of_label), reduction)
+
+
+def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight.to(x.dtype)
+
+
+def _reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+    """The losses themselves, their sum, or their sum over the sum of the weights."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    return total / (losses.numel() if weights is None else weights.sum())
+
+
+class HeadNLL(nn.Module):
+    """:func:`head_nll` as a module, in the place of ``nn.CrossEntropyLoss``.
+
+    Args:
+        head: a head, or its name.
+        num_categories: K, where the head is a name.
+        weight: as in :func:`head_nll`, and so the other arguments.
+        ignore_index: a label that counts for nothing.
+        label_smoothing: share of the uniform distribution mixed into the targets.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        options: options of a named head, as for :func:`~catnat.make_head`.
+
+    >>> loss = HeadNLL("softmax", 3, label_smoothing=0.1)
+    >>> loss(torch.zeros(5, loss.head.num_scores), torch.arange(5) % 3)
+    tensor(1.0986)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        head: str | CategoricalHead,
+        num_categories: int | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if num_categories is None:
+            if isinstance(head, str):
+                raise ValueError(f"num_categories is needed with the name {head!r} of a head")
+            num_categories = head.num_categories
+        require_choice(("mean", "sum", "none"), reduction=reduction)
+        require_within(0, 1, label_smoothing=label_smoothing)
+        self.head = make_head(head, num_categories, **options)
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.reduction = reduction
+
+    def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The loss, see :func:`head_nll`."""
+        return head_nll(
+            self.head,
+            scores,
+            target,
+            self.weight,
+            self.ignore_index,
+            self.label_smoothing,
+            self.reduction,
+            mask,
+        )

@@ -18,9 +18,11 @@ class HeadProbe:
 
     The probe observes through forward hooks and changes nothing. It copies the scores, because they
     may be parameters, which an update changes in place. Only calls of the head itself
-    (``head(scores)``) are seen, not ``head.log_probs``. Attach the probe before the first call of a
-    compiled model: a hook registered later never fires. Iterating over the probe raises an error if
-    no head was called.
+    (``head(scores)``) are seen, not ``head.log_probs``. With a mask, the probe keeps the scores
+    ``head.masked(scores, mask)``, which the distribution stands for. A head inside another head,
+    such as :class:`~catnat.mixed_head.MixedHead` has one, is part of that head. Attach the probe
+    before the first call of a compiled model: a hook registered later never fires. Iterating over
+    the probe raises an error if no head was called.
 
     Args:
         module: the model, or a head.
@@ -35,7 +37,7 @@ class HeadProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.heads = {n: m for n, m in module.named_modules() if isinstance(m, CategoricalHead)}
+        self.heads = _heads_of(module)
         if not self.heads:
             raise ValueError(f"{type(module).__name__} contains no CategoricalHead")
         self.scores: dict[str, Tensor] = {}
@@ -86,6 +88,20 @@ class HeadProbe:
         named: dict[str, Tensor],
         output: Any,
     ) -> None:
-        scores = inputs[0] if inputs else named.get("scores")
+        given = dict(zip(("scores", "mask"), inputs, strict=False)) | named
+        scores, mask = given.get("scores"), given.get("mask")
         if isinstance(scores, Tensor):
-            self.scores[name] = scores.detach().clone()
+            scores = scores.detach()
+            filled = scores.clone() if mask is None else self.heads[name].masked(scores, mask)
+            self.scores[name] = filled
+
+
+def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:
+    """Heads by name, without those that are inside another head."""
+    heads: dict[str, CategoricalHead] = {}
+    inside: set[nn.Module] = set()
+    for name, each in module.named_modules():  # a head comes before the heads inside it
+        if isinstance(each, CategoricalHead) and each not in inside:
+            heads[name] = each
+            inside.update(each.modules())
+    return heads

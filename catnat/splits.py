@@ -5,7 +5,7 @@ probability of bit 1; bit 0 has 1 - a(s). With the centre C of the node and x = 
 
 - sigmoid: a = 1 / (1 + exp(-x));
 - natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
-  a = 1 above.
+  a = 1 above. With a tail, the probability of the rarer bit goes on as an exponential instead.
 
 A split is given by its logarithms log(1 - a) and log a, and by their *slopes*, the rates at which
 they move with the score: -d log(1 - a)/ds and d log a/ds, both >= 0. The product of the slopes is
@@ -13,7 +13,7 @@ the Fisher information of the split, (a')^2 / (a (1 - a)):
 
 - sigmoid: slopes a and 1 - a, information a (1 - a);
 - natural: slopes (pi/A) tan(phi) and (pi/A) / tan(phi) with phi = pi/4 + pi x / (2A), information
-  (pi/A)^2, the same for every score.
+  (pi/A)^2, the same for every score before the tail.
 
 Sigmoid and natural come first, :class:`Split` then says what a tree needs of a split, and
 :class:`CustomSplit` makes one of any increasing function. All are plain differentiable torch; the
@@ -48,12 +48,7 @@ class SigmoidSplit:
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x = log(right / left); far out, but finite, where left or right is 0."""
-        lowest = math.log(torch.finfo(left.dtype).smallest_normal) * 1.25  # exp of it is 0
-
-        def log(x: Tensor) -> Tensor:
-            return torch.where(x <= 0, lowest, torch.log(torch.where(x <= 0, 1.0, x)))
-
-        return log(right) - log(left)
+        return _floored_log(right) - _floored_log(left)
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
@@ -86,16 +81,39 @@ class NaturalSplit:
     log sin^2(theta) is steep. For the same reason an edge is stored as a sum of two numbers, so
     that d is accurate right up to the edge.
 
+    A split with a tail follows these formulas while the rarer bit has probability ``tail`` or more:
+    up to the *joint*, the distance d_t from the edge with sin^2(pi d_t / (2A)) = tail. From there on
+    the rarer bit has probability tail exp(-r (d_t - d)). The steepness r is the slope that
+    log sin^2(theta) has at the joint, so value and slope meet there, and the slope stays r for ever:
+    no score is without gradient, up to :func:`~catnat.numerics.largest_score`. The information is
+    r^2 p / (1 - p) there, p the probability of the rarer bit.
+
     Args:
-        amplitude: A, the width of the region in which the split moves.
+        amplitude: A, the width of the region in which the split moves; with a tail it moves beyond.
+        tail: probability of the rarer bit at which the tail begins, 0 for none.
     """
 
     amplitude: float = 2 * math.pi
+    tail: float = 0.0
     half_in_float32: float = field(init=False, repr=False)
+    joint: float = field(init=False, repr=False)  # d_t, 0 without a tail
+    steepness: float = field(init=False, repr=False)  # r
+    log_at_edge: float = field(init=False, repr=False)  # log probability of the rarer bit at d = 0
 
     def __post_init__(self) -> None:
         (rounded,) = struct.unpack("f", struct.pack("f", self.amplitude / 2))
-        object.__setattr__(self, "half_in_float32", rounded)
+        angle = math.asin(math.sqrt(self.tail))
+        joint = 2 * angle / self.rate
+        steepness = self.rate / math.tan(angle) if self.tail else 0.0
+        log_at_edge = math.log(self.tail) - steepness * joint if self.tail else LOG_ZERO
+        derived = {
+            "half_in_float32": rounded,
+            "joint": joint,
+            "steepness": steepness,
+            "log_at_edge": log_at_edge,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def rate(self) -> float:
@@ -118,9 +136,19 @@ class NaturalSplit:
         return self.half_in_float32, half - self.half_in_float32
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0."""
+        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0.
+
+        In the tail x is logarithmic; far out, but finite, where left or right is 0.
+        """
         phi = torch.atan2(torch.sqrt(right), torch.sqrt(left))
-        return torch.where(left + right <= 0, 0.0, (phi - math.pi / 4) * (2 / self.rate))
+        total = left + right
+        x = torch.where(total <= 0, 0.0, (phi - math.pi / 4) * (2 / self.rate))
+        if not self.tail:
+            return x
+        rare = torch.minimum(left, right) / torch.where(total <= 0, 1.0, total)
+        beyond = self.amplitude / 2 - (_floored_log(rare) - self.log_at_edge) / self.steepness
+        in_tail = (rare <= self.tail) & (total > 0)
+        return torch.where(in_tail, torch.where(left < right, beyond, -beyond), x)
 
     def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
@@ -135,30 +163,66 @@ class NaturalSplit:
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
-        theta, outside, upper = self._angle(scores, constants)
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
         sine = torch.sin(theta)
         rare = torch.where(outside, LOG_ZERO, 2 * torch.log(sine))
         likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
+        if self.tail:
+            log_p, _ = self._tail_log(distance, outside)
+            rare = torch.where(outside, log_p, rare)
+            likely = torch.where(outside, torch.log1p(-log_p.exp()), likely)
         return torch.where(upper, rare, likely), torch.where(upper, likely, rare)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside."""
-        theta, outside, upper = self._angle(scores, constants)
+        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside.
+
+        In the tail r for the rarer bit, r p / (1 - p) for the likelier.
+        """
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
         tan = torch.tan(theta)
         steep = torch.where(outside, 0.0, self.rate / tan)
         gentle = torch.where(outside, 0.0, self.rate * tan)
+        if self.tail:
+            in_tail = self._tail_slopes(distance, outside)
+            steep = torch.where(outside, in_tail[0], steep)
+            gentle = torch.where(outside, in_tail[1], gentle)
         return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)
 
-    def _angle(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, whether the score is on an edge or outside, and whether the upper edge is nearer.
+    def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
+        """(pi/A)^2 up to the edges and on them, 0 outside; falls in the tail."""
+        distance, _ = self.distance(scores, constants)
+        information = torch.where(distance < 0, 0.0, self.rate**2 + 0 * distance)
+        if self.tail:
+            outside = distance <= self.joint
+            steep, gentle = self._tail_slopes(distance, outside)
+            information = torch.where(outside, steep * gentle, information)
+        return information
+
+    def _angle(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
 
         theta is at least 1e-30, and 1 outside, where the callers do not use it.
         """
-        distance, upper = self.distance(scores, constants)
-        outside = distance <= 0
+        outside = distance <= self.joint
         theta = distance * (self.rate / 2)
         theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
-        return torch.where(outside, 1.0, theta), outside, upper
+        return torch.where(outside, 1.0, theta), outside
+
+    def _tail_log(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
+        bound = largest_score(distance.dtype)
+        log_p = self.log_at_edge + self.steepness * torch.where(outside, distance, 0.0)
+        beyond = log_p < -bound
+        return torch.where(beyond, -bound, log_p), beyond
+
+    def _tail_slopes(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """r for the rarer bit and r p / (1 - p) for the likelier; 0 beyond the largest score."""
+        log_p, beyond = self._tail_log(distance, outside)
+        p = log_p.exp()
+        steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
+        return steep, steep * (p / (1 - p))
 
 
 class Split(Protocol):
@@ -230,14 +294,31 @@ class CustomSplit:
         return above - below
 
     def log_split(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The function itself."""
-        return self.function(scores if constants is None else scores - constants[0])
+        """The function itself; an infinite score is a certain split."""
+        x, infinite = self._centred(scores, constants)
+        left, right = self.function(x)
+        left = torch.where(infinite, 0.0, left).masked_fill(scores == torch.inf, LOG_ZERO)
+        right = torch.where(infinite, 0.0, right).masked_fill(scores == -torch.inf, LOG_ZERO)
+        return left, right
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The derivatives of the function, by forward-mode differentiation."""
-        x = scores if constants is None else scores - constants[0]
+        """The derivatives of the function, by forward-mode differentiation; 0 at infinity."""
+        x, infinite = self._centred(scores, constants)
         moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
-        return -moved[0], moved[1]
+        return torch.where(infinite, 0.0, -moved[0]), torch.where(infinite, 0.0, moved[1])
+
+    @staticmethod
+    def _centred(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x = s - C, 0 at infinite scores, for which functions are seldom made; and where."""
+        x = scores if constants is None else scores - constants[0]
+        infinite = x.isinf()
+        return torch.where(infinite, 0.0, x), infinite
+
+
+def _floored_log(x: Tensor) -> Tensor:
+    """log x; where x = 0 a finite number, so low that exp of it is 0."""
+    lowest = math.log(torch.finfo(x.dtype).smallest_normal) * 1.25
+    return torch.where(x <= 0, lowest, torch.log(torch.where(x <= 0, 1.0, x)))
 
 
 def _sinh(t: Tensor) -> Tensor:

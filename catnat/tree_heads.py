@@ -103,6 +103,21 @@ class CatnatHead(CategoricalHead):
         scores = self._checked(scores)
         return tree_log_probs(scores, self.split, self._constants(scores))
 
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """A split with one empty side goes to the other; a node without leaves is never reached.
+
+        So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
+        P(node) of a node that is never reached.
+        """
+        left, right = subtree_sums(mask)  # whether a side allows a category: + of bools is "or"
+        one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
+        return torch.where(left & right, scores, one_sided.to(scores.dtype))
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
+        self._check(scores)
+        return ~path_sums(scores == torch.inf, scores == -torch.inf)[1]
+
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
         scores = self._checked(scores)
@@ -228,7 +243,10 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary).
+    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). Beyond the edges
+    |s - C| = A/2 a score has no gradient, and its rarer side has probability 0. With a ``tail`` the
+    split is the same until the rarer side has that probability, and goes on as an exponential: no
+    score is without gradient, no probability is 0, and the Fisher matrix stays diagonal.
 
     Args:
         num_categories: K, at least 2.
@@ -236,6 +254,8 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             slope at 0.
         center: C.
         uniform_at_zero: as in :class:`CatnatHead`.
+        tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
+            or 1e-30 <= tail < 1/2; see :class:`~catnat.splits.NaturalSplit`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
     tensor([[0.2500, 0.0000, 0.0000],
@@ -244,6 +264,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     """
 
     amplitude = _Fixed[float]()
+    tail = _Fixed[float]()
 
     def __init__(
         self,
@@ -251,32 +272,35 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         amplitude: float = 2 * math.pi,
         center: float = 0.0,
         uniform_at_zero: bool = True,
+        tail: float = 0.0,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
-        split = NaturalSplit(float(amplitude))
+        if tail != 0:
+            require_within(1e-30, 0.5, "[)", tail=tail)
+        split = NaturalSplit(float(amplitude), float(tail))
         super().__init__(num_categories, center, uniform_at_zero, split=split)
-        self.amplitude = split.amplitude
+        self.amplitude, self.tail = split.amplitude, split.tail
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
-        return f"{super().extra_repr()}, amplitude={self.amplitude}"
+        tail = f", tail={self.tail}" if self.tail else ""
+        return f"{super().extra_repr()}, amplitude={self.amplitude}{tail}"
 
     def information(self, scores: Tensor) -> Tensor:
-        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside."""
-        distance = self._distance(scores)
-        return torch.where(distance < 0, 0.0, (math.pi / self.amplitude) ** 2 + 0 * distance)
+        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
+        scores = self._checked(scores)
+        return cast(NaturalSplit, self.split).information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
-        """Scores on or beyond the edges."""
-        return self._distance(scores) <= 0
-
-    def _distance(self, scores: Tensor) -> Tensor:
-        """Distance to the nearer edge, negative outside, (*, S) -> (*, S)."""
+        """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        return cast(NaturalSplit, self.split).distance(scores, self._constants(scores))[0]
+        distance, _ = cast(NaturalSplit, self.split).distance(scores, self._constants(scores))
+        return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Move the score of an impossible bit onto the edge if rounding left it just inside."""
+        if self.tail:
+            return scores
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)

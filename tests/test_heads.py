@@ -56,7 +56,7 @@ def test_bad_number_of_categories_is_named(name, K):
 def test_unknown_option_lists_the_choices():
     with pytest.raises(ValueError, match="'sigmoid' has no option 'amplitude'; its options: cent"):
         make_head("sigmoid", 4, amplitude=1.0)
-    with pytest.raises(ValueError, match="'softmax' has no option 'center'; its options: none"):
+    with pytest.raises(ValueError, match="'softmax' has no option 'center'; its options: mix"):
         make_head("softmax", 4, center=1.0)
 
 

@@ -20,7 +20,7 @@
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
 #define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
 
-enum split { SIGMOID = 0, NATURAL = 1 };
+enum split { SIGMOID = 0, NATURAL = 1, TAILED = 2 }; /* TAILED: natural with a tail */
 
 typedef struct {
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centred at 0 */
@@ -28,6 +28,7 @@ typedef struct {
     long rows, categories;
     int split;
     float rate, high, low; /* natural: pi/A, and A/2 as a sum of two floats */
+    float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
     int failed;
 } job;
 
@@ -147,6 +148,33 @@ static inline void natural_slopes(float x, float above, float below, float rate,
     *right = keep_nan(above < below ? gentle : steep, x);
 }
 
+/* log p of the rarer bit in the tail, log p = log tail before it. */
+static inline float tail_log(float d, float joint, float steepness, float at_edge) {
+    return fmaxf(at_edge + steepness * fminf(d, joint), -LARGEST);
+}
+
+static inline void tailed_logs(float x, float above, float below, float rate, float joint,
+                               float steepness, float at_edge, float *left, float *right) {
+    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
+    float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
+    float rare = d > joint ? log_sin_squared(theta, u) : log_p;
+    float likely = d > joint ? log_cos_squared(u) : two_atanh(-p / (2.0f - p)); /* log(1 - p) */
+    *left = keep_nan(above < below ? rare : likely, x);
+    *right = keep_nan(above < below ? likely : rare, x);
+}
+
+static inline void tailed_slopes(float x, float above, float below, float rate, float joint,
+                                 float steepness, float at_edge, float *left, float *right) {
+    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
+    float s = sin_eighth(theta), c = cos_eighth(theta), scale = rate / (s * c);
+    float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
+    float r = log_p > -LARGEST ? steepness : 0.0f;
+    float steep = d > joint ? scale * (c * c) : r;
+    float gentle = d > joint ? scale * (s * s) : r * (p / (1.0f - p));
+    *left = keep_nan(above < below ? steep : gentle, x);
+    *right = keep_nan(above < below ? gentle : steep, x);
+}
+
 /* Fisher information a'^2 / (a (1 - a)), and 1 where the split is flat. */
 static inline void sigmoid_information(float x, float *information, float *flat) {
     float left, right;
@@ -162,34 +190,54 @@ static inline void natural_information(float x, float above, float below, float 
     *flat = drop_nan(d <= 0 ? 1.0f : 0.0f, x);
 }
 
+static inline void tailed_information(float x, float above, float below, float rate, float joint,
+                                      float steepness, float at_edge, float *information,
+                                      float *flat) {
+    float d = fminf(above, below), log_p = tail_log(d, joint, steepness, at_edge);
+    float p = exp_minus(-log_p), r = log_p > -LARGEST ? steepness : 0.0f;
+    *information = keep_nan(d > joint ? rate * rate : r * (r * (p / (1.0f - p))), x);
+    *flat = 0.0f;
+}
+
 /* Apply one of the functions above to `rows` rows of S scores. */
-#define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION)                                       \
+#define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION, TAILED_FUNCTION)                      \
     VECTORIZED static void NAME(const job *j, const float *restrict x, long rows,                  \
                                 float *restrict left, float *restrict right) {                     \
         long S = j->categories - 1, n = rows * S;                                                  \
         const float *restrict c = j->constants;                                                    \
         float rate = j->rate, high = j->high, low = j->low;                                        \
+        float joint = j->joint, steepness = j->steepness, at_edge = j->at_edge;                    \
         if (j->split == SIGMOID && !c) {                                                           \
             for (long i = 0; i < n; i++) SIGMOID_FUNCTION(x[i], left + i, right + i);              \
         } else if (j->split == SIGMOID) {                                                          \
             for (long r = 0; r < n; r += S)                                                        \
                 for (long i = 0; i < S; i++)                                                       \
                     SIGMOID_FUNCTION(x[r + i] - c[i], left + r + i, right + r + i);                \
-        } else if (!c) {                                                                           \
+        } else if (j->split == NATURAL && !c) {                                                    \
             for (long i = 0; i < n; i++)                                                           \
                 NATURAL_FUNCTION(x[i], (high - x[i]) + low, (x[i] + high) + low, rate, left + i,   \
                                  right + i);                                                       \
-        } else {                                                                                   \
+        } else if (j->split == NATURAL) {                                                          \
             for (long r = 0; r < n; r += S)                                                        \
                 for (long i = 0; i < S; i++)                                                       \
                     NATURAL_FUNCTION(x[r + i], (c[i] - x[r + i]) + c[S + i],                       \
                                      (x[r + i] - c[2 * S + i]) - c[3 * S + i], rate,               \
                                      left + r + i, right + r + i);                                 \
+        } else if (!c) {                                                                           \
+            for (long i = 0; i < n; i++)                                                           \
+                TAILED_FUNCTION(x[i], (high - x[i]) + low, (x[i] + high) + low, rate, joint,       \
+                                steepness, at_edge, left + i, right + i);                          \
+        } else {                                                                                   \
+            for (long r = 0; r < n; r += S)                                                        \
+                for (long i = 0; i < S; i++)                                                       \
+                    TAILED_FUNCTION(x[r + i], (c[i] - x[r + i]) + c[S + i],                        \
+                                    (x[r + i] - c[2 * S + i]) - c[3 * S + i], rate, joint,         \
+                                    steepness, at_edge, left + r + i, right + r + i);              \
         }                                                                                          \
     }
-SPLIT_ROWS(split_logs, sigmoid_logs, natural_logs)
-SPLIT_ROWS(split_slopes, sigmoid_slopes, natural_slopes)
-SPLIT_ROWS(split_information, sigmoid_information, natural_information)
+SPLIT_ROWS(split_logs, sigmoid_logs, natural_logs, tailed_logs)
+SPLIT_ROWS(split_slopes, sigmoid_slopes, natural_slopes, tailed_slopes)
+SPLIT_ROWS(split_information, sigmoid_information, natural_information, tailed_information)
 
 /* ---------------------------------------------------------------------- walks over trees */
 
@@ -406,33 +454,37 @@ static int run(kernel kernel, job *job, int threads) {
 
 int catnat_tree_forward(const float *scores, const float *constants, float *out, long rows,
                         long categories, int split, float rate, float high, float low,
-                        int threads) {
-    job j = {scores, NULL, constants, out, rows, categories, split, rate, high, low, 0};
+                        float joint, float steepness, float at_edge, int threads) {
+    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
     return run(forward_rows, &j, threads);
 }
 
 int catnat_tree_fisher(const float *scores, const float *constants, float *out, long rows,
                        long categories, int split, float rate, float high, float low,
-                       int threads) {
-    job j = {scores, NULL, constants, out, rows, categories, split, rate, high, low, 0};
+                       float joint, float steepness, float at_edge, int threads) {
+    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
     return run(fisher_rows, &j, threads);
 }
 
 int catnat_tree_backward(const float *scores, const float *constants, const float *grad,
                          float *out, long rows, long categories, int split, float rate,
-                         float high, float low, int threads) {
-    job j = {scores, grad, constants, out, rows, categories, split, rate, high, low, 0};
+                         float high, float low, float joint, float steepness, float at_edge,
+                         int threads) {
+    job j = {scores, grad, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
     return run(backward_rows, &j, threads);
 }
 
 int catnat_sparsemax_forward(const float *scores, float *out, long rows, long categories,
                              int threads) {
-    job j = {scores, NULL, NULL, out, rows, categories, 0, 0, 0, 0, 0};
+    job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
     return run(sparsemax_forward_rows, &j, threads);
 }
 
 int catnat_sparsemax_backward(const float *log_probs, const float *grad, float *out, long rows,
                               long categories, int threads) {
-    job j = {log_probs, grad, NULL, out, rows, categories, 0, 0, 0, 0, 0};
+    job j = {.scores = log_probs, .grad = grad, .out = out, .rows = rows, .categories = categories};
     return run(sparsemax_backward_rows, &j, threads);
 }

@@ -41,10 +41,10 @@ def library() -> ctypes.CDLL | None:
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions; AttributeError if one is missing."""
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    tail: list[Any] = [long, long, ctypes.c_int, number, number, number, ctypes.c_int]
-    lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *tail]
-    lib.catnat_tree_fisher.argtypes = [pointer, pointer, pointer, *tail]
-    lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *tail]
+    rest: list[Any] = [long, long, ctypes.c_int, *[number] * 6, ctypes.c_int]
+    lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *rest]
+    lib.catnat_tree_fisher.argtypes = [pointer, pointer, pointer, *rest]
+    lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *rest]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
     lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
     return lib
@@ -92,11 +92,13 @@ def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-def _settings(split: Split) -> tuple[int, float, float, float]:
-    """Kind of split, pi/A, and A/2 as a sum of two floats."""
+def _settings(split: Split) -> tuple[float, ...]:
+    """Kind of split, pi/A, A/2 as a sum of two floats, and joint, steepness and edge of the tail."""
     if isinstance(split, NaturalSplit):
-        return 1, split.rate, *split.half_width(torch.float32)
-    return 0, 0.0, 0.0, 0.0
+        kind = 2 if split.tail else 1
+        tail = (split.joint, split.steepness, split.log_at_edge)
+        return kind, split.rate, *split.half_width(torch.float32), *tail
+    return 0, *[0.0] * 6
 
 
 def _plain_memory(x: Tensor) -> Tensor:

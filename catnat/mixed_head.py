@@ -1,0 +1,116 @@
+"""MixedHead: any head, with a little of the uniform distribution mixed in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from catnat.categorical_head import CategoricalHead
+from catnat.checks import require_within
+from catnat.numerics import can_branch_on
+
+_MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
+
+
+class MixedHead(CategoricalHead):
+    r"""q = (1 - mix) p + mix / n over the n allowed categories, with p from the inner head.
+
+    Without a mask all K categories are allowed, and every probability is at least mix / K. Mixing
+    makes the Fisher matrix dense, that of a tree as well:
+
+    .. math:: G = (1 - mix)^2 J^T diag(1 / q) J, \qquad J = dp / ds
+
+    Args:
+        inner: the head that gives p; its scores are the scores of this head.
+        mix: share of the uniform distribution, between 0 and 1.
+
+    >>> from catnat import make_head
+    >>> make_head("softmax", 4, mix=0.2).probs(torch.tensor([100.0, 0.0, 0.0, 0.0]))
+    tensor([0.8500, 0.0500, 0.0500, 0.0500])
+    """
+
+    def __init__(self, inner: CategoricalHead, mix: float) -> None:
+        require_within(0, 1, "()", mix=mix)
+        super().__init__(inner.num_categories)
+        self.inner, self.mix = inner, float(mix)
+        self.num_scores, self.validate_args = inner.num_scores, inner.validate_args
+        self.name = getattr(inner, "name", type(inner).__name__)
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
+        inner, allowed = self.inner.log_probs(scores), self.allowed(scores)
+        return torch.where(allowed, self._mixed(inner, allowed.sum(-1, keepdim=True)), inner)
+
+    def inverse(self, probs: Tensor) -> Tensor:
+        """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
+
+        A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
+        the scores are :meth:`masked`. What is above 0 and below mix / n is out of reach and a
+        ValueError; NaN where looking at the values would wait for a device.
+        """
+        q = self._checked_probs(probs)
+        allowed = ~(q <= 0)  # NaN passes
+        share = self.mix / allowed.to(q.dtype).sum(-1, keepdim=True)
+        rounding = 32 * torch.finfo(probs.dtype).eps
+        low = allowed & (q < share * (1 - rounding))
+        if can_branch_on(probs) and bool(low.any()):
+            where = tuple(low.nonzero()[0].tolist())
+            raise ValueError(
+                f"with mix={self.mix:g} a probability must be 0 or at least "
+                f"{float(share[where[:-1]]):.4g}, got {float(q[where]):.4g}"
+            )
+        p = torch.where(allowed, (q - share).clamp_min(0), 0.0)
+        p = torch.where(low.any(-1, keepdim=True), torch.nan, p / p.sum(-1, keepdim=True))
+        return self.masked(self.inner.inverse(p.to(probs.dtype)), allowed)
+
+    def fisher(self, scores: Tensor) -> Tensor:
+        """(1 - mix)^2 J^T diag(1/q) J, (*, S) -> (*, S, S)."""
+        root = self._fisher_root(scores)
+        with torch.autocast(root.device.type, enabled=False):
+            return root.mT @ root
+
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
+        return self._fisher_root(scores).square().sum(-2)
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over all leading dimensions, a few rows at a time."""
+        rows = scores.reshape(-1, self.num_scores)
+        few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
+        parts = [self._fisher_root(part).flatten(0, 1) for part in rows.split(few)]
+        with torch.autocast(rows.device.type, enabled=False):
+            return torch.stack([part.mT @ part for part in parts]).sum(0) / len(rows)
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """As in the inner head: mixing gives no score a gradient."""
+        return self.inner.saturated(scores)
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        return self.inner.allowed(scores)
+
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return self.inner._masked(scores, mask)
+
+    def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
+        """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""
+        uniform = math.log(self.mix) - allowed.to(log_probs.dtype).log()
+        return torch.logaddexp(log_probs + math.log1p(-self.mix), uniform)
+
+    def _fisher_root(self, scores: Tensor) -> Tensor:
+        """R with R^T R = G: the gradients of q_k in the scores over sqrt(q_k), (*, K, S)."""
+        scores, K = self._checked(scores), self.num_categories
+        q = self.probs(scores)
+        jacobian: Tensor
+        pull = vjp(self.inner.probs, scores)[1]
+        basis = torch.eye(K, dtype=q.dtype, device=q.device).view(K, *[1] * (q.dim() - 1), K)
+        (jacobian,) = vmap(pull)(basis.expand(K, *q.shape))  # (K, *, S)
+        scale = (1 - self.mix) * torch.where(q <= 0, torch.inf, q).rsqrt()
+        return scale[..., None] * jacobian.movedim(0, -2)
+
+    def extra_repr(self) -> str:
+        """What ``print(head)`` shows."""
+        return f"{super().extra_repr()}, mix={self.mix:g}"

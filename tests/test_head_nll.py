@@ -1,0 +1,158 @@
+"""head_nll and HeadNLL: the semantics of F.cross_entropy, for every head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, HEADS, random_scores
+
+from catnat import HeadProbe, make_head
+from catnat.losses import HeadNLL, head_nll
+
+K = 5
+OPTIONS = [
+    {},
+    {"weight": torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0]).double()},
+    {"label_smoothing": 0.3},
+    {"label_smoothing": 1.0, "weight": torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0]).double()},
+    {"ignore_index": 2},
+    {"ignore_index": -1, "label_smoothing": 0.1, "weight": torch.arange(1.0, 6).double()},
+]
+
+
+def both(scores, target, **options):
+    """Value and gradient of our loss and of torch's, for softmax."""
+    results = []
+    for loss in (
+        lambda s: head_nll(make_head("softmax", K), s, target, **options),
+        lambda s: F.cross_entropy(
+            s.movedim(-1, 1) if s.dim() > 2 else s, theirs(target), **options
+        ),
+    ):
+        leaf = scores.detach().clone().requires_grad_()
+        value = loss(leaf)
+        value.sum().backward()
+        results += [value.detach(), leaf.grad]
+    return results
+
+
+def theirs(target):
+    """Torch wants classes in the second dimension, and their probabilities too."""
+    soft = target.is_floating_point() and target.dim() > 2
+    return target.movedim(-1, 1) if soft else target
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", [(7,), (), (3, 4), (0,)])
+def test_softmax_is_torchs_cross_entropy(shape, options, reduction):
+    scores = torch.randn(*shape, K, dtype=torch.float64)
+    target = torch.randint(K, shape)
+    if "ignore_index" in options and target.numel() > 1:
+        target.view(-1)[0] = options["ignore_index"]
+    value, gradient, want, want_gradient = both(scores, target, reduction=reduction, **options)
+    assert value.shape == want.shape
+    assert torch.allclose(value, want, equal_nan=True)
+    assert torch.allclose(gradient, want_gradient, equal_nan=True, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [each for each in OPTIONS if "ignore_index" not in each])
+@pytest.mark.parametrize("shape", [(7,), (), (3, 4), (0,)])
+def test_targets_may_be_probabilities(shape, options, reduction):
+    scores = torch.randn(*shape, K, dtype=torch.float64)
+    target = torch.rand(*shape, K, dtype=torch.float64).softmax(-1)
+    value, gradient, want, want_gradient = both(scores, target, reduction=reduction, **options)
+    assert torch.allclose(value, want, equal_nan=True)
+    assert torch.allclose(gradient, want_gradient, equal_nan=True, atol=1e-12)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_batch_without_a_label_that_counts_is_as_in_torch(reduction, label_smoothing):
+    scores, target = torch.randn(3, K, dtype=torch.float64), torch.full((3,), -100)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    value, _, want, _ = both(scores, target, **options)
+    assert torch.allclose(value, want, equal_nan=True)
+    if reduction != "mean":
+        assert (value == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_and_dtype(name, dtype):
+    head = make_head(name, K)
+    scores = random_scores(head, 20).to(dtype).requires_grad_()
+    target = torch.randint(K, (20,))
+    loss = head_nll(head, scores, target)
+    want = -head.log_probs(scores).gather(-1, target[:, None]).mean()
+    assert loss.dtype == want.dtype
+    assert torch.allclose(loss, want)
+    loss.backward()
+    assert scores.grad.isfinite().all() and scores.grad.dtype == dtype
+    # A smoothed label is the expectation over labels.
+    smooth = head_nll(head, scores, target, label_smoothing=0.2)
+    uniform = -head.log_probs(scores).mean()
+    assert torch.allclose(smooth, 0.8 * want + 0.2 * uniform, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_ignored_rows_get_no_gradient(name):
+    head = make_head(name, K)
+    scores = random_scores(head, 4).requires_grad_()
+    head_nll(head, scores, torch.tensor([0, -100, 2, -100]), label_smoothing=0.1).backward()
+    assert (scores.grad[[1, 3]] == 0).all()
+    assert scores.grad[0].any()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_mask_restricts_the_labels(name):
+    head = make_head(name, K)
+    scores, mask = random_scores(head), torch.tensor([True, True, False, True, False])
+    target = torch.tensor([0, 1, 3, 0])
+    want = -head(scores, mask=mask).log_prob(target).mean()
+    assert torch.allclose(HeadNLL(head)(scores, target, mask=mask), want)
+
+
+def test_the_module():
+    weight = torch.arange(1.0, K + 1)
+    loss = HeadNLL("natural", K, weight=weight, ignore_index=1, reduction="sum", amplitude=3.0)
+    scores, target = torch.randn(6, loss.head.num_scores), torch.arange(6) % K
+    want = head_nll(loss.head, scores, target, weight, 1, 0.0, "sum")
+    assert torch.equal(loss(scores, target), want)
+    assert loss.head.amplitude == 3.0
+    assert dict(loss.named_buffers())["weight"] is weight
+    assert loss.double().weight.dtype == torch.float64
+    with HeadProbe(loss) as probe:
+        loss(scores, target)
+    assert [name for name, _, _ in probe] == ["head"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_compiled_and_batched_it_is_the_same(name):
+    torch._dynamo.reset()
+    loss = HeadNLL(name, K, label_smoothing=0.1, reduction="none")
+    scores, target = torch.randn(6, loss.head.num_scores), torch.arange(6) % K
+    want = loss(scores, target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(scores, target), want, rtol=1e-4)
+    assert torch.allclose(torch.func.vmap(loss)(scores, target), want, rtol=1e-4)
+
+
+def test_bad_input_is_named():
+    head, scores = make_head("natural", K), torch.zeros(3, K - 1)
+    labels = torch.zeros(3, dtype=torch.int64)
+    for target in (torch.zeros(4, dtype=torch.int64), torch.zeros(3), torch.zeros(3, K - 1)):
+        with pytest.raises(ValueError, match=r"target must be \(3,\) categories or \(3, 5\) prob"):
+            head_nll(head, scores, target)
+    with pytest.raises(ValueError, match="unknown reduction 'avg'; choose from mean, sum, none"):
+        HeadNLL(head, reduction="avg")
+    with pytest.raises(ValueError, match=r"label_smoothing must lie in 0\.\.1, got 1\.5"):
+        head_nll(head, scores, labels, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"weight must have shape \(5,\), got \(4,\)"):
+        head_nll(head, scores, labels, weight=torch.ones(4))
+    with pytest.raises(ValueError, match="num_categories is needed with the name 'natural'"):
+        HeadNLL("natural")
+    with pytest.raises(ValueError, match=r"support|category"):
+        head_nll(head, scores, labels + K)
