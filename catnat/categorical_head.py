@@ -18,16 +18,16 @@ _ALIASES: dict[str, str] = {}
 
 
 class HeadType(ABCMeta):
-    """Type of the head classes. ``dir`` of a class lists the public names that heads define.
+    """Type of the head classes. ``dir`` of a class lists the public methods that heads define.
 
-    ``help`` prints every method that ``dir`` of a class lists, and those of ``nn.Module`` take a
-    thousand lines. ``dir`` of a head itself, from which editors complete names, lists all of them.
+    ``help`` prints everything that ``dir`` of a class lists, and the methods of ``nn.Module`` take a
+    thousand lines. ``dir`` of a head itself, from which editors complete names, lists all names.
     """
 
     def __dir__(cls) -> list[str]:
         heads = [each for each in cls.__mro__ if not issubclass(nn.Module, each)]
         names = {name for each in heads for name in vars(each) if not name.startswith("_")}
-        return sorted(names | {"__init__"})
+        return sorted({"__init__", *(name for name in names if callable(getattr(cls, name, None)))})
 
 
 class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
