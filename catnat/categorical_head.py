@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least
-from catnat.distributions import HeadCategorical
+from catnat.checks import require_at_least, require_positive
+from catnat.distributions import HeadCategorical, draw
 from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
+from catnat.ops.reference import take
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}
@@ -156,7 +157,83 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         """
         if mask is not None:
             scores = self.masked(scores, mask)
+        if self._is_lazy():
+            return HeadCategorical(None, self.validate_args, source=(self, self._checked(scores)))
         return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
+
+    def log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """Log-probability of given categories: (*, S) and (*), which broadcast -> (*).
+
+        A value that is no category is a ValueError on the CPU. Elsewhere, and under torch.compile
+        and torch.func, its log-probability is NaN.
+        """
+        value = self._checked_value(value)
+        if self._has_paths():
+            return self._path_log_prob(self._checked(scores), value)
+        log_probs = self.log_probs(scores)
+        valid = (value >= 0) & (value < self.num_categories)
+        shape = torch.broadcast_shapes(value.shape, log_probs.shape[:-1])
+        index = torch.where(valid, value, 0).expand(shape)[..., None]
+        chosen = take(log_probs, index)[..., 0]
+        return chosen * torch.where(valid, 1.0, torch.nan).to(chosen.dtype)
+
+    def sample(
+        self, scores: Tensor, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Random categories, (*, S) -> (*sample_shape, *) int64.
+
+        A category of probability 0 is never drawn. A NaN score that matters is an error on the CPU;
+        elsewhere the sample of a tree is then -1, which is no category.
+        """
+        scores = scores.detach()
+        if self._has_paths():
+            scores = self._checked(scores)
+            shape = torch.Size(sample_shape) + scores.shape[:-1]
+            return self._path_sample(scores, shape, generator)
+        return draw(self.probs(scores), torch.Size(sample_shape), generator)
+
+    def _has_paths(self) -> bool:
+        """Whether the head has the two methods below, which do not need all log-probabilities."""
+        return False
+
+    def _is_lazy(self) -> bool:
+        """Whether the distribution may use these methods, and ask for log-probabilities later."""
+        return False
+
+    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """:meth:`log_prob` of checked scores and values."""
+        raise NotImplementedError
+
+    def _path_sample(
+        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        """Categories of this shape; the batch shape of the checked scores broadcasts to it."""
+        raise NotImplementedError
+
+    def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
+        """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
+
+        Made for the bias of the layer that gives the scores: training then starts from the
+        frequencies instead of the uniform distribution.
+
+        Args:
+            counts: how often each category was seen, >= 0.
+            smoothing: added to every count, so that no category starts at probability 0.
+
+        >>> from catnat import make_head
+        >>> head = make_head("sigmoid", 4)
+        >>> head.probs(head.scores_from_frequencies(torch.tensor([0, 1, 2, 3])))
+        tensor([0.1000, 0.2000, 0.3000, 0.4000])
+        """
+        require_positive(or_zero=True, smoothing=smoothing)
+        smoothed = self._of_categories(counts) + smoothing
+        total = smoothed.sum(-1, keepdim=True)
+        if can_branch_on(counts) and (bool((counts < 0).any()) or not bool((total > 0).all())):
+            raise ValueError(
+                f"counts must be >= 0, and some of them positive, got {counts.tolist()}"
+            )
+        dtype = counts.dtype if counts.is_floating_point() else torch.get_default_dtype()
+        return self.inverse(smoothed / total).to(dtype)
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
@@ -231,20 +308,29 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
 
+    def _checked_value(self, value: Tensor) -> Tensor:
+        """Categories as int64, after checking them where that does not wait for a device."""
+        index = value.long()
+        if can_branch_on(value) and value.numel():
+            low, high = index.aminmax()
+            broken = value.is_floating_point() and bool((index != value).any())
+            if broken or low < 0 or high >= self.num_categories:
+                wrong = value[(index != value) | (index < 0) | (index >= self.num_categories)]
+                raise ValueError(
+                    f"value must be a category from 0 to {self.num_categories - 1}, "
+                    f"got {wrong[0].item()}"
+                )
+        return index
+
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.
 
         Wrong ones are NaN where looking at the values would wait for a device.
         """
-        if not isinstance(probs, Tensor) or not probs.is_floating_point():
-            kind = probs.dtype if isinstance(probs, Tensor) else type(probs).__name__
-            raise TypeError(f"probabilities must be a floating point tensor, got {kind}")
-        if not probs.dim() or probs.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"expected {self.num_categories} probabilities in the last dimension, "
-                f"got shape {tuple(probs.shape)}"
-            )
-        wide, eps = probs.double(), torch.finfo(probs.dtype).eps
+        wide = self._of_categories(probs)
+        if not probs.is_floating_point():
+            raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
+        eps = torch.finfo(probs.dtype).eps
         lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
         wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
         if can_branch_on(probs) and bool(wrong.any()):
@@ -254,6 +340,17 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
                 f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
             )
         return torch.where(wrong, torch.nan, wide.clamp_min(0))
+
+    def _of_categories(self, x: Tensor) -> Tensor:
+        """A tensor (*, K) in float64, after checking its shape."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a torch tensor over categories, got {type(x).__name__}")
+        if not x.dim() or x.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"expected {self.num_categories} probabilities in the last dimension, "
+                f"got shape {tuple(x.shape)}"
+            )
+        return x.double()
 
 
 def _identity(cls: type) -> str:

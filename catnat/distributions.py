@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, constraints
+from torch.distributions import Categorical, Distribution, OneHotCategorical, constraints
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
@@ -16,11 +16,20 @@ from catnat.numerics import (
     can_branch_on,
     exp_of_log_probs,
     finite_log_probs,
+    is_plain,
     safe_log,
 )
+from catnat.one_hot import HeadOneHotCategorical
 
 if TYPE_CHECKING:
-    from catnat.one_hot import HeadOneHotCategorical
+    from catnat.categorical_head import CategoricalHead
+
+MULTINOMIAL_LIMIT = 2**16
+"""Largest K of ``torch.multinomial`` in :func:`draw`.
+
+It takes no more than 2^24 categories, and its noise is float32: among many categories its smallest
+clocks are often equal, and the first one then wins too often.
+"""
 
 
 class HeadCategorical(Categorical):
@@ -29,6 +38,9 @@ class HeadCategorical(Categorical):
     Unlike torch's ``Categorical`` it keeps impossible categories: their probability is exactly 0,
     their log-probability a finite floor, so they are never sampled, and entropy, KL divergence
     and all gradients stay finite.
+
+    A catnat head gives its scores instead: ``log_prob`` and ``sample`` then look at the O(log K)
+    nodes of a path alone, and ``logits`` and ``probs`` are computed when they are first used.
 
     Args:
         log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
@@ -39,6 +51,7 @@ class HeadCategorical(Categorical):
             and not under torch.compile, torch.func and other tracers.
         normalized: the caller guarantees that the probabilities sum to 1, as every head does; the
             sums are then not checked.
+        source: a head and its checked scores, in place of ``log_probs``.
 
     >>> from catnat import make_head
     >>> make_head("natural", 4)(torch.zeros(3)).entropy()
@@ -46,30 +59,60 @@ class HeadCategorical(Categorical):
     """
 
     arg_constraints = {"logits": constraints.real_vector}
+    _source: _Source | None = None  # a head and its scores, which give the log-probabilities
 
     def __init__(
-        self, log_probs: Tensor, validate_args: bool | None = None, *, normalized: bool = False
+        self,
+        log_probs: Tensor | None,
+        validate_args: bool | None = None,
+        *,
+        normalized: bool = False,
+        source: tuple[CategoricalHead, Tensor] | None = None,
     ) -> None:
-        if log_probs.ndim == 0 or log_probs.shape[-1] == 0:
-            raise ValueError(f"log_probs need categories last, got shape {tuple(log_probs.shape)}")
+        if source is not None:
+            self._source = _Source(*source)
+            self._num_events = source[0].num_categories
+            given, normalized = self._source.scores, True
+        elif log_probs is None or log_probs.ndim == 0 or log_probs.shape[-1] == 0:
+            shape = None if log_probs is None else tuple(log_probs.shape)
+            raise ValueError(f"log_probs need categories last, got shape {shape}")
+        else:
+            self._num_events = log_probs.shape[-1]
+            self.logits = at_least_float32(log_probs)
+            given = log_probs
         if validate_args is None:
-            validate_args = Distribution._validate_args and can_branch_on(log_probs)
-        validate_args = validate_args and log_probs.numel() > 0  # torch cannot check nothing
-        self.logits = self._param = at_least_float32(log_probs)
-        self._num_events = log_probs.shape[-1]
+            validate_args = Distribution._validate_args and can_branch_on(given)
+        validate_args = validate_args and given.numel() > 0  # torch cannot check nothing
+        self._batch_shape = given.shape[:-1]
         # If the sum of all values is not NaN, no value is NaN. The sum is much cheaper than
         # torch's check of every value, which is left to find and report the NaN.
-        suspicious = validate_args and bool(self.logits.detach().sum().isnan())
-        Distribution.__init__(self, log_probs.shape[:-1], validate_args=suspicious)
+        # Scores of a mask may hold both infinities, whose sum is NaN as well.
+        suspicious = validate_args and bool(at_least_float32(given.detach()).sum().isnan())
+        suspicious = suspicious and bool(given.isnan().any())
+        if suspicious:
+            _ = self.logits  # torch checks log-probabilities that are there already
+        Distribution.__init__(self, given.shape[:-1], validate_args=suspicious)
         self._validate_args = validate_args
         if validate_args and not normalized:
-            self._check_sums(1e-3 + 16 * torch.finfo(log_probs.dtype).eps)
+            self._check_sums(1e-3 + 16 * torch.finfo(given.dtype).eps)
 
     def _check_sums(self, tolerance: float) -> None:
         sums = self.probs.detach().sum(-1)
         worst = sums.flatten()[(sums - 1).abs().argmax()].item()
         if abs(worst - 1) > tolerance:
             raise ValueError(f"log_probs must be normalized, got probabilities that sum to {worst}")
+
+    @lazy_property
+    def logits(self) -> Tensor:
+        """Log-probabilities, (*, K), finite."""
+        if self._source is None:
+            raise AttributeError("logits")
+        return self._source.log_probs().expand(*self._batch_shape, self._num_events)
+
+    @property
+    def _param(self) -> Tensor:  # type: ignore[override]
+        """Torch's name for what a distribution was given."""
+        return self.logits
 
     @lazy_property
     def probs(self) -> Tensor:
@@ -85,8 +128,9 @@ class HeadCategorical(Categorical):
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)
-        new.logits = new._param = self.logits.expand(batch_shape + self._param.shape[-1:])
-        new._num_events = self._num_events
+        new._source, new._num_events = self._source, self._num_events
+        if "logits" in vars(self):
+            new.logits = self.logits.expand(*batch_shape, self._num_events)
         Distribution.__init__(new, batch_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
@@ -95,24 +139,40 @@ class HeadCategorical(Categorical):
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
         return -(self.probs * self.logits).sum(-1)
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities of categories, which broadcast with the batch shape."""
+        if self._source is None or "logits" in vars(self):
+            out: Tensor = super().log_prob(value)  # type: ignore[no-untyped-call]
+            return out
+        if self._validate_args:
+            self._validate_sample(value)
+        head, scores = self._source.head, self._source.unchanged()
+        out = head._path_log_prob(scores, value.long())
+        return out.expand(torch.broadcast_shapes(out.shape, self._batch_shape))
+
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
-        shape = torch.Size(sample_shape)
-        rows = self.probs.detach().reshape(-1, self._num_events)
-        drawn = torch.multinomial(rows, shape.numel(), True, generator=generator).T
-        return drawn.reshape(shape + self._batch_shape)
+        sample_shape = torch.Size(sample_shape)
+        if self._source is None:
+            return draw(self.probs.detach(), sample_shape, generator)
+        head, scores = self._source.head, self._source.unchanged().detach()
+        return head._path_sample(scores, sample_shape + self._batch_shape, generator)
 
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
         index = self.sample(sample_shape, generator)
-        return torch.zeros(
-            *index.shape, self._num_events, dtype=self.logits.dtype, device=index.device
-        ).scatter_(-1, index[..., None], 1)
+        dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
+        zeros = torch.zeros(*index.shape, self._num_events, dtype=dtype, device=index.device)
+        return zeros.scatter_(-1, index[..., None], 1)
 
     def rsample_relaxed(
-        self, temperature: float | Tensor, hard: bool = False, sample_shape: Any = ()
+        self,
+        temperature: float | Tensor,
+        hard: bool = False,
+        sample_shape: Any = (),
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         """A Gumbel-softmax sample, (*sample_shape, *, K), with gradient.
 
@@ -120,9 +180,10 @@ class HeadCategorical(Categorical):
             temperature: > 0; towards 0 the sample becomes one-hot.
             hard: return an exact one-hot sample with the gradient of the relaxed sample.
             sample_shape: as in ``sample``.
+            generator: of the noise; None is torch's own.
         """
         log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
-        return straight_through_gumbel(log_probs, temperature, hard=hard)
+        return straight_through_gumbel(log_probs, temperature, hard=hard, generator=generator)
 
     def rsample_straight_through(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
@@ -135,9 +196,70 @@ class HeadCategorical(Categorical):
 
     def one_hot(self) -> HeadOneHotCategorical:
         """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
-        from catnat.one_hot import HeadOneHotCategorical
-
         return HeadOneHotCategorical(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: log-probabilities, not the head that gives them."""
+        if self._source is None:
+            return vars(self)
+        return {**vars(self), "logits": self.logits, "_source": None}
+
+
+class _Source:
+    """A head and its scores, from which a distribution computes what it is asked for.
+
+    A distribution that was made without gradients has none, whenever it computes its values.
+    """
+
+    def __init__(self, head: CategoricalHead, scores: Tensor) -> None:
+        keep_graph = not scores.requires_grad or torch.is_grad_enabled()
+        self.head, self.scores = head, scores if keep_graph else scores.detach()
+        self.version = _version(scores)
+
+    def unchanged(self) -> Tensor:
+        """The scores; RuntimeError if they were changed in place since the head was called."""
+        if self.version is not None and self.version != _version(self.scores):
+            raise RuntimeError(
+                "the scores of this distribution were changed in place after the head was called: "
+                "ask for its logits before the change, or give the head a copy of the scores"
+            )
+        return self.scores
+
+    def log_probs(self) -> Tensor:
+        """Log-probabilities of the scores, (*, K)."""
+        return self.head.log_probs(self.unchanged())
+
+
+def _version(scores: Tensor) -> int | None:
+    """How often a tensor was changed in place, None where torch does not count."""
+    return scores._version if is_plain(scores) and not scores.is_inference() else None
+
+
+def draw(
+    probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None = None
+) -> Tensor:
+    """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0."""
+    batch, K = probs.shape[:-1], probs.shape[-1]
+    rows, count = probs.reshape(-1, K), sample_shape.numel()
+    if K <= MULTINOMIAL_LIMIT:
+        drawn = torch.multinomial(rows, count, True, generator=generator).T
+    else:
+        drawn = checked_sample(torch.stack([_first_clock(rows, generator) for _ in range(count)]))
+    return drawn.reshape(sample_shape + batch)
+
+
+def checked_sample(index: Tensor) -> Tensor:
+    """Sampled categories; ValueError if one is -1, where that can be seen without waiting."""
+    if can_branch_on(index) and index.numel() and index.min() < 0:
+        raise ValueError("there is no category to sample where a score or a probability is nan")
+    return index
+
+
+def _first_clock(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The first of K exponential clocks with rates p to ring, (B, K) -> (B); -1 where p is NaN."""
+    clocks = torch.empty_like(probs, dtype=torch.float64).exponential_(generator=generator)
+    rate, first = (probs / clocks.clamp_min_(1e-300)).max(-1)
+    return torch.where(rate.isnan(), -1, first)
 
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:
@@ -166,5 +288,13 @@ for _pair in (
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.
 _HEAD, _PLAIN = HeadCategorical(torch.zeros(1)), Categorical(logits=torch.zeros(1))
-for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
+_HEAD_1, _PLAIN_1 = _HEAD.one_hot(), OneHotCategorical(logits=torch.zeros(1))
+for _p, _q in (
+    (_HEAD, _HEAD),
+    (_HEAD, _PLAIN),
+    (_PLAIN, _HEAD),
+    (_HEAD_1, _HEAD_1),
+    (_HEAD_1, _PLAIN_1),
+    (_PLAIN_1, _HEAD_1),
+):
     kl_divergence(_p, _q)

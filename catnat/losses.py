@@ -215,7 +215,7 @@ def head_nll(
         return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
     ignored = target == ignore_index
     label = torch.where(ignored, 0, target.long())
-    loss: Tensor = -q.log_prob(label)  # type: ignore[no-untyped-call]
+    loss = -q.log_prob(label)
     of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
     loss = loss * of_label
     if label_smoothing:

@@ -11,6 +11,7 @@ from torch.func import vjp, vmap
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_within
 from catnat.numerics import can_branch_on
+from catnat.ops.reference import take
 
 _MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
 
@@ -94,6 +95,34 @@ class MixedHead(CategoricalHead):
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return self.inner._masked(scores, mask)
+
+    def _has_paths(self) -> bool:
+        return self.inner._has_paths()
+
+    def _is_lazy(self) -> bool:
+        return self.inner._is_lazy()
+
+    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        inner, allowed = self.inner._path_log_prob(scores, value), self.allowed(scores)
+        index = value.clamp(0, self.num_categories - 1).expand(inner.shape)[..., None]
+        possible = take(allowed, index)[..., 0]
+        return torch.where(possible, self._mixed(inner, allowed.sum(-1)), inner)
+
+    def _path_sample(
+        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        """A uniform draw with probability ``mix``, and a draw of the inner head otherwise."""
+        drawn = self.inner._path_sample(scores, shape, generator)
+        coin, level = torch.rand(
+            2, *shape, dtype=torch.float64, device=scores.device, generator=generator
+        )
+        batch = shape[len(shape) - scores.dim() + 1 :]
+        rank = self.allowed(scores).cumsum(-1).expand(*batch, -1)  # (*, K)
+        rank = rank.reshape(batch.numel(), self.num_categories)
+        level = level.reshape(-1 if len(rank) else 0, len(rank)).T.contiguous()
+        wanted = (level * rank[:, -1:]).long() + 1  # from 1 to n
+        uniform = torch.searchsorted(rank, wanted).T.reshape(shape)
+        return torch.where(coin < self.mix, uniform, drawn)
 
     def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""

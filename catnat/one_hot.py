@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, OneHotCategorical
 from torch.distributions.kl import kl_divergence, register_kl
 
-from catnat.distributions import HeadCategorical
+if TYPE_CHECKING:
+    from catnat.distributions import HeadCategorical
 
 
 class HeadOneHotCategorical(OneHotCategorical):
@@ -53,19 +54,17 @@ class HeadOneHotCategorical(OneHotCategorical):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities of one-hot vectors, whose batch shape broadcasts: (*, K) -> (*)."""
         if self._validate_args:
-            self._validate_sample(value)  # type: ignore[no-untyped-call]
-        out: Tensor = self._categorical.log_prob(value.argmax(-1))
-        return out
+            self._validate_sample(value)
+        return self._categorical.log_prob(value.argmax(-1))
 
 
 def _kl(p: OneHotCategorical, q: OneHotCategorical) -> Tensor:
     return kl_divergence(p._categorical, q._categorical)
 
 
-# As in catnat.distributions: torch.compile cannot trace the first look-up of a pair.
-_HEAD = HeadOneHotCategorical(HeadCategorical(torch.zeros(1)))
-_PLAIN = OneHotCategorical(logits=torch.zeros(1))
-for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
-    register_kl(type(_p), type(_q))(_kl)
-for _p, _q in ((_HEAD, _HEAD), (_HEAD, _PLAIN), (_PLAIN, _HEAD)):
-    kl_divergence(_p, _q)
+for _pair in (
+    (HeadOneHotCategorical, HeadOneHotCategorical),
+    (HeadOneHotCategorical, OneHotCategorical),
+    (OneHotCategorical, HeadOneHotCategorical),
+):
+    register_kl(*_pair)(_kl)

@@ -81,12 +81,11 @@ class NaturalSplit:
     log sin^2(theta) is steep. For the same reason an edge is stored as a sum of two numbers, so
     that d is accurate right up to the edge.
 
-    A split with a tail follows these formulas while the rarer bit has probability ``tail`` or more:
-    up to the *joint*, the distance d_t from the edge with sin^2(pi d_t / (2A)) = tail. From there on
-    the rarer bit has probability tail exp(-r (d_t - d)). The steepness r is the slope that
-    log sin^2(theta) has at the joint, so value and slope meet there, and the slope stays r for ever:
-    no score is without gradient, up to :func:`~catnat.numerics.largest_score`. The information is
-    r^2 p / (1 - p) there, p the probability of the rarer bit.
+    A split with a tail follows these formulas up to the *joint*, the distance d_t from the edge
+    with sin^2(pi d_t / (2A)) = tail. Nearer to the edge and beyond it the rarer bit has probability
+    p = tail exp(-r (d_t - d)). The steepness r is the slope of log sin^2(theta) at the joint, so
+    value and slope meet there. The slope of log p stays r, up to
+    :func:`~catnat.numerics.largest_score`, and the information is r^2 p / (1 - p).
 
     Args:
         amplitude: A, the width of the region in which the split moves; with a tail it moves beyond.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -11,12 +11,22 @@ from torch import Tensor
 
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_finite, require_within
+from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
-from catnat.ops import tree_fisher, tree_log_probs
+from catnat.ops import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
-from catnat.tree import path_sums, right_shares, subtree_sums
+from catnat.tree import (
+    checked_order,
+    leaves_and_classes,
+    looked_up,
+    path_sums,
+    right_shares,
+    shown_order,
+    subtree_sums,
+)
 
 _CONSTANTS = ("constants32", "constants64")
+_ORDER = ("leaves", "classes")
 
 
 Value = TypeVar("Value")
@@ -48,7 +58,9 @@ class CatnatHead(CategoricalHead):
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). K need not be a power of
-    two: the tree is then a complete one, see :mod:`catnat.tree`.
+    two: the tree is then a complete one, see :mod:`catnat.tree`. :meth:`log_prob` and
+    :meth:`sample` look at the O(log K) nodes of a path alone, and so does the distribution that
+    the head returns, until all log-probabilities are asked for.
 
     A subclass overrides :meth:`log_split`, which says how a score splits its node; all else is
     derived from it. ``log_split`` may use parameters of the subclass: when they change, the centres
@@ -60,12 +72,17 @@ class CatnatHead(CategoricalHead):
         center: the paper's C, added to every node's centre. Cannot change later.
         uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
             for every K; otherwise they do only if K is a power of two. Cannot change later.
+        order: the leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes
+            whose leaves are neighbours share most of their path. Cannot change later.
     """
 
     fisher_is_diagonal = True
     split = _Fixed[Split]()
     center = _Fixed[float]()
     uniform_at_zero = _Fixed[bool]()
+    order = _Fixed["tuple[int, ...] | None"]()
+    leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
+    classes: Tensor | None
     constants32: Tensor | None  # of the nodes, None where all are centred at 0
     constants64: Tensor | None
 
@@ -74,6 +91,7 @@ class CatnatHead(CategoricalHead):
         num_categories: int,
         center: float = 0.0,
         uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
         *,
         split: Split | None = None,
     ) -> None:
@@ -84,11 +102,15 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
             )
-        for constants in _CONSTANTS:
-            self.register_buffer(constants, None, persistent=False)
+        for derived in (*_CONSTANTS, *_ORDER):
+            self.register_buffer(derived, None, persistent=False)
         self.split = CustomSplit(self.log_split) if split is None else split
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
+        self.order = None if order is None else checked_order(order, self.num_categories)
+        if self.order is not None:
+            device = torch.get_default_device()
+            self.leaves, self.classes = leaves_and_classes(self.order, device)
         if split is not None:
             self._set_constants(torch.get_default_device())
 
@@ -101,7 +123,7 @@ class CatnatHead(CategoricalHead):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return tree_log_probs(scores, self.split, self._constants(scores))
+        return self._from_leaves(tree_log_probs(scores, self.split, self._constants(scores)))
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         """A split with one empty side goes to the other; a node without leaves is never reached.
@@ -109,14 +131,37 @@ class CatnatHead(CategoricalHead):
         So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
         P(node) of a node that is never reached.
         """
-        left, right = subtree_sums(mask)  # whether a side allows a category: + of bools is "or"
+        # Whether a side allows a category: + of bools is "or".
+        left, right = subtree_sums(self._to_leaves(mask))
         one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
         return torch.where(left & right, scores, one_sided.to(scores.dtype))
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         self._check(scores)
-        return ~path_sums(scores == torch.inf, scores == -torch.inf)[1]
+        blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
+        return self._from_leaves(~blocked)
+
+    def _has_paths(self) -> bool:
+        """True, unless a subclass computes its log-probabilities in another way."""
+        return type(self).log_probs is CatnatHead.log_probs
+
+    def _is_lazy(self) -> bool:
+        """False with a ``log_split`` of one's own: its results are checked when it is called."""
+        return self._has_paths() and not isinstance(self.split, CustomSplit)
+
+    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        return tree_log_prob(scores, self._leaf_of(value), self.split, self._constants(scores))
+
+    def _path_sample(
+        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        height = self.num_scores.bit_length()
+        uniforms = torch.rand(
+            *shape, height, dtype=torch.float64, device=scores.device, generator=generator
+        )
+        leaf = tree_sample(scores, uniforms, self.split, self._constants(scores))
+        return self._class_of(checked_sample(leaf))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -135,7 +180,7 @@ class CatnatHead(CategoricalHead):
 
         If one of the two is 0, the nearest representable score.
         """
-        left, right = subtree_sums(self._checked_probs(probs))
+        left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
         scores = self.split.inverse(left, right) + self._centre(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
@@ -176,7 +221,36 @@ class CatnatHead(CategoricalHead):
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
+        if self.order is not None:
+            options += f", order={shown_order(self.order)}"
         return f"{super().extra_repr()}, {options}"
+
+    def _leaf_of(self, value: Tensor) -> Tensor:
+        """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
+        return looked_up(value, self._ordering(value)[0])
+
+    def _class_of(self, leaf: Tensor) -> Tensor:
+        """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
+        return looked_up(leaf, self._ordering(leaf)[1])
+
+    def _to_leaves(self, x: Tensor) -> Tensor:
+        """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
+        classes = self._ordering(x)[1]
+        return x if classes is None else x.index_select(-1, classes)
+
+    def _from_leaves(self, x: Tensor) -> Tensor:
+        """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
+        leaves = self._ordering(x)[0]
+        return x if leaves is None else x.index_select(-1, leaves)
+
+    def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Leaves of the classes and classes of the leaves, on the device of x."""
+        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
+            tables = leaves_and_classes(self.order, x.device)
+            if not is_plain(x):
+                return tables
+            self.leaves, self.classes = tables
+        return self.leaves, self.classes
 
     def _centre(self, device: torch.device) -> Tensor:
         """The centre C of every node, (S,) in float64."""
@@ -210,13 +284,14 @@ class CatnatHead(CategoricalHead):
 
     def _has_tensors(self) -> bool:
         """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        own = (*self.parameters(), *self.buffers(), *vars(self).values())
+        buffers = (each for name, each in self.named_buffers() if name not in _ORDER)
+        own = (*self.parameters(), *buffers, *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget constants: ``log_split`` of a subclass may depend on it."""
         super().__setattr__(name, value)
-        if name not in _CONSTANTS and isinstance(vars(self).get("_split"), CustomSplit):
+        if name not in (*_CONSTANTS, *_ORDER) and isinstance(vars(self).get("_split"), CustomSplit):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
@@ -224,6 +299,8 @@ class CatnatHead(CategoricalHead):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
+        if self.order is not None and self.leaves is not None:  # .half() keeps integers
+            self.leaves, self.classes = leaves_and_classes(self.order, self.leaves.device)
         return self
 
 
@@ -235,9 +312,13 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
     """
 
     def __init__(
-        self, num_categories: int, center: float = 0.0, uniform_at_zero: bool = True
+        self,
+        num_categories: int,
+        center: float = 0.0,
+        uniform_at_zero: bool = True,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
-        super().__init__(num_categories, center, uniform_at_zero, split=SigmoidSplit())
+        super().__init__(num_categories, center, uniform_at_zero, order, split=SigmoidSplit())
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
@@ -256,6 +337,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         uniform_at_zero: as in :class:`CatnatHead`.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
             or 1e-30 <= tail < 1/2; see :class:`~catnat.splits.NaturalSplit`.
+        order: as in :class:`CatnatHead`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
     tensor([[0.2500, 0.0000, 0.0000],
@@ -273,12 +355,13 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         center: float = 0.0,
         uniform_at_zero: bool = True,
         tail: float = 0.0,
+        order: Sequence[int] | Tensor | None = None,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         if tail != 0:
             require_within(1e-30, 0.5, "[)", tail=tail)
         split = NaturalSplit(float(amplitude), float(tail))
-        super().__init__(num_categories, center, uniform_at_zero, split=split)
+        super().__init__(num_categories, center, uniform_at_zero, order, split=split)
         self.amplitude, self.tail = split.amplitude, split.tail
 
     def extra_repr(self) -> str:

@@ -41,10 +41,13 @@ class SquaredHead(CategoricalHead):
         return torch.stack([autograd_fisher(self, each) for each in scores])
 
 
-ALL = (*HEADS, CauchyHead, SquaredHead)
+TAILED = "natural with a tail"
+ALL = (*HEADS, TAILED, CauchyHead, SquaredHead)
 
 
 def make(kind, K: int) -> CategoricalHead:
+    if kind == TAILED:
+        return make_head("natural", K, tail=0.05)
     return make_head(kind, K) if isinstance(kind, str) else kind(K)
 
 
@@ -108,6 +111,30 @@ def test_a_mask_can_be_read_back_from_the_scores(kind):
         mask = random_mask(50, K)
         assert torch.equal(head.allowed(head.masked(random_scores(head, 50), mask)), mask)
         assert head.allowed(random_scores(head)).all()
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_mask_speaks_of_classes_whatever_their_order(name):
+    order = [3, 0, 4, 1, 2]
+    head, plain = make_head(name, 5, order=order), make_head(name, 5)
+    scores, mask = random_scores(head, 20), random_mask(20, 5)
+    of_leaves = torch.empty_like(mask)
+    of_leaves[:, order] = mask
+    assert torch.equal(head(scores, mask=mask).probs, plain(scores, mask=of_leaves).probs[:, order])
+    assert torch.equal(head.allowed(head.masked(scores, mask)), mask)
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_masked_tree_is_still_lazy(name):
+    head = make_head(name, 5)
+    scores, mask = random_scores(head, 20).float(), random_mask(20, 5)
+    q = head(scores, mask=mask)
+    value = q.sample((3,))
+    got = q.log_prob(value)
+    assert "logits" not in vars(q)
+    assert torch.allclose(got, q.logits.expand(3, -1, -1).gather(-1, value[..., None])[..., 0])
+    with pytest.raises(ValueError, match="nan"):
+        head(torch.full((4,), torch.nan), mask=torch.ones(5, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -157,3 +157,23 @@ def test_a_probe_sees_one_head():
     ((name, seen, kept),) = list(probe)
     assert name == "outer" and seen is head
     assert torch.equal(kept, head.masked(scores, mask))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_log_prob_and_sample_are_those_of_the_mixture(name):
+    head = make_head(name, 5, mix=0.3)
+    free = random_scores(head, 3)
+    for scores in (free, head.masked(free, random_mask(3, 5))):
+        value = torch.randint(5, (7, 3))
+        want = head.log_probs(scores).expand(7, 3, 5).gather(-1, value[..., None])[..., 0]
+        assert torch.allclose(head.log_prob(scores, value), want, rtol=1e-12)
+        assert torch.allclose(head(scores).log_prob(value), want, rtol=1e-12)
+        for drawn in (head.sample(scores, (20_000,)), head(scores).sample((20_000,))):
+            frequencies = torch.nn.functional.one_hot(drawn, 5).double().mean(0)
+            assert torch.allclose(frequencies, head.probs(scores), atol=0.02)
+            assert (frequencies[head.probs(scores) == 0] == 0).all()
+    one, three = free[0], free[:1]
+    assert head.sample(one).shape == () and head.sample(one, (2,)).shape == (2,)
+    assert head(three).expand((4, 3)).sample((2,)).shape == (2, 4, 3)
+    assert head(three).expand((4, 3)).log_prob(torch.tensor(1)).shape == (4, 3)
+    assert head.sample(free[:0]).shape == (0,)

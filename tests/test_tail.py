@@ -10,6 +10,7 @@ import mpmath
 import pytest
 import torch
 from cases import DTYPES, autograd_fisher, leaf_count, leaf_path
+from cases_cli import last, run
 
 from catnat import make_head
 from catnat.fisher import natural_gradient
@@ -328,3 +329,31 @@ def test_the_c_kernels_agree_with_plain_torch(tail, K):
     want = head.fisher_diagonal(exact)
     assert ((got[:, :-1] - want).abs() <= 1e-5 * want + 1e-20).all()
     assert not got[:, -1].any()
+
+
+# --------------------------------------------------------------------- where users can pass a tail
+
+
+def test_train_py_takes_a_tail(workspace, capfd):
+    assert run(*workspace, "--head_options.tail=0.05") == 0
+    kept = last()["hyper_parameters"]
+    assert kept["head"] == "natural" and kept["head_options"] == {"tail": 0.05}
+    capfd.readouterr()
+    assert run(*workspace, "--head_options.tail=0.7") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "tail must lie in [1e-30, 0.5), got 0.7" in line
+
+
+@pytest.mark.parametrize("kind", ["PPO", "HeadPPO"])
+def test_policies_take_a_tail(kind, tmp_path):
+    stable_baselines3 = pytest.importorskip("stable_baselines3")
+    from cases_sb3 import SMALL, Guess
+
+    from catnat.sb3 import HeadActorCriticPolicy, HeadPPO
+
+    algorithm = HeadPPO if kind == "HeadPPO" else stable_baselines3.PPO
+    options = {"head": "natural", "head_options": {"tail": 0.05}}
+    model = algorithm(HeadActorCriticPolicy, Guess(), policy_kwargs=options, **SMALL).learn(32)
+    model.save(tmp_path / "it")
+    (head,) = algorithm.load(tmp_path / "it", device="cpu").policy.heads
+    assert head.tail == 0.05 and not head.saturated(torch.full((4,), 9.0)).any()

@@ -20,8 +20,10 @@ from catnat.ops import reference, triton_tree
 
 torch.manual_seed(0)
 for K in (2, 3, 5, 8, 18, 32, 100):
-    for name in ("sigmoid", "natural"):
-        head = make_head(name, K)
+    for name, tail in (("sigmoid", {}), ("natural", {}), ("natural", {"tail": 0.05})):
+        if tail and K not in (2, 5, 32):
+            continue  # Triton's interpreter is slow
+        head = make_head(name, K, **tail)
         scores, grad = 2 * torch.randn(9, K - 1), torch.randn(9, K)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         exact = scores.double()
@@ -51,6 +53,38 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         assert torch.allclose(got[:, -1], head.saturated(edges).float().mean(-1)), (name, K)
 """
 
+PATH = """
+import torch
+from catnat import make_head
+from catnat.ops import reference, triton_path
+
+torch.manual_seed(0)
+for K in (2, 3, 5, 18, 32, 1000):
+    for name in ("sigmoid", "natural"):
+        head, H = make_head(name, K), (K - 1).bit_length()
+        scores, leaf, grad = 2 * torch.randn(7, K - 1), torch.randint(K, (3, 7)), torch.randn(3, 7)
+        scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
+        leaf[0, :4] = torch.tensor([0, K - 1, -1, K])
+        exact, given = scores.double(), (head.split, head.constants32)
+        got = triton_path.forward(scores, leaf.view(-1), *given).view(3, 7)
+        want = reference.tree_log_prob(exact, leaf, head.split, head.constants64)
+        assert want[0, 2:4].isnan().all() and want.isnan().sum() == 2
+        near = (got - want).abs() <= 3e-6 * (1 + want.abs())
+        assert (near | (got.isnan() & want.isnan())).all(), (name, K)
+        got = triton_path.backward(scores, leaf.view(-1), grad.view(-1), *given)
+        want = reference.tree_path_vjp(exact, leaf, grad.double(), head.split, head.constants64)
+        size = want.abs().nan_to_num().amax(-1, keepdim=True)
+        near = (got - want).abs() <= 3e-6 * (1 + size)
+        assert (near | (got.isnan() & want.isnan())).all(), (name, K)
+        assert torch.equal(got == 0, want == 0), (name, K)
+        scores[4, 0], scores[5], scores[6] = torch.nan, torch.inf, -torch.inf
+        uniforms = torch.rand(3, 7, H, dtype=torch.float64)
+        uniforms[0], uniforms[1] = 0, 1 - 2.0**-53
+        got = triton_path.sample(scores, uniforms.view(-1, H), *given).view(3, 7)
+        want = reference.tree_sample(scores, uniforms, *given)
+        assert (got[:, 4] == -1).all() and torch.equal(got, want), (name, K)
+"""
+
 SPARSEMAX = """
 import torch
 from catnat.ops import reference, triton_sparsemax
@@ -75,7 +109,7 @@ for K in (2, 3, 5, 8, 18, 32, 100):
 """
 
 
-@pytest.mark.parametrize("code", [TREE, SPARSEMAX], ids=["tree", "sparsemax"])
+@pytest.mark.parametrize("code", [TREE, PATH, SPARSEMAX], ids=["tree", "path", "sparsemax"])
 def test_interpreted_kernels(code):
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run(

@@ -78,7 +78,7 @@ static inline float two_atanh(float t) {
     return 2.0f * t + t * u * p;
 }
 
-static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* 0 <= x <= 1 */
+static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* -1/2 <= x <= 1 */
 
 /* log(x) for normal x > 0. */
 static inline float log_positive(float x) {
@@ -158,7 +158,7 @@ static inline void tailed_logs(float x, float above, float below, float rate, fl
     float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
     float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
     float rare = d > joint ? log_sin_squared(theta, u) : log_p;
-    float likely = d > joint ? log_cos_squared(u) : two_atanh(-p / (2.0f - p)); /* log(1 - p) */
+    float likely = d > joint ? log_cos_squared(u) : log1p_unit(-p);
     *left = keep_nan(above < below ? rare : likely, x);
     *right = keep_nan(above < below ? likely : rare, x);
 }
@@ -487,4 +487,162 @@ int catnat_sparsemax_backward(const float *log_probs, const float *grad, float *
                               long categories, int threads) {
     job j = {.scores = log_probs, .grad = grad, .out = out, .rows = rows, .categories = categories};
     return run(sparsemax_backward_rows, &j, threads);
+}
+
+/* ---------------------------------------------------------------------------------- paths
+ *
+ * A job's result i belongs to row i % rows of the scores: N results for every row. A block of nodes
+ * is gathered, scores and constants, into contiguous memory, where the functions of all trees apply
+ * to it as to one row. */
+
+typedef struct {
+    job tree; /* first: a kernel gets a pointer to this */
+    const long long *leaf;
+    const double *uniforms;
+    long long *sampled;
+    long repeats, constant_rows;
+} path_job;
+
+typedef struct { /* of BLOCK nodes */
+    job tree;
+    float scores[BLOCK], left[BLOCK], right[BLOCK], constants[];
+} node_block;
+
+static int height(long K) { /* ceil(log2 K): levels of the tree */
+    int H = 0;
+    while (H < 62 && (1L << H) < K) H++;
+    return H;
+}
+
+static node_block *make_block(const path_job *p) {
+    node_block *b = malloc(sizeof(node_block) + sizeof(float) * (size_t)p->constant_rows * BLOCK);
+    if (!b) return NULL;
+    b->tree = p->tree;
+    b->tree.constants = p->tree.constants ? b->constants : NULL;
+    return b;
+}
+
+/* Put the node with this score into place i of a block of n nodes. */
+static inline void gather(const path_job *p, node_block *b, long i, long n, long row, long score) {
+    long S = p->tree.categories - 1;
+    b->scores[i] = p->tree.scores[row * S + score];
+    for (long r = 0; r < p->constant_rows; r++)
+        b->constants[r * n + i] = p->tree.constants[r * S + score];
+}
+
+/* Apply split_logs or split_slopes to the n nodes of a block. */
+static void split_block(node_block *b, long n,
+                        void (*split)(const job *, const float *, long, float *, float *)) {
+    b->tree.categories = n + 1;
+    split(&b->tree, b->scores, 1, b->left, b->right);
+}
+
+/* The numbers of results of rows first..last-1, in blocks; the leaves' paths are walked upwards. */
+static void path_rows(path_job *p, long first, long last, int backward) {
+    long K = p->tree.categories, S = K - 1, rows = p->tree.rows, H = height(K), chunk = BLOCK / H;
+    node_block *b = make_block(p);
+    if (!b) {
+        p->tree.failed = 1;
+        return;
+    }
+    for (long repeat = 0; repeat < p->repeats; repeat++)
+        for (long row = first; row < last; row += chunk) {
+            long n = last - row < chunk ? last - row : chunk, start = repeat * rows + row;
+            for (long i = 0; i < n; i++) {
+                long long leaf = p->leaf[start + i];
+                long heap = K + (leaf >= 0 && leaf < K ? (long)leaf : 0);
+                for (long h = 0; h < H; h++) {
+                    heap >>= 1;
+                    gather(p, b, i * H + h, n * H, row + i, heap > 0 ? heap - 1 : 0);
+                }
+            }
+            split_block(b, n * H, backward ? split_slopes : split_logs);
+            for (long i = 0; i < n; i++) {
+                long long leaf = p->leaf[start + i];
+                int valid = leaf >= 0 && leaf < K;
+                long heap = K + (valid ? (long)leaf : 0);
+                const float *left = b->left + i * H, *right = b->right + i * H;
+                if (backward) {
+                    float grad = valid ? p->tree.grad[start + i] : from_bits(-1);
+                    float *out = p->tree.out + (row + i) * S;
+                    for (long h = 0; heap > 1; h++, heap >>= 1)
+                        out[heap / 2 - 1] += grad * (heap & 1 ? right[h] : -left[h]);
+                } else {
+                    float sum = 0;
+                    for (long h = 0; heap > 1; h++, heap >>= 1) sum += heap & 1 ? right[h] : left[h];
+                    p->tree.out[start + i] = valid ? sum : from_bits(-1);
+                }
+            }
+        }
+    free(b);
+}
+
+/* Results start from the root together and go down level by level. */
+static void sample_rows(job *j, long first, long last) {
+    path_job *p = (path_job *)j;
+    long K = j->categories, H = height(K);
+    node_block *b = make_block(p);
+    if (!b) {
+        j->failed = 1;
+        return;
+    }
+    for (long repeat = 0; repeat < p->repeats; repeat++)
+        for (long row = first; row < last; row += BLOCK) {
+            long n = last - row < BLOCK ? last - row : BLOCK, start = repeat * j->rows + row;
+            const double *u = p->uniforms + start * H;
+            long long *heap = p->sampled + start; /* 0: lost at a NaN */
+            for (long i = 0; i < n; i++) heap[i] = 1;
+            for (long h = 0; h < H; h++) {
+                for (long i = 0; i < n; i++) {
+                    int inside = heap[i] > 0 && heap[i] < K;
+                    gather(p, b, i, n, row + i, inside ? (long)heap[i] - 1 : 0);
+                }
+                split_block(b, n, split_logs);
+                for (long i = 0; i < n; i++)
+                    if (heap[i] > 0 && heap[i] < K)
+                        heap[i] = nan_mask(b->left[i])
+                                      ? 0
+                                      : 2 * heap[i] + (u[i * H + h] >= exp((double)b->left[i]));
+            }
+            for (long i = 0; i < n; i++) heap[i] = heap[i] ? heap[i] - K : -1;
+        }
+    free(b);
+}
+
+static void path_forward_rows(job *j, long first, long last) {
+    path_rows((path_job *)j, first, last, 0);
+}
+
+static void path_backward_rows(job *j, long first, long last) {
+    path_rows((path_job *)j, first, last, 1);
+}
+
+int catnat_path_forward(const float *scores, const float *constants, const long long *leaf,
+                        float *out, long repeats, long constant_rows, long rows, long categories,
+                        int split, float rate, float high, float low, float joint,
+                        float steepness, float at_edge, int threads) {
+    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
+    path_job p = {j, leaf, NULL, NULL, repeats, constant_rows};
+    return run(path_forward_rows, &p.tree, threads);
+}
+
+int catnat_path_backward(const float *scores, const float *constants, const long long *leaf,
+                         const float *grad, float *out, long repeats, long constant_rows,
+                         long rows, long categories, int split, float rate, float high, float low,
+                         float joint, float steepness, float at_edge, int threads) {
+    job j = {scores, grad, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
+    path_job p = {j, leaf, NULL, NULL, repeats, constant_rows};
+    return run(path_backward_rows, &p.tree, threads);
+}
+
+int catnat_path_sample(const float *scores, const float *constants, const double *uniforms,
+                       long long *sampled, long repeats, long constant_rows, long rows,
+                       long categories, int split, float rate, float high, float low,
+                       float joint, float steepness, float at_edge, int threads) {
+    job j = {scores, NULL, constants, NULL,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
+    path_job p = {j, NULL, uniforms, sampled, repeats, constant_rows};
+    return run(sample_rows, &p.tree, threads);
 }

@@ -57,6 +57,45 @@ def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -
     return out.view(*scores.shape[:-1], K)
 
 
+def tree_log_prob(
+    scores: Tensor, leaf: Tensor, split: Split, constants: Tensor | None = None
+) -> Tensor:
+    """Log-probability of one leaf per row, by the O(log K) nodes of its path alone.
+
+    (*, K-1) and (*), which broadcast -> (*), for float32 or float64 scores. NaN for a leaf that
+    does not exist. Other arguments as in :func:`tree_log_probs`.
+    """
+    fused = _path_kernels(scores, leaf.shape, split)
+    if fused is None:
+        return reference.tree_log_prob(scores, leaf, split, constants)
+    shape = torch.broadcast_shapes(scores.shape[:-1], leaf.shape)
+    flat, leaves = scores.reshape(-1, scores.shape[-1]), leaf.expand(shape).reshape(-1)
+    out: Tensor = _TreeLogProb.apply(flat, leaves, split, constants, fused)
+    return out.view(shape)
+
+
+def tree_sample(
+    scores: Tensor, uniforms: Tensor, split: Split, constants: Tensor | None = None
+) -> Tensor:
+    """One random leaf per row of uniforms, by the O(log K) nodes of its path alone.
+
+    (*, K-1) and (*, H) -> (*) int64, without gradient. -1 where a score on the path is NaN. Other
+    arguments as in :func:`tree_log_probs`. The uniforms are float64, independent and uniform in
+    [0, 1), one for each of the H = ceil(log2 K) levels, the root's first. Their batch shape is that
+    of the result, to which the batch shape of the scores is broadcast.
+    """
+    scores, shape = scores.detach(), uniforms.shape[:-1]
+    fused = _path_kernels(scores, shape, split)
+    if fused is None:
+        return reference.tree_sample(scores, uniforms, split, constants)
+    flat, noise = scores.reshape(-1, scores.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
+    if fused == "triton":
+        from catnat.ops import triton_path
+
+        return triton_path.sample(flat, noise, split, constants).view(shape)
+    return native.tree_sample(flat, noise, split, constants).view(shape)
+
+
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
     K = scores.shape[-1]
@@ -88,6 +127,19 @@ def _tree_kernels(scores: Tensor, split: Split) -> str | None:
     if isinstance(split, CustomSplit):  # no kernel knows its formula
         return None
     return kernels_for(scores, scores.shape[-1] + 1, TREE_TRITON_LIMIT)
+
+
+def _path_kernels(scores: Tensor, shape: torch.Size, split: Split) -> str | None:
+    """Kernels of paths: none for a split of one's own.
+
+    Element i of the result belongs to row i % B of the scores, so the batch shape of the scores
+    must be the end of the shape of the result.
+    """
+    batch = scores.shape[:-1]
+    in_order = batch == shape[len(shape) - len(batch) :] if len(shape) >= len(batch) else False
+    if isinstance(split, CustomSplit) or not in_order:
+        return None
+    return kernels_for(scores, 0, 0)
 
 
 def _needs_reference(grad: Tensor) -> bool:
@@ -124,6 +176,38 @@ class _TreeLogProbs(torch.autograd.Function):
         else:
             out = native.tree_backward(scores, grad, ctx.split, constants)
         return out, None, None, None
+
+
+class _TreeLogProb(torch.autograd.Function):
+    """scores (B, K-1) and leaves (N B) -> log-probabilities (N B), by fused kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, leaf: Tensor, split: Split, constants: Tensor | None, fused: str
+    ) -> Tensor:
+        ctx.split, ctx.fused = split, fused
+        ctx.save_for_backward(scores, leaf, constants)
+        if fused == "triton":
+            from catnat.ops import triton_path
+
+            return triton_path.forward(scores, leaf, split, constants)
+        return native.tree_path_forward(scores, leaf, split, constants)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        scores, leaf, constants = ctx.saved_tensors
+        if _needs_reference(grad):
+            shape = (len(leaf) // max(1, len(scores)), len(scores))
+            out = reference.tree_path_vjp(
+                scores, leaf.view(shape), grad.view(shape), ctx.split, constants
+            )
+        elif ctx.fused == "triton":
+            from catnat.ops import triton_path
+
+            out = triton_path.backward(scores, leaf, grad, ctx.split, constants)
+        else:
+            out = native.tree_path_backward(scores, leaf, grad, ctx.split, constants)
+        return out, None, None, None, None
 
 
 class _SparsemaxLogProbs(torch.autograd.Function):

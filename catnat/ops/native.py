@@ -45,6 +45,9 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *rest]
     lib.catnat_tree_fisher.argtypes = [pointer, pointer, pointer, *rest]
     lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *rest]
+    lib.catnat_path_forward.argtypes = [pointer] * 4 + [long, long, *rest]
+    lib.catnat_path_backward.argtypes = [pointer] * 5 + [long, long, *rest]
+    lib.catnat_path_sample.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
     lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
     return lib
@@ -76,6 +79,50 @@ def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor 
     return out
 
 
+def tree_path_forward(
+    scores: Tensor, leaf: Tensor, split: Split, constants: Tensor | None
+) -> Tensor:
+    """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
+    out = scores.new_empty(leaf.shape)
+    _path_call("path_forward", scores, _plain_memory(leaf), (out,), split, constants)
+    return out
+
+
+def tree_path_backward(
+    scores: Tensor, leaf: Tensor, grad: Tensor, split: Split, constants: Tensor | None
+) -> Tensor:
+    """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
+    out = torch.zeros(scores.shape)
+    tensors = (_plain_memory(grad), out)
+    _path_call("path_backward", scores, _plain_memory(leaf), tensors, split, constants)
+    return out
+
+
+def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+    """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
+    out = torch.empty(uniforms.shape[0], dtype=torch.int64)
+    _path_call("path_sample", scores, _plain_memory(uniforms), (out,), split, constants)
+    return out
+
+
+def _path_call(
+    name: str,
+    scores: Tensor,
+    given: Tensor,
+    tensors: tuple[Tensor, ...],
+    split: Split,
+    constants: Tensor | None,
+) -> None:
+    scores = _plain_memory(scores)
+    B, S = scores.shape
+    pointers = (given.data_ptr(), *(each.data_ptr() for each in tensors))
+    repeats = given.shape[0] // max(1, B)
+    rows_of_constants = 0 if constants is None else constants.shape[0]
+    sizes = (repeats, rows_of_constants, B, S + 1)
+    settings = (_pointer(constants), *pointers, *sizes, *_settings(split))
+    _call(name, scores, *settings, work=given.shape[0] * S.bit_length())
+
+
 def sparsemax_forward(scores: Tensor) -> Tensor:
     """Log-probabilities, (B, K) -> (B, K)."""
     scores = _plain_memory(scores)
@@ -93,7 +140,7 @@ def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
 
 
 def _settings(split: Split) -> tuple[float, ...]:
-    """Kind of split, pi/A, A/2 as a sum of two floats, and joint, steepness and edge of the tail."""
+    """Kind of split, pi/A, A/2 as a sum of two floats; joint, steepness and log_at_edge."""
     if isinstance(split, NaturalSplit):
         kind = 2 if split.tail else 1
         tail = (split.joint, split.steepness, split.log_at_edge)
@@ -110,11 +157,20 @@ def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _call(name: str, first: Tensor, *arguments: int | float | Tensor | None) -> None:
-    """Call a kernel; a tensor among the arguments is replaced by its shape, rows and categories."""
+def _call(
+    name: str,
+    first: Tensor,
+    *arguments: int | float | Tensor | None,
+    work: int | None = None,
+) -> None:
+    """Call a kernel; a tensor among the arguments is replaced by its shape, rows and categories.
+
+    ``work`` is the number of scores that the kernel looks at, if these are not all of them.
+    """
     values: list[int | float | None] = [first.data_ptr()]
     for argument in arguments:
         values += argument.shape if isinstance(argument, Tensor) else [argument]
-    threads = torch.get_num_threads() if first.numel() >= PARALLEL else 1
+    work = first.numel() if work is None else work
+    threads = torch.get_num_threads() if work >= PARALLEL else 1
     if getattr(library(), f"catnat_{name}")(*values, threads):
         raise MemoryError(f"out of memory in {name} for scores of shape {tuple(first.shape)}")

@@ -15,144 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.numerics import LOG_ZERO, largest_score
+from catnat.ops.triton_splits import _information, _log_split, _slopes
 from catnat.splits import NaturalSplit, Split
-
-_LOG_ZERO = tl.constexpr(LOG_ZERO)
-_LARGEST = tl.constexpr(largest_score(torch.float32))
-
-
-@triton.jit
-def _log_cos_squared(u):
-    """2 log cos(theta) for u = theta^2, 0 <= theta <= pi/4; relative error below 3e-9."""
-    p = -1.204253843e-3 * u - 7.845413504e-4
-    p = p * u - 4.691762294e-3
-    p = p * u - 1.341941110e-2
-    p = p * u - 4.445224194e-2
-    p = p * u - 1.666663549e-1
-    return (p * u - 1.000000002) * u
-
-
-@triton.jit
-def _log_sin_squared(theta, u):
-    """2 log sin(theta) = 2 log(theta) + 2 log(sin(theta) / theta), error below 1e-9."""
-    p = -5.993279433e-5 * u - 7.017163058e-4
-    p = p * u - 1.111189001e-2
-    return 2.0 * tl.log(theta) + (p * u - 3.333332833e-1) * u
-
-
-@triton.jit
-def _log1p_unit(x):
-    """log(1 + x) = 2 atanh(x / (2 + x)) for 0 <= x <= 1; relative error below 3e-9."""
-    t = x / (2.0 + x)
-    u = t * t
-    p = 0.13333333 * u + 0.15384615
-    p = p * u + 0.18181818
-    p = p * u + 0.22222222
-    p = p * u + 0.28571429
-    p = p * u + 0.4
-    p = p * u + 0.66666667
-    return 2.0 * t + t * (u * p)
-
-
-@triton.jit
-def _sine(x, u):
-    """sin x for 0 <= x <= pi/4, u = x^2."""
-    p = 2.7557319e-6 * u - 1.9841270e-4
-    p = p * u + 8.3333333e-3
-    p = p * u - 1.6666667e-1
-    return x + x * (u * p)
-
-
-@triton.jit
-def _cosine(u):
-    """cos x for 0 <= x <= pi/4, u = x^2."""
-    p = -2.7557319e-7 * u + 2.4801587e-5
-    p = p * u - 1.3888889e-3
-    p = p * u + 4.1666667e-2
-    return 1.0 - 0.5 * u + u * (u * p)
-
-
-@triton.jit
-def _distances(s, node, constants, S, high, low, inside, CENTRED: tl.constexpr):
-    """Distance of natural scores to the upper and to the lower edge of their node."""
-    if CENTRED:
-        return (high - s) + low, (s + high) + low
-    else:
-        top = tl.load(constants + node, mask=inside, other=0.0)
-        top_low = tl.load(constants + S + node, mask=inside, other=0.0)
-        bottom = tl.load(constants + 2 * S + node, mask=inside, other=0.0)
-        bottom_low = tl.load(constants + 3 * S + node, mask=inside, other=0.0)
-        return (top[None, :] - s) + top_low[None, :], (s - bottom[None, :]) - bottom_low[None, :]
-
-
-@triton.jit
-def _centred(s, node, constants, inside, CENTRED: tl.constexpr):
-    """Sigmoid scores minus the centre of their node."""
-    if CENTRED:
-        return s
-    else:
-        return s - tl.load(constants + node, mask=inside, other=0.0)[None, :]
-
-
-@triton.jit
-def _log_split(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
-):
-    """log(1 - a) and log a."""
-    if NATURAL:
-        above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
-        upper = above < below
-        d = tl.where(upper, above, below)
-        theta = tl.where(d <= 0, 0.0, d * (0.5 * rate))
-        theta = tl.where(theta < 1e-30, 1e-30, theta)
-        u = theta * theta
-        rare = tl.where(d <= 0, _LOG_ZERO, _log_sin_squared(theta, u))
-        likely = _log_cos_squared(u)
-        return tl.where(upper, rare, likely), tl.where(upper, likely, rare)
-    else:
-        x = _centred(s, node, constants, inside, CENTRED)
-        size = tl.where(tl.abs(x) > _LARGEST, _LARGEST, tl.abs(x))
-        tail = _log1p_unit(tl.exp(-size))
-        return tl.where(x > 0, -size, 0.0) - tail, tl.where(x > 0, 0.0, -size) - tail
-
-
-@triton.jit
-def _slopes(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
-):
-    """-d log(1 - a)/ds and d log a/ds."""
-    if NATURAL:
-        above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
-        upper = above < below
-        d = tl.where(upper, above, below)
-        theta = tl.where(d <= 0, 1.0, d * (0.5 * rate))
-        theta = tl.where(theta < 1e-30, 1e-30, theta)
-        u = theta * theta
-        sine, cosine = _sine(theta, u), _cosine(u)
-        scale = tl.where(d <= 0, 0.0, rate) / (sine * cosine)
-        steep, gentle = scale * (cosine * cosine), scale * (sine * sine)
-        return tl.where(upper, steep, gentle), tl.where(upper, gentle, steep)
-    else:
-        x = _centred(s, node, constants, inside, CENTRED)
-        e = tl.exp(-tl.abs(x))
-        major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
-        minor = e * major
-        return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
-
-
-@triton.jit
-def _information(
-    s, node, constants, S, rate, high, low, inside, NATURAL: tl.constexpr, CENTRED: tl.constexpr
-):
-    """Fisher information a'^2 / (a (1 - a)), and 1 where the split is flat."""
-    if NATURAL:
-        above, below = _distances(s, node, constants, S, high, low, inside, CENTRED)
-        d = tl.where(above < below, above, below)
-        return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
-    else:
-        left, right = _slopes(s, node, constants, S, rate, high, low, inside, NATURAL, CENTRED)
-        return left * right, tl.zeros_like(left)
 
 
 @triton.jit
@@ -174,11 +38,14 @@ def _forward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,  # largest power of two <= K
     HEIGHT: tl.constexpr,  # log2 P
     REST: tl.constexpr,  # K - P: nodes of the last, incomplete level
-    NATURAL: tl.constexpr,
+    NATURAL: tl.constexpr,  # see triton_splits
     CENTRED: tl.constexpr,
 ):
     K: tl.constexpr = P + REST
@@ -192,7 +59,19 @@ def _forward_kernel(
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         left, right = _log_split(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         here = tl.interleave(here + left, here + right)
     if REST == 0:
@@ -202,7 +81,9 @@ def _forward_kernel(
         deep = i < REST
         node = P - 1 + i
         s = tl.load(source + node[None, :], mask=alive & deep[None, :], other=0.0)
-        left, right = _log_split(s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED)
+        left, right = _log_split(
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
+        )
         pair = target + (P - REST + 2 * i)[None, :]
         tl.store(pair, here + left, mask=alive & deep[None, :])
         tl.store(pair + 1, here + right, mask=alive & deep[None, :])
@@ -219,6 +100,9 @@ def _backward_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -241,7 +125,9 @@ def _backward_kernel(
         node = P - 1 + i
         both = alive & deep[None, :]
         s = tl.load(source + node[None, :], mask=both, other=0.0)
-        left, right = _slopes(s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED)
+        left, right = _slopes(
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
+        )
         pair = leaf + (P - REST + 2 * i)[None, :]
         a = tl.load(pair, mask=both, other=0.0)
         b = tl.load(pair + 1, mask=both, other=0.0)
@@ -252,7 +138,19 @@ def _backward_kernel(
     for level in tl.static_range(HEIGHT - 1, -1, -1):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         left, right = _slopes(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         a, b = tl.split(tl.reshape(here, (R, 1 << level, 2)))
         tl.store(target + node[None, :], b * right - a * left, mask=alive)
@@ -268,6 +166,9 @@ def _fisher_kernel(
     rate,
     high,
     low,
+    joint,
+    slope,
+    edge,
     R: tl.constexpr,
     P: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -287,12 +188,36 @@ def _fisher_kernel(
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
         information, flat = _information(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         tl.store(target + node[None, :], tl.exp(here) * information, mask=alive)
         count += tl.sum(flat, 1)
         left, right = _log_split(
-            loaded[level], node, constants, S, rate, high, low, node < S, NATURAL, CENTRED
+            loaded[level],
+            node,
+            constants,
+            S,
+            rate,
+            high,
+            low,
+            joint,
+            slope,
+            edge,
+            node < S,
+            NATURAL,
+            CENTRED,
         )
         here = tl.interleave(here + left, here + right)
     if REST > 0:
@@ -302,7 +227,7 @@ def _fisher_kernel(
         both = alive & deep[None, :]
         s = tl.load(source + node[None, :], mask=both, other=0.0)
         information, flat = _information(
-            s, node, constants, S, rate, high, low, deep, NATURAL, CENTRED
+            s, node, constants, S, rate, high, low, joint, slope, edge, deep, NATURAL, CENTRED
         )
         tl.store(target + node[None, :], tl.exp(here) * information, mask=both)
         count += tl.sum(tl.where(both, flat, 0.0), 1)
@@ -362,19 +287,21 @@ def _settings(
     while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
         R //= 2
     warps = min(16, small_warps if P <= 64 else max(1, R * P // (1024 * small_warps)))
-    rate, (high, low) = 0.0, (0.0, 0.0)
-    if isinstance(split, NaturalSplit):
-        rate, (high, low) = split.rate, split.half_width(torch.float32)
+    natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
+    high, low = natural.half_width(torch.float32)
     return (triton.cdiv(rows, R),), {
         "rows": rows,
-        "rate": rate,
+        "rate": natural.rate,
         "high": high,
         "low": low,
+        "joint": natural.joint,
+        "slope": natural.steepness,
+        "edge": natural.log_at_edge,
         "R": R,
         "P": P,
         "HEIGHT": height,
         "REST": K - P,
-        "NATURAL": isinstance(split, NaturalSplit),
+        "NATURAL": 0 if natural is not split else 2 if natural.tail else 1,
         "CENTRED": constants is None,
         "num_warps": warps,
     }

@@ -1,0 +1,484 @@
+"""``head.log_prob`` and ``head.sample``, which walk one path of a tree, against whole trees."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import CATEGORIES, CATNAT, DTYPES, HEADS, leaf_path, random_scores
+from scipy.stats import chisquare
+from torch.distributions import Independent
+
+from catnat import CategoricalHead, HeadCategorical, make_head
+from catnat.categorical_head import CategoricalHead as Base
+from catnat.ops import native, reference, tree_log_prob, tree_sample
+from catnat.tree_heads import CatnatHead, NaturalHead
+
+built = pytest.mark.skipif(native.library() is None, reason="the C kernels are not built")
+
+
+class Own(CatnatHead):
+    """A split of one's own."""
+
+    def log_split(self, x):
+        return -torch.nn.functional.softplus(2 * x), -torch.nn.functional.softplus(-2 * x)
+
+
+class Flattened(NaturalHead):
+    """A tree whose log-probabilities are not those of its scores alone."""
+
+    def log_probs(self, scores):
+        return torch.logaddexp(super().log_probs(scores), torch.tensor(-2.0)).log_softmax(-1)
+
+
+def heads(K: int) -> list[CategoricalHead]:
+    return [*(make_head(name, K) for name in HEADS), Own(K), Flattened(K)]
+
+
+def uniforms(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
+# -------------------------------------------------------------------------------- log_prob
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K", CATEGORIES)
+def test_log_prob_is_the_chosen_one_of_all_log_probabilities(K, dtype):
+    for head in heads(K):
+        scores = random_scores(head, rows=K, scale=2.0).to(dtype)
+        value = torch.arange(K)
+        want = head.log_probs(scores).diagonal()
+        got = head.log_prob(scores, value)
+        assert got.dtype == want.dtype
+        assert torch.allclose(got, want, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("K", CATEGORIES)
+def test_gradients_are_those_of_all_log_probabilities(K):
+    for head in heads(K):
+        scores = random_scores(head, rows=K).requires_grad_()
+        value, weight = torch.randint(K, (3, K)), torch.randn(3, K, dtype=torch.float64)
+        full = head.log_probs(scores).expand(3, K, K).gather(-1, value[..., None])[..., 0]
+        (want,) = torch.autograd.grad((full * weight).sum(), scores)
+        (got,) = torch.autograd.grad((head.log_prob(scores, value) * weight).sum(), scores)
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradcheck(name):
+    head = make_head(name, 6)
+    scores, value = random_scores(head, scale=0.3).requires_grad_(), torch.tensor([0, 5, 2, 3])
+    assert torch.autograd.gradcheck(lambda s: head.log_prob(s, value), scores)
+    assert torch.autograd.gradgradcheck(lambda s: head.log_prob(s, value), scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [2, 5, 18, 32])
+@pytest.mark.parametrize("name", CATNAT)
+def test_only_the_nodes_of_the_path_have_a_gradient(name, K, dtype):
+    head = make_head(name, K)
+    scores = (0.5 * torch.randn(K, K - 1, dtype=dtype)).requires_grad_()
+    (grad,) = torch.autograd.grad(head.log_prob(scores, torch.arange(K)).sum(), scores)
+    for k in range(K):
+        assert set(grad[k].nonzero().flatten().tolist()) == {node for node, _ in leaf_path(k, K)}
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_second_derivative_and_batched_gradients_of_the_kernels(name):
+    head = make_head(name, 5)
+    scores = torch.randn(3, 4, requires_grad=True)
+    value = torch.tensor([[0, 3, 4], [1, 1, 2]])
+
+    def second(scores):
+        out = head.log_prob(scores, value).square().sum()
+        (first,) = torch.autograd.grad(out, scores, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), scores)[0]
+
+    want = second(scores.detach().double().requires_grad_())
+    assert torch.allclose(second(scores).double(), want, rtol=1e-4, atol=1e-4)
+    out = head.log_prob(scores, value[0])
+    (rows,) = torch.autograd.grad(out, scores, torch.eye(3), is_grads_batched=True)
+    (all_rows,) = torch.autograd.grad(head.log_prob(scores, value[0]).sum(), scores)
+    assert torch.allclose(rows.sum(0), all_rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("batch", "values"),
+    [((), ()), ((), (3,)), ((4,), ()), ((4,), (2, 4)), ((2, 3), (5, 2, 3)), ((2, 1), (2, 6)),
+     ((2, 1), (3, 1, 6)), ((0,), (0,)), ((0,), (2, 0))],
+)  # fmt: skip
+def test_values_broadcast_as_in_torch(name, batch, values):
+    head = make_head(name, 5)
+    scores = torch.randn(*batch, head.num_scores, requires_grad=True)
+    value = torch.randint(5, values)
+    got = head.log_prob(scores, value)
+    want = HeadCategorical(head.log_probs(scores)).log_prob(value)  # torch's, in effect
+    assert got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
+    (grad,) = torch.autograd.grad(got.sum(), scores)
+    (full,) = torch.autograd.grad(want.sum(), scores)
+    assert torch.allclose(grad, full, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_value_that_is_no_category_is_refused(name):
+    head = make_head(name, 5)
+    scores = torch.zeros(2, head.num_scores)
+    for wrong in (-1, 5, 2**40):
+        with pytest.raises(ValueError, match=rf"category from 0 to 4, got {wrong}\b"):
+            head.log_prob(scores, torch.tensor([0, wrong]))
+    with pytest.raises(ValueError, match=r"got 2\.5"):
+        head.log_prob(scores, torch.tensor([0, 2.5]))
+    assert torch.equal(
+        head.log_prob(scores, torch.tensor([0.0, 2.0])), head.log_prob(scores, torch.tensor([0, 2]))
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_where_values_cannot_be_checked_a_wrong_one_gives_nan(name):
+    head = make_head(name, 5)
+    scores = torch.randn(4, head.num_scores)
+    value = torch.tensor([0, -1, 5, 4])
+
+    def log_prob(scores, value):
+        return head.log_prob(scores, value)
+
+    got = torch.func.vmap(log_prob)(scores, value)
+    assert got.isnan().tolist() == [False, True, True, False]
+    (grad,) = torch.func.vjp(lambda s: log_prob(s, value), scores)[1](torch.ones(4))
+    assert grad[[0, 3]].isfinite().all()
+    if name != "sparsemax":  # which has no gradient where a category is impossible
+        assert grad[1].isnan().any() and grad[2].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_leaf_that_does_not_exist_is_nan_in_every_implementation(dtype):
+    for name in CATNAT:
+        head = make_head(name, 5)
+        scores = torch.randn(3, 4, dtype=dtype, requires_grad=True)
+        out = tree_log_prob(scores, torch.tensor([-1, 2, 5]), head.split, head._constants(scores))
+        (grad,) = torch.autograd.grad(out.sum(), scores)
+        assert out.isnan().tolist() == [True, False, True]
+        assert grad.isnan().any(-1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CATNAT)
+def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilities(name, dtype):
+    K = 6
+    head = make_head(name, K)
+    scores = torch.randn(6, K - 1, dtype=dtype)
+    scores[0, 0] = scores[1, -1] = torch.nan
+    scores[2, 0], scores[3, -1], scores[4], scores[5] = torch.inf, -torch.inf, torch.inf, -1e38
+    scores.requires_grad_()
+    value = torch.arange(K)[:, None].expand(K, 6)
+    got, want = head.log_prob(scores, value), head.log_probs(scores).T
+    assert torch.allclose(got, want, rtol=1e-5, equal_nan=True)
+    safe = torch.where(want.isnan(), 0.0, 1.0).to(dtype)
+    (grad,) = torch.autograd.grad(got, scores, safe)
+    (full,) = torch.autograd.grad(want, scores, safe)
+    assert torch.allclose(grad[2:], full[2:], rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------- sample
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [2, 5, 8, 18])
+def test_samples_follow_the_probabilities(K, dtype):
+    for head in heads(K):
+        scores = random_scores(head, rows=1, scale=0.5)[0].to(dtype)
+        generator = torch.Generator().manual_seed(K)
+        drawn = head.sample(scores, (20_000,), generator=generator)
+        probs = head.probs(scores).double()
+        counts = torch.bincount(drawn, minlength=K).double()
+        assert drawn.dtype == torch.int64 and drawn.shape == (20_000,)
+        assert not counts[probs == 0].any()
+        expected = 20_000 * probs[probs > 0] / probs.sum()
+        assert (
+            len(expected) == 1
+            or chisquare(counts[probs > 0].numpy(), expected.numpy()).pvalue > 1e-4
+        )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_generator_decides_every_sample(name):
+    head = make_head(name, 7)
+    scores = torch.randn(3, 2, head.num_scores)
+    q = head(scores)
+    draws = (
+        lambda g: head.sample(scores, (4,), generator=g),
+        lambda g: q.sample((4,), generator=g),
+        lambda g: q.one_hot_sample((4,), generator=g),
+        lambda g: q.rsample_relaxed(0.5, sample_shape=(4,), generator=g),
+    )
+    for draw in draws:
+        before = torch.get_rng_state()
+        first = draw(torch.Generator().manual_seed(3))
+        assert torch.equal(torch.get_rng_state(), before)  # torch's own generator did not move
+        assert first.shape[:3] == (4, 3, 2)
+        assert torch.equal(draw(torch.Generator().manual_seed(3)), first)
+        assert not torch.equal(draw(torch.Generator().manual_seed(4)), first)
+        torch.manual_seed(3)
+        again = draw(None)
+        torch.manual_seed(3)
+        assert torch.equal(draw(None), again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [2, 5, 8])
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
+    head = make_head(name, K)
+    H = (K - 1).bit_length()
+    noise = torch.stack([torch.zeros(H), torch.full((H,), 0.5), torch.ones(H)]).double()
+    noise[2] -= 2.0**-53  # the largest number that torch.rand returns
+    for k in range(K):
+        scores = torch.randn(K - 1, dtype=dtype)
+        for node, bit in leaf_path(k, K):
+            scores[node] = torch.inf if bit else -torch.inf
+        drawn = tree_sample(scores, noise, head.split, head._constants(scores))
+        assert drawn.tolist() == [k] * 3
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "natural"])
+def test_an_impossible_category_is_never_drawn(name):
+    head = make_head(name, 4)
+    scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0]))
+    assert set(head.sample(scores, (100_000,)).tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("K", CATEGORIES)
+@pytest.mark.parametrize("name", CATNAT)
+def test_every_implementation_takes_the_same_path(name, K):
+    head = make_head(name, K)
+    scores, noise = torch.randn(50, K - 1), uniforms(3, 50, (K - 1).bit_length())
+    ours = tree_sample(scores, noise, head.split, head.constants32)
+    exact = tree_sample(scores.double(), noise, head.split, head.constants64)
+    assert (ours == exact).float().mean() > 0.99  # a uniform number may fall between roundings
+    assert torch.equal(
+        reference.tree_sample(scores, noise, head.split, head.constants32)[0],
+        tree_sample(scores, noise[0], head.split, head.constants32),
+    )
+    wide = tree_sample(scores[:2, None], noise[:, :2, None].expand(3, 2, 4, -1), head.split,
+                       head.constants32)  # fmt: skip
+    assert torch.equal(wide, ours[:, :2, None].expand(3, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_nan_on_the_path_gives_no_category(name, dtype):
+    head = make_head(name, 5)
+    scores = torch.zeros(2, 4, dtype=dtype)
+    scores[1, 0] = torch.nan
+    drawn = tree_sample(scores, uniforms(2, 3), head.split, head._constants(scores))
+    assert drawn[0] >= 0 and drawn[1] == -1
+    with pytest.raises(ValueError, match="there is no category to sample"):
+        head.sample(scores)
+
+
+# -------------------------------------------------------------------------------- tracers
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_transforms_of_torch_func(name):
+    head = make_head(name, 6)
+    scores, value = random_scores(head, rows=5), torch.randint(6, (5,))
+    want = torch.stack([head.log_prob(*row) for row in zip(scores, value, strict=True)])
+    assert torch.allclose(torch.func.vmap(head.log_prob)(scores, value), want)
+    per_row = torch.func.vmap(torch.func.grad(head.log_prob))(scores, value)
+    leaf = scores.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(head.log_prob(leaf, value).sum(), leaf)
+    assert torch.allclose(per_row, grad)
+    shared = torch.func.vmap(head.log_prob, in_dims=(None, 0))(scores[0], value)
+    assert torch.allclose(shared, head.log_prob(scores[0], value))
+    through_q = torch.func.vmap(lambda s, v: head(s).log_prob(v))(scores, value)
+    assert torch.allclose(through_q, want)
+    drawn = torch.func.vmap(lambda s: head.sample(s, (4,)), randomness="different")(scores)
+    assert drawn.shape == (5, 4) and drawn.min() >= 0 and drawn.max() < 6
+    hessian = torch.func.hessian(lambda s: head.log_prob(s, value[0]))(scores[0])
+    full = torch.func.hessian(lambda s: head.log_probs(s)[value[0]])(scores[0])
+    assert torch.allclose(hessian, full)
+
+
+@pytest.mark.parametrize("K", [5, 8])
+@pytest.mark.parametrize("name", CATNAT)
+def test_compiles_in_one_graph(name, K):
+    head = make_head(name, K)
+    scores, value = torch.randn(7, K - 1, requires_grad=True), torch.randint(K, (3, 7))
+
+    def step(scores):
+        q = head(scores)
+        drawn = q.sample((2,))
+        return head.log_prob(scores, value), q.log_prob(value).sum() + q.log_prob(drawn).sum() * 0
+
+    torch.compiler.reset()
+    out, total = torch.compile(step, fullgraph=True, backend="aot_eager")(scores)
+    (got,) = torch.autograd.grad(total, scores)
+    want = head.log_prob(scores, value)
+    assert torch.allclose(out, want, atol=1e-5)
+    assert torch.allclose(got, torch.autograd.grad(want.sum(), scores)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_autocast_changes_nothing(name):
+    head = make_head(name, 6)
+    scores, value = torch.randn(5, head.num_scores, requires_grad=True), torch.randint(6, (5,))
+    want = head.log_prob(scores, value)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = head.log_prob(scores, value)
+        through_q = head(scores).log_prob(value)
+        assert head.sample(scores.bfloat16(), (3,)).shape == (3, 5)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want) and torch.allclose(through_q, want)
+
+
+# ------------------------------------------------------------------------ the distribution
+
+
+@pytest.fixture
+def no_full_tree(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("all log-probabilities were computed")
+
+    monkeypatch.setattr(CatnatHead, "log_probs", refuse)
+
+
+@pytest.mark.parametrize("K", [2, 5, 32])
+@pytest.mark.parametrize("name", CATNAT)
+def test_a_distribution_computes_all_log_probabilities_only_when_asked(name, K, no_full_tree):
+    head = make_head(name, K)
+    q = head(torch.randn(3, K - 1, requires_grad=True))
+    for each in (q, q.expand((2, 3)), Independent(q, 1)):
+        each.log_prob(each.sample()).sum().backward()
+    assert q.one_hot_sample((2,)).shape == (2, 3, K)
+    assert q.batch_shape == (3,) and "HeadCategorical" in repr(q)
+    for ask in (lambda: q.logits, lambda: q.probs, q.entropy, lambda: q.mode):
+        with pytest.raises(AssertionError, match="all log-probabilities"):
+            ask()
+
+
+@pytest.mark.parametrize("K", [2, 5, 32])
+@pytest.mark.parametrize("name", HEADS)
+def test_asking_for_log_probabilities_changes_no_answer(name, K):
+    head = make_head(name, K)
+    scores, value = torch.randn(3, 2, head.num_scores), torch.randint(K, (4, 3, 2))
+    fresh, asked = head(scores), head(scores)
+    assert asked.logits.shape == asked.probs.shape == (3, 2, K)
+    assert torch.allclose(fresh.log_prob(value), asked.log_prob(value), atol=1e-5)
+    samples = []
+    for q in (fresh, asked):
+        torch.manual_seed(1)
+        samples.append(q.sample((5,)))
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_an_expanded_distribution_keeps_its_scores_and_draws_anew(name, no_full_tree):
+    head = make_head(name, 5)
+    q = head(torch.zeros(2, 1, 4))
+    wide = q.expand((50, 2, 6))
+    assert wide.log_prob(torch.tensor(3)).shape == (50, 2, 6)
+    drawn = wide.sample()
+    assert drawn.shape == (50, 2, 6) and len(drawn.unique()) == 5
+    assert torch.equal(wide.log_prob(drawn)[7], q.log_prob(drawn[7]))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_distribution_survives_copying_and_pickling(name):
+    head = make_head(name, 5)
+    q = head(torch.randn(3, head.num_scores))
+    for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), copy.copy(q)):
+        assert isinstance(twin, HeadCategorical)
+        assert torch.equal(twin.logits, q.logits)
+        assert twin.sample((2,)).shape == (2, 3)
+        assert torch.equal(twin.entropy(), q.entropy())
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
+    head, scores = make_head(name, 5), torch.randn(3, 4, requires_grad=True)
+    value = torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        q = head(scores)
+    assert not q.log_prob(value).requires_grad and not q.probs.requires_grad
+    q = head(scores)
+    with torch.no_grad():
+        assert q.logits.requires_grad and not q.entropy().requires_grad
+    q.entropy().sum().backward()
+    with torch.inference_mode():
+        q = head(scores)
+        assert q.log_prob(q.sample()).shape == q.entropy().shape == (3,)
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_scores_changed_in_place_never_give_a_wrong_number(name):
+    head, scores = make_head(name, 5), torch.zeros(3, 4)
+    early, late = head(scores), head(scores)
+    want = early.logits.clone()
+    scores += 1
+    assert torch.equal(early.logits, want)
+    assert torch.equal(early.log_prob(torch.zeros(3, dtype=torch.int64)), want[:, 0])
+    for ask in (lambda: late.logits, late.sample, lambda: late.log_prob(torch.tensor(0))):
+        with pytest.raises(RuntimeError, match="changed in place after the head was called"):
+            ask()
+
+
+def test_a_subclass_with_other_log_probabilities_or_parameters_is_not_lazy():
+    scores = torch.randn(3, 4)
+    value = torch.arange(3)
+    for head in (Own(5), Flattened(5)):
+        q = head(scores)
+        assert "logits" in vars(q)
+        assert torch.allclose(q.log_prob(value), head.log_prob(scores, value), atol=1e-6)
+
+
+# --------------------------------------------------------------------------------- large K
+
+
+@pytest.mark.parametrize("K", [2**24 + 3, 2**24])
+def test_more_categories_than_multinomial_takes(K):
+    head = make_head("natural", K, uniform_at_zero=False)
+    scores = torch.zeros(1, K - 1).requires_grad_()
+    value = torch.tensor([[0], [K - 1], [2**24 - 1]])
+    depth = [len(leaf_path(int(k), K)) for k in value]
+    out = head.log_prob(scores, value)
+    want = -torch.tensor(depth)[:, None] * torch.tensor(2.0).log()
+    assert torch.allclose(out, want)
+    (grad,) = torch.autograd.grad(out.sum(), scores)
+    nodes = {node for k in value for node, _ in leaf_path(int(k), K)}
+    assert set(grad[0].nonzero().flatten().tolist()) <= nodes and grad.count_nonzero() > 24
+    q = head(scores.detach())
+    drawn = q.sample((1000,))
+    assert drawn.shape == (1000, 1) and len(drawn.unique()) > 990
+    assert 0 <= drawn.min() < K / 8 and K * 7 / 8 < drawn.max() < K
+    assert torch.allclose(
+        q.log_prob(drawn), -torch.tensor(24.0) * torch.tensor(2.0).log(), atol=0.8
+    )
+
+
+def test_softmax_samples_among_more_categories_than_multinomial_takes():
+    K = 2**24 + 1
+    scores = torch.full((K,), -torch.inf)
+    scores[[5, K - 1]] = 0.0
+    drawn = make_head("softmax", K).sample(scores, (4,), torch.Generator().manual_seed(2))
+    assert set(drawn.tolist()) == {5, K - 1}
+
+
+def test_the_base_class_needs_nothing_but_log_probabilities():
+    class Fixed(Base):
+        def log_probs(self, scores):
+            return torch.tensor([0.2, 0.3, 0.5]).log().expand(*scores.shape[:-1], 3)
+
+        def inverse(self, probs):
+            raise NotImplementedError
+
+        def fisher(self, scores):
+            raise NotImplementedError
+
+    head = Fixed(3)
+    assert head.log_prob(torch.zeros(3), torch.tensor(2)).exp().item() == pytest.approx(0.5)
+    assert set(head.sample(torch.zeros(3), (100,)).tolist()) == {0, 1, 2}
