@@ -21,8 +21,8 @@ _ALIASES: dict[str, str] = {}
 class HeadType(ABCMeta):
     """Type of the head classes. ``dir`` of a class lists the public methods that heads define.
 
-    ``help`` prints everything that ``dir`` of a class lists, and the methods of ``nn.Module`` take a
-    thousand lines. ``dir`` of a head itself, from which editors complete names, lists all names.
+    ``help`` prints everything that ``dir`` of a class lists, and the methods of ``nn.Module`` alone
+    take a thousand lines. ``dir`` of a head, from which editors complete names, lists all names.
     """
 
     def __dir__(cls) -> list[str]:
