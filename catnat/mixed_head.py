@@ -118,7 +118,7 @@ class MixedHead(CategoricalHead):
         )
         batch = shape[len(shape) - scores.dim() + 1 :]
         rank = self.allowed(scores).cumsum(-1).expand(*batch, -1)  # (*, K)
-        rank = rank.reshape(batch.numel(), self.num_categories)
+        rank = rank.reshape(batch.numel(), self.num_categories).contiguous()
         level = level.reshape(-1 if len(rank) else 0, len(rank)).T.contiguous()
         wanted = (level * rank[:, -1:]).long() + 1  # from 1 to n
         uniform = torch.searchsorted(rank, wanted).T.reshape(shape)

@@ -106,6 +106,45 @@ def test_wrong_scores_are_named(name):
         head.inverse(torch.ones(4) / 4)
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.1])
+@pytest.mark.parametrize("name", HEADS)
+def test_scores_that_are_no_tensor_are_named(name, mix):
+    head = make_head(name, 3, mix=mix)
+    zeros = [0.0] * head.num_scores
+    for scores, kind in ((zeros, "list"), (numpy.array(zeros), "ndarray"), (None, "NoneType")):
+        for use in (head, head.log_probs, head.fisher, head.fisher_diagonal, head.allowed):
+            with pytest.raises(TypeError, match=f"scores must be a torch tensor, got {kind}; "):
+                use(scores)
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.1])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_inverse_refuses_what_is_no_probability_vector(name, mix):
+    head = make_head(name, 3, mix=mix)
+    good = torch.tensor([0.2, 0.3, 0.5])
+    for bad, got in (
+        ([-0.2, 0.7, 0.5], "got the lowest -0.2 and the sum 1"),
+        ([0.2, 0.3, 0.4], "got the lowest 0.2 and the sum 0.9"),
+        ([2.0, 3.0, 5.0], "got the lowest 2 and the sum 10"),
+    ):
+        with pytest.raises(ValueError, match=f"must be >= 0 and sum to 1, {re.escape(got)}"):
+            head.inverse(torch.tensor(bad))
+        rows = torch.stack((good, torch.tensor(bad)))
+        with pytest.raises(ValueError, match=r"sum to 1, got in row \(1,\) the lowest"):
+            head.inverse(rows)
+        # Where nobody may look at the values, the scores are NaN.
+        scores = torch.func.vmap(head.inverse)(rows)
+        assert scores.isnan().any(-1).tolist() == [False, True]
+    with pytest.raises(TypeError, match="expected a torch tensor over categories, got list"):
+        head.inverse([0.2, 0.3, 0.5])
+    with pytest.raises(ValueError, match=r"floating point, got torch\.int64"):
+        head.inverse(torch.tensor([0, 0, 1]))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # rounding is no mistake
+        assert head.inverse(torch.full((3,), 1 / 3, dtype=dtype)).isfinite().all()
+    rounded = torch.tensor([0.4 + 1e-8, 0.6, -1e-8])
+    assert make_head(name, 3).inverse(rounded).isfinite().all()
+
+
 def test_an_incomplete_head_says_what_is_missing():
     with pytest.raises(TypeError, match="abstract"):
         CategoricalHead(3)

@@ -107,7 +107,7 @@ def _at(constants: Tensor | None, node: Tensor) -> Tensor | None:
     """The constants of some nodes, (R, S) and (*, H) -> (R, *, H)."""
     if constants is None:
         return None
-    return constants.index_select(1, node.reshape(-1)).view(-1, *node.shape)
+    return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)
 
 
 def sparsemax_probs(scores: Tensor) -> Tensor:

