@@ -22,19 +22,19 @@ from catnat.losses import HeadNLL
 
 HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid", "natural")}
 HEADS["natural,\ntail 0.05"] = ("natural", {"tail": 0.05})
-STEPS, BATCH = 600, 64
+BATCH = 64
 RATES = (3e-4, 1e-3, 3e-3)
 MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
 
 
-def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]:
+def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor, steps: int) -> list[float]:
     """Validation loss, test loss, test accuracy and off-diagonal mass after training."""
     torch.manual_seed(seed)
     name, options = HEADS[label]
     loss = HeadNLL(name, num_categories=10, **options)
     net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, loss.head.num_scores))
     optimizer = torch.optim.Adam(net.parameters(), rate)
-    for _ in range(STEPS):
+    for _ in range(steps):
         batch = torch.randint(3500, (BATCH,))
         optimizer.zero_grad()
         loss(net(x[batch]), y[batch]).backward()
@@ -52,18 +52,17 @@ def main() -> None:
     """Train, print a table, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=600, help="updates in each run")
     parser.add_argument("--out", default="classify.png", help="picture file")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # small matrices
     pixels, digits = (torch.as_tensor(each) for each in mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in MEASURES))
     for label in HEADS:
-        runs = torch.tensor(
-            [[fit(label, r, s, x, y) for s in range(args.seeds)] for r in RATES]
-        )  # (rates, seeds, values)
+        tried = [[fit(label, r, s, x, y, args.steps) for s in range(args.seeds)] for r in RATES]
+        runs = torch.tensor(tried)  # (rates, seeds, values)
         best = int(runs[..., 0].mean(1).argmin())
         shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
         print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)

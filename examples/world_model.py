@@ -37,23 +37,21 @@ class WorldModel(nn.Module):
     def __init__(self, head):
         super().__init__()
         self.head = make_head(head, K, mix=0.01)
-        scores, z = LATENTS * self.head.num_scores, LATENTS * K
-        self.encoder, self.dynamics = network(2 * PIXELS, scores), network(z, scores)
-        self.decoder = network(z, 2 * PIXELS)
+        s, z, x = LATENTS * self.head.num_scores, LATENTS * K, 2 * PIXELS
+        self.encoder, self.dynamics, self.decoder = network(x, s), network(z, s), network(z, x)
 
     def latents(self, scores):
         return self.head(scores.unflatten(-1, (LATENTS, -1)))
 
     def loss(self, now, later):
-        """Reconstruction; the dynamics follow the encoder, which follows them a little."""
         z = self.latents(self.encoder(now)).rsample_straight_through().flatten(-2)
-        seen, told = self.encoder(later), self.dynamics(z)
-        learn = kl_divergence(self.latents(seen.detach()), self.latents(told)).sum(-1)
-        follow = kl_divergence(self.latents(seen), self.latents(told.detach())).sum(-1)
-        return (bernoulli_nll(self.decoder(z), now, event_dims=1) + learn + 0.1 * follow).mean()
+        after, told = self.encoder(later), self.dynamics(z)
+        of_dynamics = kl_divergence(self.latents(after.detach()), self.latents(told)).sum(-1)
+        of_encoder = kl_divergence(self.latents(after), self.latents(told.detach())).sum(-1)
+        seen = bernoulli_nll(self.decoder(z), now, event_dims=1)
+        return (seen + of_dynamics + 0.1 * of_encoder).mean()
 
 
-# %%
 figure = plt.figure(figsize=(10, 3.4), layout="constrained")
 left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
 rows, chart, shown = left.subplots(3, FRAMES), right.subplots(), [*frames[0, 1:]]
@@ -78,6 +76,5 @@ for axes, picture in zip(rows.flat, shown, strict=True):
     axes.set(xticks=[], yticks=[])
 for row, name in zip(rows, ("true", "softmax", "natural"), strict=True):
     row[0].set_ylabel(name)
-chart.set(xlabel="update", ylabel="loss (nats)")
-chart.legend(fontsize=8)
+chart.legend(title="loss (nats) over updates", fontsize=8)
 figure.savefig(args.out, dpi=150)
