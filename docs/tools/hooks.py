@@ -31,10 +31,10 @@ def on_files(files: Files, config: Any) -> Files:
     }.items():
         files.append(File.generated(config, name, content=text))
     made = [*pictures.draw(CACHE / "pictures"), *gallery.files(CACHE)]
-    published = [(ROOT / "results", each) for each in (ROOT / "results").glob("*.png")]
-    for folder, path in [(CACHE, path) for path in made] + published:
-        name = path.relative_to(folder if folder == CACHE else folder.parent)
-        files.append(File.generated(config, str(name), abs_src_path=str(path)))
+    places = {path: path.relative_to(CACHE) for path in made}
+    places |= {path: path.relative_to(ROOT) for path in (ROOT / "results").glob("*.png")}
+    for path, place in places.items():
+        files.append(File.generated(config, str(place), abs_src_path=str(path)))
     return files
 
 

@@ -1,6 +1,7 @@
 """Pictures of the heads: how probability moves with a score, and the Fisher matrix."""
 
 from pathlib import Path
+from typing import Any
 
 from cache import fingerprint, is_fresh
 
@@ -33,14 +34,14 @@ def _draw_all(folder: Path) -> None:
     _save(_all_curves(), folder / "curves.png")
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
 
-def _two_categories(name: str):
+def _two_categories(name: str) -> tuple[Any, Any, Any]:
     """Scores of one binary choice, the probability of its second outcome, and its information."""
     import torch
 
@@ -52,7 +53,7 @@ def _two_categories(name: str):
     return s, head.probs(scores)[:, 1], head.fisher_diagonal(scores)[:, -1]
 
 
-def _curve(name: str):
+def _curve(name: str) -> Any:
     """a(s) of a binary choice, and the Fisher information of its score."""
     import matplotlib.pyplot as plt
 
@@ -69,7 +70,7 @@ def _curve(name: str):
     return figure
 
 
-def _all_curves():
+def _all_curves() -> Any:
     """a(s) and its information, all heads in one picture."""
     import matplotlib.pyplot as plt
 
@@ -89,7 +90,7 @@ def _all_curves():
     return figure
 
 
-def _matrices(names: tuple[str, ...]):
+def _matrices(names: tuple[str, ...]) -> Any:
     """The Fisher matrix of each head at one and the same distribution over K categories."""
     import matplotlib.pyplot as plt
     import torch
@@ -113,7 +114,7 @@ def _matrices(names: tuple[str, ...]):
     return figure
 
 
-def _tree():
+def _tree() -> Any:
     """A tree over four categories, with the probabilities of the branches."""
     import matplotlib.pyplot as plt
 
