@@ -278,7 +278,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         return torch.zeros_like(scores, dtype=torch.bool)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *object.__dir__(self)})
+        return sorted({*super().__dir__(), *object.__dir__(self)})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""

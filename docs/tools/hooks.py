@@ -26,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add pages and pictures that lie elsewhere, or are made here."""
     for name, text in {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
-        "results/index.md": (ROOT / "results" / "README.md").read_text(),
+        "results/results.md": (ROOT / "results" / "README.md").read_text(),
         **gallery.pages(CACHE, fast=bool(config.extra["fast"])),
     }.items():
         files.append(File.generated(config, name, content=text))
