@@ -6,6 +6,9 @@
 >>> head(torch.zeros(head.num_scores)).probs
 tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
 
+Heads: ``SoftmaxHead``, ``SparsemaxHead``, ``SigmoidHead``, ``NaturalHead``, and ``CatnatHead`` to
+subclass; they return a ``HeadCategorical``. All can be imported from here: ``help(NaturalHead)``.
+
 ``import catnat`` alone does not import torch: the first use of one of the names below does.
 """
 
@@ -14,25 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from catnat import estimators, fisher, losses
-    from catnat.distributions import HeadCategorical
-    from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
-    from catnat.mixed_head import MixedHead
-    from catnat.one_hot import HeadOneHotCategorical
+    from catnat.distributions import HeadCategorical as HeadCategorical
+    from catnat.heads import CategoricalHead, head_names, make_head
+    from catnat.heads import SoftmaxHead as SoftmaxHead
+    from catnat.heads import SparsemaxHead as SparsemaxHead
+    from catnat.mixed_head import MixedHead as MixedHead
+    from catnat.one_hot import HeadOneHotCategorical as HeadOneHotCategorical
     from catnat.probe import HeadProbe
-    from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+    from catnat.tree_heads import CatnatHead as CatnatHead
+    from catnat.tree_heads import NaturalHead as NaturalHead
+    from catnat.tree_heads import SigmoidHead as SigmoidHead
 
 __version__ = "0.1.0"
+# What help(catnat) explains at full length. Every name of _HOMES can be imported from catnat.
 __all__ = [
     "CategoricalHead",
-    "CatnatHead",
-    "HeadCategorical",
-    "HeadOneHotCategorical",
     "HeadProbe",
-    "MixedHead",
-    "NaturalHead",
-    "SigmoidHead",
-    "SoftmaxHead",
-    "SparsemaxHead",
     "estimators",
     "fisher",
     "head_names",
@@ -60,4 +60,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *(name for names in _HOMES.values() for name in names)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +18,20 @@ _REGISTRY: dict[str, type[CategoricalHead]] = {}
 _ALIASES: dict[str, str] = {}
 
 
-class CategoricalHead(nn.Module, ABC):
+class HeadType(ABCMeta):
+    """Type of the head classes. ``dir`` of a class lists the public methods that heads define.
+
+    ``help`` prints everything that ``dir`` of a class lists, and the methods of ``nn.Module`` alone
+    take a thousand lines. ``dir`` of a head, from which editors complete names, lists all names.
+    """
+
+    def __dir__(cls) -> list[str]:
+        heads = [each for each in cls.__mro__ if not issubclass(nn.Module, each)]
+        names = {name for each in heads for name in vars(each) if not name.startswith("_")}
+        return sorted({"__init__", *(name for name in names if callable(getattr(cls, name, None)))})
+
+
+class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
     """Maps S scores to a distribution over K categories.
 
     Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`. All other methods
@@ -263,6 +276,9 @@ class CategoricalHead(nn.Module, ABC):
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
         return torch.zeros_like(scores, dtype=torch.bool)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *object.__dir__(self)})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""

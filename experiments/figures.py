@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders o
 
 from catnat import head_names, make_head
 from catnat.fisher import off_diagonal_mass
-from examples import quickstart
-from experiments import drawing, plan, runs
+from experiments import drawing, landscapes, plan, runs
 from experiments.command_line import Parser, add_table_options, load
 from experiments.layout import title
 from experiments.plan import Experiment
@@ -57,7 +56,7 @@ def build_parser() -> Parser:
     landscape.add_argument("--learning_rate", type=float, default=5.0)
     landscape.add_argument("--steps", type=int, default=200)
     landscape.add_argument("--default_root_dir", type=Path, default=Path("runs/landscapes"))
-    landscape.set_defaults(draw=landscapes)
+    landscape.set_defaults(draw=draw_landscapes)
     matrices = kinds.add_parser("fisher", help="Fisher matrices of the heads")
     matrices.add_argument("--num_categories", type=int, default=16)
     matrices.add_argument("--out", type=Path, default=Path("runs/fisher"))
@@ -79,13 +78,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def landscapes(args: argparse.Namespace) -> list[Path]:
+def draw_landscapes(args: argparse.Namespace) -> list[Path]:
     """The loss over the scores of three classes, with paths; steps needed go to metrics.json."""
     fits = {
-        name: quickstart.descend(make_head(name, quickstart.K), args.learning_rate, args.steps)
+        name: landscapes.descend(make_head(name, landscapes.K), args.learning_rate, args.steps)
         for name in head_names()
     }
-    figure = quickstart.draw_figure(fits, args.learning_rate)
+    figure = landscapes.draw_figure(fits, args.learning_rate)
     paths = drawing.save(figure, args.default_root_dir, "landscapes")
     needed = {name: fit.steps_needed for name, fit in fits.items()}
     numbers = {f"steps/{n}": float(math.inf if s is None else s) for n, s in needed.items()}

@@ -1,4 +1,4 @@
-"""The README's commands are the ones that are checked, and its code runs."""
+"""What the README and the site show runs: code in full, commands up to their configuration."""
 
 import os
 import re
@@ -6,26 +6,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cases_docs
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def _path_with_checkout() -> str:
-    """Where Python looks for modules, for a checkout that is not installed."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-
-
-def test_every_python_block_runs_on_its_own(tmp_path):
-    code = "\n".join(f"exec({block!r}, {{}})" for block in blocks("python"))
-    command = [sys.executable, "-c", code]  # another process, because a block registers a head
-    env = os.environ | {"PYTHONPATH": _path_with_checkout()}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+def run_pages(what: str, cwd: Path) -> str:
+    """Run what the README and all pages of the site show, in another process."""
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(ROOT / "tests" / "cases_docs.py"), what, *map(str, PAGES)]
+    env = os.environ | {"PYTHONPATH": places}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "natural" in done.stdout
+    return done.stdout
+
+
+def test_every_python_block_of_the_readme_and_the_site_runs(tmp_path):
+    assert "natural" in run_pages("blocks", tmp_path)
+
+
+def test_every_command_of_the_readme_and_the_site_is_understood(tmp_path):
+    run_pages("commands", tmp_path)
+
+
+def test_a_wrong_command_or_block_of_a_page_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```bash\npython train.py --model vae --head naturl\n```\n")
+    with pytest.raises(SystemExit, match="naturl"):
+        cases_docs.check_command(*cases_docs.commands(page))
+    page.write_text('1. First\n\n    ```python title="a.py"\n    x = 1\n    ```\n')
+    assert cases_docs.blocks(page, "python") == [(' title="a.py"', "x = 1\n")]
 
 
 def test_ci_runs_the_test_command():

@@ -47,11 +47,29 @@ def tracked(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def site(tracked, tmp_path_factory):
+def source(tracked, tmp_path_factory):
+    """The source distribution."""
+    folder = tmp_path_factory.mktemp("source")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run(command, cwd=tracked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """The wheel, built from the source distribution alone."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip("wheel", "--no-build-isolation", f"--wheel-dir={folder}", str(source))
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
     """A folder with nothing but the installed wheel."""
-    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
-    pip("wheel", "--no-build-isolation", f"--wheel-dir={wheels}", str(tracked))
-    (wheel,) = wheels.iterdir()
+    site = tmp_path_factory.mktemp("site")
     pip("install", f"--target={site}", str(wheel))
     return site
 
@@ -63,6 +81,12 @@ def pip(command: str, *arguments: str) -> None:
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_source_distribution_and_wheel_can_be_published(source, wheel):
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -81,16 +105,21 @@ def test_every_module_is_installed(tracked, site):
     assert {path.relative_to(site) for path in (site / "catnat").rglob("*.py")} == expected
 
 
-def test_native_kernels_are_inside(site):
-    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(compiler) is None:
-        pytest.skip("no C compiler")
+@pytest.mark.skipif(
+    shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None,
+    reason="no C compiler",
+)
+def test_native_kernels_are_inside_and_load(site, tmp_path):
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     names = ["_native"]
     if platform.machine().lower() in ("x86_64", "amd64"):
         names += ["_native_avx2", "_native_avx512"]
     for name in names:
         assert (site / "catnat" / "ops" / f"{name}{suffix}").exists()
+    code = "from catnat.ops import native; print(native.library()._name)"
+    done = run_installed(["-W", "error", "-c", code], tmp_path, site)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(site)
 
 
 def test_metadata_lists_what_is_imported(site):
