@@ -18,6 +18,7 @@ sys.path[:0] = [str(TOOLS), str(ROOT)]
 import gallery  # noqa: E402
 import links  # noqa: E402
 import pictures  # noqa: E402
+import tag_pages  # noqa: E402
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
@@ -27,6 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "results/results.md": (ROOT / "results" / "README.md").read_text(),
+        "tags.md": tag_pages.page(),
         **gallery.pages(CACHE, fast=bool(config.extra["fast"])),
     }.items():
         files.append(File.generated(config, name, content=text))

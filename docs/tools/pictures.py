@@ -32,6 +32,7 @@ def _draw_all(folder: Path) -> None:
     _save(_matrices(tuple(COLOURS)), folder / "fisher.png")
     _save(_tree(), folder / "tree.png")
     _save(_all_curves(), folder / "curves.png")
+    _save(_tails(), folder / "tail.png")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -41,13 +42,13 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def _two_categories(name: str) -> tuple[Any, Any, Any]:
+def _two_categories(name: str, **options: float) -> tuple[Any, Any, Any]:
     """Scores of one binary choice, the probability of its second outcome, and its information."""
     import torch
 
     from catnat import make_head
 
-    head = make_head(name, 2)
+    head = make_head(name, 2, **options)
     s = torch.linspace(-5, 5, 1001, dtype=torch.float64)
     scores = s[:, None] if head.num_scores == 1 else torch.stack([0 * s, s], 1)
     return s, head.probs(scores)[:, 1], head.fisher_diagonal(scores)[:, -1]
@@ -86,6 +87,26 @@ def _all_curves() -> Any:
     right.set(title="Fisher information of the score", xlabel="score $s$", ylim=(-0.03, 1.1))
     left.legend(frameon=False)
     for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _tails() -> Any:
+    """Natural without a tail and with two: a(s), the rare side's logarithm, and information."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(9, 2.7))
+    for tail, colour in ((0, "C3"), (0.005, "C4"), (0.05, "C9")):
+        s, a, information = _two_categories("natural", tail=tail)
+        line = {"color": colour, "label": f"tail {tail}" if tail else "no tail"}
+        for axes, values in zip(panels, (a, a, information), strict=True):
+            axes.plot(s, values, **line)
+    panels[0].set(title="probability $a(s)$")
+    panels[0].legend(frameon=False)
+    panels[1].set(title="the rare side", yscale="log", ylim=(1e-5, 1), xlim=(-5, 0))
+    panels[2].set(title="Fisher information", ylim=(-0.01, 0.3))
+    for axes in panels:
+        axes.set_xlabel("score $s$")
         axes.grid(alpha=0.3)
     return figure
 
