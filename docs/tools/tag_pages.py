@@ -5,8 +5,8 @@ from catnat.callbacks.tags import Kind, guide
 MODELS: dict[Kind, str] = {"vae": "Discrete VAEs", "graph": "Graphs", "policy": "PPO and A2C"}
 INTRODUCTION = """# Tags of a run
 
-Every tag is a card in TensorBoard and a curve in a report; see [the dashboard](dashboard.md). Here is
-what each means. [Fisher diagnostics](fisher.md#what-each-tag-means) says how to read the first ones."""
+Every tag is a card in TensorBoard and a curve in a report; see [the dashboard](dashboard.md).
+[Fisher diagnostics](fisher.md#what-each-tag-means) says more about the first ones."""
 
 
 def page() -> str:
