@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from catnat.heads import CategoricalHead, SoftmaxHead, SparsemaxHead, head_names, make_head
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+    from catnat.tree_linear import TreeLinear
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SigmoidHead",
     "SoftmaxHead",
     "SparsemaxHead",
+    "TreeLinear",
     "estimators",
     "fisher",
     "head_names",
@@ -40,6 +42,7 @@ _HOMES = {
     "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
+    "tree_linear": ("TreeLinear",),
 }
 
 

@@ -1,0 +1,262 @@
+"""Scores of an output layer along paths: for each row of ``hidden``, some rows of the weight.
+
+:func:`path_scores` is one matmul for the nodes near the root, which every path shares, and gathered
+rows below. Three implementations agree to rounding: plain torch (any device and dtype, torch.func,
+torch.compile), the same with a backward pass of its own, whose gradient is made of the rows in use
+alone, and C kernels on the CPU in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from catnat.numerics import at_least_float32, is_plain
+from catnat.ops import native
+
+_CHUNK = 2**24
+"""Largest number of gathered weights that are held at once."""
+_PARALLEL = 2**18
+"""Number of products from which on a C kernel uses as many threads as torch."""
+
+
+def path_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, nodes: Tensor, upper: int, sparse: bool
+) -> Tensor:
+    """``(hidden @ weight.T + bias)`` at the nodes of each row, in float32 or float64.
+
+    Args:
+        hidden: (M, D).
+        weight: (S, D), a row for each node.
+        bias: (S,), or None.
+        nodes: indices (M, H); the nodes of one row differ, or have no gradient.
+        upper: number of columns of ``nodes`` whose nodes are the first ``2^upper - 1``.
+        sparse: whether the gradients of weight and bias are sparse tensors with the rows in use.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        if sparse:
+            return _by_rows(hidden, weight, bias, nodes, upper, sparse)
+        if not all(map(is_plain, (hidden, weight, nodes))):
+            return _in_plain_torch(hidden, weight, bias, nodes, upper)
+        out: Tensor = _PathScores.apply(hidden, weight, bias, nodes, upper, sparse)
+        return out
+
+
+@torch.compiler.disable
+def _by_rows(*arguments: Any) -> Tensor:
+    """Apart from a compiled graph, which knows no sparse gradients."""
+    out: Tensor = _PathScores.apply(*arguments)
+    return out
+
+
+def _in_plain_torch(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, nodes: Tensor, upper: int
+) -> Tensor:
+    """The scores (M, H), differentiable any number of times."""
+    n = min(2**upper - 1, weight.shape[0])
+    near = F.linear(hidden, weight[:n].to(hidden.dtype))
+    near = at_least_float32(near).gather(1, nodes[:, :upper])
+    rows = weight[nodes[:, upper:]].to(hidden.dtype)  # (M, L, D)
+    far = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
+    scores = torch.cat((near, far), 1)
+    return scores if bias is None else scores + bias[nodes].to(scores.dtype)
+
+
+class _PathScores(torch.autograd.Function):
+    """Scores whose backward pass reads and writes the rows in use alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        nodes: Tensor,
+        upper: int,
+        sparse: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, nodes)
+        ctx.upper, ctx.sparse = upper, sparse
+        if _has_kernels(hidden, weight, bias):
+            return _native_scores(hidden, weight, bias, nodes)
+        size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
+        pieces = zip(hidden.split(size), nodes.split(size), strict=True)
+        return torch.cat([_in_plain_torch(h, weight, bias, n, upper) for h, n in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, nodes = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of the gradient is wanted
+            return *_differentiable_backward(hidden, weight, bias, nodes, grad), None, None, None
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        of_hidden = of_weight = of_bias = None
+        if wants_hidden:
+            of_hidden = _grad_of_hidden(hidden, weight, nodes, grad, ctx.upper)
+        if wants_weight or wants_bias:
+            rows, of_weight, of_bias = _grad_of_rows(hidden, weight, nodes, grad, ctx.upper)
+            place = _as_sparse if ctx.sparse else _as_dense
+            of_weight = place(rows, of_weight, weight) if wants_weight else None
+            of_bias = place(rows, of_bias, bias) if wants_bias else None
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _rows_at_once(levels: int, width: int) -> int:
+    return max(1, _CHUNK // max(1, levels * width))
+
+
+def _grad_of_hidden(
+    hidden: Tensor, weight: Tensor, nodes: Tensor, grad: Tensor, upper: int
+) -> Tensor:
+    """sum_h grad_h weight[node_h], (M, D)."""
+    if _has_kernels(hidden, weight, grad):
+        return _native_grad_of_hidden(weight, nodes, grad)
+    near, grad = _spread(grad, nodes, upper, weight), _narrowed(grad, hidden.dtype)
+    out = near.to(hidden.dtype) @ weight[: near.shape[1]].to(hidden.dtype)
+    size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
+    for piece, g, n in zip(out.split(size), grad.split(size), nodes.split(size), strict=True):
+        rows = weight[n[:, upper:]].to(hidden.dtype)
+        piece += torch.bmm(g[:, None, upper:], rows)[:, 0]
+    return out
+
+
+def _grad_of_rows(
+    hidden: Tensor, weight: Tensor, nodes: Tensor, grad: Tensor, upper: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending indices of rows, the gradient in these rows of the weight, and in their biases."""
+    if _has_kernels(hidden, weight, grad):
+        return _native_grad_of_rows(hidden, nodes, grad)
+    near = _spread(grad, nodes, upper, weight)
+    narrow = near.to(hidden.dtype)
+    rows, place = torch.unique(nodes[:, upper:], return_inverse=True)
+    far = at_least_float32(hidden).new_zeros(len(rows), hidden.shape[1])
+    size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
+    pieces = zip(hidden.split(size), grad[:, upper:].split(size), place.split(size), strict=True)
+    for h, g, p in pieces:
+        product = g[:, :, None].to(far.dtype) * h[:, None].to(far.dtype)  # (M, L, D)
+        far.index_add_(0, p.flatten(), product.flatten(0, 1))
+    bias = grad.new_zeros(len(rows)).index_add_(0, place.flatten(), grad[:, upper:].flatten())
+    if not upper:
+        return rows, far, bias
+    inside = rows >= near.shape[1]  # a path that ends early names the root again, without gradient
+    rows, far, bias = rows[inside], far[inside], bias[inside]
+    first = torch.arange(near.shape[1], device=rows.device)
+    return (
+        torch.cat((first, rows)),
+        torch.cat(((narrow.T @ hidden).to(far.dtype), far)),
+        torch.cat((near.sum(0), bias)),
+    )
+
+
+def _spread(grad: Tensor, nodes: Tensor, upper: int, weight: Tensor) -> Tensor:
+    """The gradient at each of the nodes near the root, (M, 2^upper - 1); 0 off the paths."""
+    n = min(2**upper - 1, weight.shape[0])
+    return grad.new_zeros(len(grad), n).scatter_add_(1, nodes[:, :upper], grad[:, :upper])
+
+
+def _narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A steep gradient must not become infinite in half precision."""
+    largest = torch.finfo(dtype).max
+    return grad.clamp(-largest, largest).to(dtype)
+
+
+def _as_sparse(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
+    values = values.to(like.dtype)
+    return torch.sparse_coo_tensor(
+        rows[None], values, like.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _as_dense(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_copy_(0, rows, values.to(like.dtype))
+
+
+def _differentiable_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, nodes: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad = _narrowed(grad, hidden.dtype)
+    of_hidden = (grad[:, :, None] * weight[nodes].to(hidden.dtype)).sum(1)
+    outer = (grad[:, :, None] * hidden[:, None]).flatten(0, 1).to(weight.dtype)
+    of_weight = torch.zeros_like(weight).index_add(0, nodes.flatten(), outer)
+    if bias is None:
+        return of_hidden, of_weight, None
+    of_bias = torch.zeros_like(bias).index_add(0, nodes.flatten(), grad.flatten().to(bias.dtype))
+    return of_hidden, of_weight, of_bias
+
+
+# -- the C kernels: CPU, float32 -------------------------------------------------------------------
+
+
+@functools.cache
+def _kernels() -> ctypes.CDLL | None:
+    lib = native.library()
+    if lib is None or not hasattr(lib, "catnat_path_scores"):
+        return None
+    pointer, long, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    lib.catnat_path_scores.argtypes = [*[pointer] * 5, long, long, long, threads]
+    lib.catnat_path_sums.argtypes = [*[pointer] * 4, long, long, long, threads]
+    lib.catnat_segment_sums.argtypes = [*[pointer] * 5, long, long, long, threads]
+    return lib
+
+
+def _has_kernels(*tensors: Tensor | None) -> bool:
+    known = (t for t in tensors if t is not None)
+    if not all(t.dtype == torch.float32 and t.device.type == "cpu" for t in known):
+        return False
+    return _kernels() is not None
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.resolve_neg().contiguous()
+
+
+def _threads(products: int) -> int:
+    return torch.get_num_threads() if products >= _PARALLEL else 1
+
+
+def _native_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, nodes: Tensor) -> Tensor:
+    lib = _kernels()
+    assert lib is not None
+    hidden, weight, nodes = map(_plain, (hidden, weight, nodes))
+    bias = None if bias is None else _plain(bias)
+    out = hidden.new_empty(nodes.shape)
+    pointers = [x.data_ptr() for x in (hidden, weight, nodes, out)]
+    pointers.insert(2, 0 if bias is None else bias.data_ptr())
+    shape = (*nodes.shape, hidden.shape[1])
+    lib.catnat_path_scores(*pointers, *shape, _threads(nodes.numel() * shape[2]))
+    return out
+
+
+def _native_grad_of_hidden(weight: Tensor, nodes: Tensor, grad: Tensor) -> Tensor:
+    lib = _kernels()
+    assert lib is not None
+    weight, nodes, grad = map(_plain, (weight, nodes, grad))
+    out = grad.new_empty(len(grad), weight.shape[1])
+    pointers = [x.data_ptr() for x in (weight, nodes, grad, out)]
+    shape = (*nodes.shape, weight.shape[1])
+    lib.catnat_path_sums(*pointers, *shape, _threads(nodes.numel() * shape[2]))
+    return out
+
+
+def _native_grad_of_rows(
+    hidden: Tensor, nodes: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    lib = _kernels()
+    assert lib is not None
+    hidden, grad = map(_plain, (hidden, grad))
+    ranked, pairs = nodes.flatten().sort()
+    rows, counts = torch.unique_consecutive(ranked, return_counts=True)
+    ends = counts.cumsum(0)
+    sorted_grad = grad.flatten()[pairs]
+    tokens = pairs // nodes.shape[1]
+    out = hidden.new_empty(len(rows), hidden.shape[1])
+    pointers = [x.data_ptr() for x in (hidden, sorted_grad, tokens, ends, out)]
+    shape = (len(rows), len(pairs), hidden.shape[1])
+    lib.catnat_segment_sums(*pointers, *shape, _threads(len(pairs) * shape[2]))
+    of_bias = sorted_grad.new_zeros(len(rows))
+    of_bias.index_add_(0, torch.arange(len(rows)).repeat_interleave(counts), sorted_grad)
+    return rows, out, of_bias
