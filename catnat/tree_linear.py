@@ -23,8 +23,8 @@ from catnat.tree_search import NodeLogs, TopK, best_leaves, leaf_paths, random_l
 _CHUNK = 2**24  # scores of all nodes that are held at once
 
 
-class TreeLinear(nn.Module):
-    r"""A linear layer and a tree head in one: hidden states (*, D) to a distribution over K classes.
+class TreeLinear(nn.Embedding):
+    r"""A linear layer and a tree head in one: from hidden states (*, D) to K classes.
 
     ``head(linear(hidden))`` computes K - 1 scores. A class needs those on its path alone: the
     log-probability of a target, a sample and their gradients take log2 K rows of the weight here.
@@ -48,7 +48,9 @@ class TreeLinear(nn.Module):
     ``nn.Linear(D, K - 1)`` before the head would have. A state dict holds them, and ``order`` if
     there is one.
 
-    Under autocast the matmuls of a GPU are in half precision; the splits are in float32.
+    Under autocast the matmuls of a GPU are in half precision; the splits are in float32. The layer
+    is an ``nn.Embedding`` of its nodes, because DistributedDataParallel expects sparse gradients
+    of that class alone.
 
     >>> layer = TreeLinear(4, 1000, head="natural")
     >>> layer(torch.zeros(3, 4), target=torch.tensor([7, 0, 999])).shape
@@ -57,6 +59,7 @@ class TreeLinear(nn.Module):
     torch.Size([3])
     """
 
+    bias: nn.Parameter | None
     order: Tensor | None
     classes: Tensor | None  # the class on each leaf
 
@@ -74,7 +77,6 @@ class TreeLinear(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
         require_at_least(1, in_features=in_features)
         require_within(0, 20, upper_levels=upper_levels)
         made = make_head(head, num_categories, **options)
@@ -84,26 +86,26 @@ class TreeLinear(nn.Module):
             )
         if getattr(made, "order", None) is not None:
             raise ValueError("the head has an order of its own; give the order to TreeLinear")
+        S = made.num_scores
+        super().__init__(S, in_features, sparse=sparse, device=device, dtype=dtype)
         self.head = made.to(device)
         self.in_features, self.num_categories = in_features, made.num_categories
-        self.sparse, self.upper_levels = sparse, upper_levels
-        shape = (made.num_scores, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self.upper_levels = upper_levels
+        self.bias = nn.Parameter(torch.empty(S, device=device, dtype=dtype)) if bias else None
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
         self._set_order(order)
-        self.reset_parameters()
+        self._draw(self.bias)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as ``nn.Linear`` does."""
-        bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
+        self._draw(self.weight)
+        self._draw(getattr(self, "bias", None))  # nn.Embedding calls this before there is one
+
+    def _draw(self, parameter: Tensor | None) -> None:
+        bound = 1 / math.sqrt(self.embedding_dim)
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, hidden: Tensor, target: Tensor | None = None) -> Tensor:
         """:meth:`nll` of the targets, or without targets :meth:`log_probs`."""
@@ -319,4 +321,4 @@ class TreeLinear(nn.Module):
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
             self._set_order(order)
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)

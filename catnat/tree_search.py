@@ -36,8 +36,9 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
     A leaf (*) has H entries in each, (*, H). If K is no power of two, some leaves have H - 1 nodes
     above them: the last entry is then the root again, and not inside.
 
-    >>> [x.tolist() for x in leaf_paths(torch.tensor([0, 3]), 5)]
-    [[[0, 1, 0], [0, 1, 3]], [[False, True, True], [False, False, False]], [[True, True, False], [True, True, True]]]
+    >>> nodes, bits, inside = leaf_paths(torch.tensor(3), 5)
+    >>> nodes.tolist(), bits.tolist(), inside.tolist()
+    ([0, 1, 3], [False, False, False], [True, True, True])
     """
     K, H = num_categories, (num_categories - 1).bit_length()
     heap = leaf[..., None] + K
@@ -76,10 +77,9 @@ class NodeLogs:
 
     def __call__(self, rows: Tensor, heap: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithms at node ``heap[i]`` for row ``rows[i]``, (P,) each."""
-        nodes = heap - 1
-        if self.near.shape[1] and can_branch_on(nodes) and nodes.numel():
-            if int(nodes.max()) < self.near.shape[1]:
-                return self.log_split(self.near[rows, nodes], nodes)
+        nodes, n = heap - 1, self.near.shape[1]
+        if n and nodes.numel() and can_branch_on(nodes) and int(nodes.max()) < n:
+            return self.log_split(self.near[rows, nodes], nodes)
         size = max(1, _CHUNK // self.hidden.shape[1])
         scores = [
             path_scores(self.hidden[r], self.weight, self.bias, n[:, None], 0, False)[:, 0]

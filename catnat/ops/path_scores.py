@@ -40,17 +40,18 @@ def path_scores(
     """
     with torch.autocast(hidden.device.type, enabled=False):
         if sparse:
-            return _by_rows(hidden, weight, bias, nodes, upper, sparse)
+            apart: Tensor = _apart(hidden, weight, bias, nodes, upper)
+            return apart
         if not all(map(is_plain, (hidden, weight, nodes))):
             return _in_plain_torch(hidden, weight, bias, nodes, upper)
         out: Tensor = _PathScores.apply(hidden, weight, bias, nodes, upper, sparse)
         return out
 
 
-@torch.compiler.disable
-def _by_rows(*arguments: Any) -> Tensor:
-    """Apart from a compiled graph, which knows no sparse gradients."""
-    out: Tensor = _PathScores.apply(*arguments)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apart(*arguments: Any) -> Tensor:
+    """With sparse gradients, and apart from a compiled graph, which knows none."""
+    out: Tensor = _PathScores.apply(*arguments, True)
     return out
 
 
