@@ -18,6 +18,7 @@ from catnat.numerics import at_least_float32, can_branch_on
 from catnat.ops.path_scores import path_scores
 from catnat.tree import subtree_sums
 from catnat.tree_heads import CatnatHead
+from catnat.tree_refit import refit
 from catnat.tree_search import NodeLogs, TopK, best_leaves, leaf_paths, random_leaves
 
 _CHUNK = 2**24  # scores of all nodes that are held at once
@@ -215,6 +216,17 @@ class TreeLinear(nn.Embedding):
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return F.linear(hidden, self.weight.to(hidden.dtype), bias)
 
+    def reorder(self, order: Tensor | Sequence[int], hidden: Tensor, ridge: float = 1e-3) -> None:
+        """Move to another order of the classes, and keep what was learned as far as possible.
+
+        The nodes of the new tree get weights that fit the old layer's probabilities at a sample of
+        hidden states, (*, D); the other arguments as in :func:`catnat.tree_refit.refit`. What an
+        optimizer remembers of the old nodes is then stale: make a new optimizer.
+        """
+        rows = self._checked(hidden).detach().reshape(-1, self.in_features)
+        require_at_least(1, hidden_states=len(rows))
+        refit(self, self._permutation(order)[0], rows, ridge)
+
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
         return f"in_features={self.in_features}, bias={self.bias is not None}, sparse={self.sparse}"
@@ -296,9 +308,10 @@ class TreeLinear(nn.Embedding):
 
     def _set_order(self, order: Tensor | Sequence[int] | None) -> None:
         """Keep the leaf of each class, and the class of each leaf."""
-        if order is None:
-            self.order = self.classes = None
-            return
+        self.order, self.classes = (None, None) if order is None else self._permutation(order)
+
+    def _permutation(self, order: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The order and its inverse; raises for what is no permutation."""
         K, device = self.num_categories, self.weight.device
         order = torch.as_tensor(order).to(device)
         if order.shape != (K,) or order.is_floating_point() or order.dtype == torch.bool:
@@ -306,16 +319,16 @@ class TreeLinear(nn.Embedding):
             raise ValueError(f"order must hold {K} integers, the leaf of each class, got {shape}")
         order = order.long()
         classes = torch.full_like(order, -1)
-        places = torch.arange(K, device=device)
-        if device.type != "meta":
-            if not 0 <= int(order.min()) <= int(order.max()) < K:
-                extreme = int(order.min()) if int(order.min()) < 0 else int(order.max())
+        if device.type == "meta":
+            return order, classes
+        for extreme in (int(order.min()), int(order.max())):
+            if not 0 <= extreme < K:
                 raise ValueError(f"order must hold leaves 0..{K - 1}, got {extreme}")
-            classes[order] = places
-            if bool((classes < 0).any()):
-                missing = int((classes < 0).nonzero()[0])
-                raise ValueError(f"order is no permutation: no class has leaf {missing}")
-        self.order, self.classes = order, classes
+        classes[order] = torch.arange(K, device=device)
+        if bool((classes < 0).any()):
+            missing = int((classes < 0).nonzero()[0])
+            raise ValueError(f"order is no permutation: no class has leaf {missing}")
+        return order, classes
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
