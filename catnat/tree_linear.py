@@ -16,6 +16,7 @@ from catnat.checks import require_at_least, require_choice, require_within
 from catnat.heads import make_head
 from catnat.numerics import at_least_float32, can_branch_on
 from catnat.ops.path_scores import path_scores
+from catnat.optim import bring_up_to_date
 from catnat.tree import subtree_sums
 from catnat.tree_heads import CatnatHead
 from catnat.tree_refit import refit
@@ -213,6 +214,7 @@ class TreeLinear(nn.Embedding):
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of all nodes, (*, D) -> (*, K-1): what the head takes."""
         hidden = self._checked(hidden)
+        self._read(None)
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return F.linear(hidden, self.weight.to(hidden.dtype), bias)
 
@@ -240,6 +242,7 @@ class TreeLinear(nn.Embedding):
         leaf = leaf if self.order is None else self.order[leaf]
         nodes, bits, inside = leaf_paths(leaf, self.num_categories)
         upper = min(self.upper_levels, nodes.shape[1])
+        self._read(nodes)
         scores = path_scores(hidden, self.weight, self.bias, nodes, upper, self.sparse)
         left, right = self._log_split(scores, nodes)
         logs = torch.where(inside, torch.where(bits, right, left), 0.0)
@@ -269,7 +272,14 @@ class TreeLinear(nn.Embedding):
         pieces = hidden.split(self._rows())
         return torch.cat([checkpoint(total, each, use_reentrant=False) for each in pieces])
 
+    def _read(self, nodes: Tensor | None) -> None:
+        """Before rows are read, an optimizer takes the steps that it owes them."""
+        if self.sparse:
+            bring_up_to_date(self.weight, nodes)
+            bring_up_to_date(self.bias, nodes)
+
     def _logs(self, hidden: Tensor) -> NodeLogs:
+        self._read(None)
         return NodeLogs(hidden, self.weight, self.bias, self._log_split, self.upper_levels)
 
     def _rows(self, least: int = 1) -> int:

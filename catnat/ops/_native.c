@@ -456,6 +456,45 @@ int catnat_segment_sums(const float *hidden, const float *grad, const long *toke
     return run(segment_sum_rows, &j.job, threads);
 }
 
+/* Adam on some rows: param, mean and square are (S, D); grad is (n, D), for the rows given. */
+typedef struct {
+    job job; /* job.rows = n */
+    float *param, *mean, *square;
+    const float *grad;
+    const long *rows;
+    long width;
+    float beta1, beta2, step, scale, eps;
+} adam_job;
+
+VECTORIZED static void adam_row(float *restrict p, float *restrict m, float *restrict v,
+                                const float *restrict g, const adam_job *j) {
+    float keep1 = 1 - j->beta1, keep2 = 1 - j->beta2;
+    float beta2 = j->beta2, step = j->step, scale = j->scale, eps = j->eps;
+#pragma omp simd
+    for (long i = 0; i < j->width; i++) {
+        float mean = m[i] + keep1 * (g[i] - m[i]), square = beta2 * v[i] + keep2 * (g[i] * g[i]);
+        m[i] = mean;
+        v[i] = square;
+        p[i] -= step * mean / (sqrtf(square) * scale + eps);
+    }
+}
+
+static void adam_rows(job *base, long first, long last) {
+    adam_job *j = (adam_job *)base;
+    for (long r = first; r < last; r++) {
+        long at = j->rows[r] * j->width;
+        adam_row(j->param + at, j->mean + at, j->square + at, j->grad + r * j->width, j);
+    }
+}
+
+int catnat_adam_rows(float *param, float *mean, float *square, const float *grad,
+                     const long *rows, long n, long width, float beta1, float beta2, float step,
+                     float scale, float eps, int threads) {
+    adam_job j = {{0}, param, mean, square, grad, rows, width, beta1, beta2, step, scale, eps};
+    j.job.rows = n;
+    return run(adam_rows, &j.job, threads);
+}
+
 /* ------------------------------------------------------------------------------- threads */
 
 typedef struct {
