@@ -42,7 +42,7 @@ def test_rows_in_use_are_updated_as_by_sparse_adam(kernels, monkeypatch):
     torch.testing.assert_close(ours.bias, theirs.bias)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-8)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-7)])
 @pytest.mark.parametrize("schedule", [None, lambda step: 0.05 / (1 + step % 7)])
 def test_decay_dense_is_adam_on_dense_gradients(dtype, atol, schedule):
     ours, theirs = (each.to(dtype) for each in twins())
