@@ -96,7 +96,7 @@ class TreeLinear(nn.Embedding):
         self.bias = nn.Parameter(torch.empty(S, device=device, dtype=dtype)) if bias else None
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
-        self._set_order(order)
+        self.set_order(order)
         self._draw(self.bias)
 
     def reset_parameters(self) -> None:
@@ -218,6 +218,13 @@ class TreeLinear(nn.Embedding):
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return F.linear(hidden, self.weight.to(hidden.dtype), bias)
 
+    def set_order(self, order: Tensor | Sequence[int] | None) -> None:
+        """Give each class its leaf, as ``order`` of the class says; weights stay with their nodes.
+
+        For a layer that has learned nothing yet; see :meth:`reorder`.
+        """
+        self.order, self.classes = (None, None) if order is None else self._permutation(order)
+
     def reorder(self, order: Tensor | Sequence[int], hidden: Tensor, ridge: float = 1e-3) -> None:
         """Move to another order of the classes, and keep what was learned as far as possible.
 
@@ -316,10 +323,6 @@ class TreeLinear(nn.Embedding):
     def _classes_of(self, leaves: Tensor) -> Tensor:
         return leaves if self.classes is None else torch.where(leaves < 0, -1, self.classes[leaves])
 
-    def _set_order(self, order: Tensor | Sequence[int] | None) -> None:
-        """Keep the leaf of each class, and the class of each leaf."""
-        self.order, self.classes = (None, None) if order is None else self._permutation(order)
-
     def _permutation(self, order: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         """The order and its inverse; raises for what is no permutation."""
         K, device = self.num_categories, self.weight.device
@@ -343,5 +346,5 @@ class TreeLinear(nn.Embedding):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
-            self._set_order(order)
+            self.set_order(order)
         super()._load_from_state_dict(state_dict, prefix, *rest)

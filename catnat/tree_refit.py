@@ -32,7 +32,7 @@ def refit(layer: TreeLinear, order: Tensor, hidden: Tensor, ridge: float) -> Non
     few = hidden[: _rows(layer)][:256]
     before = layer.log_probs(few).exp()
     fit = _least_squares(layer, order, hidden, ridge)
-    layer._set_order(order)
+    layer.set_order(order)
     losses = []
     for factor in _SHRINK:
         _set_weights(layer, factor * fit)
