@@ -105,7 +105,8 @@ class LanguageModel(LightningModule):
         if output == "adaptive":
             self.output = AdaptiveOutput(width, vocabulary)
         elif isinstance(make_head(head, 2, **options), CatnatHead):
-            self.output = TreeOutput(width, vocabulary, head, sparse=sparse, **options)
+            first = range(vocabulary)  # until setup knows the text
+            self.output = TreeOutput(width, vocabulary, head, first, sparse=sparse, **options)
         else:
             self.output = LinearOutput(width, vocabulary, head)
 
