@@ -307,6 +307,53 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+TRITON = """
+import torch
+from catnat import TreeLinear
+from catnat.ops import adam_rows, path_scores, triton_rows
+
+torch.manual_seed(0)
+path_scores._kernels = adam_rows._kernel = lambda: None
+
+
+def learn(layer, hidden, target, fused):
+    path_scores._has_triton = lambda *tensors: fused
+    layer.zero_grad()
+    hidden.grad = None
+    loss = layer.nll(hidden, target)
+    loss.backward()
+    return loss, hidden.grad, layer.weight.grad.to_dense(), layer.bias.grad.to_dense()
+
+
+close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
+for dtype, tolerance in close.items():
+    for K, D in ((5, 3), (100, 20), (33, 300)):
+        for sparse in (False, True):
+            layer = TreeLinear(D, K, "natural", sparse=sparse, upper_levels=2).to(dtype)
+            hidden = torch.randn(6, D).to(dtype).requires_grad_()
+            target = torch.randint(K, (6,))
+            target[:3] = target[0]
+            fused, plain = (learn(layer, hidden, target, fused) for fused in (True, False))
+            for a, b in zip(fused, plain):
+                torch.testing.assert_close(a, b, **tolerance)
+    ours = [torch.rand(7, 30).to(dtype) for _ in range(3)]
+    theirs = [x.clone() for x in ours]
+    rest = torch.tensor([5, 0, 3]), torch.randn(3, 30).to(dtype), (0.9, 0.99), 0.1, 1.5, 1e-8
+    triton_rows.adam_rows(*ours, *rest)
+    adam_rows.adam_rows(*theirs, *rest)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, **tolerance)
+"""
+
+
+@pytest.mark.skipif(not ops.HAS_TRITON, reason="Triton is not installed")
+def test_triton_kernels_agree_with_plain_torch(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", TRITON]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

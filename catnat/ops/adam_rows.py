@@ -1,15 +1,18 @@
-"""One step of Adam on some rows of a parameter: plain torch, or a C kernel (CPU, float32)."""
+"""One step of Adam on some rows of a parameter: plain torch, C (CPU, float32) or Triton (CUDA)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from catnat.ops import native
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def adam_rows(
@@ -45,6 +48,11 @@ def adam_rows(
         pointers = [x.data_ptr() for x in (*tensors[:3], grad, rows)]
         threads = torch.get_num_threads() if grad.numel() >= native.PARALLEL else 1
         kernel(*pointers, len(rows), width, *betas, step, scale, eps, threads)
+        return
+    if param.is_cuda and HAS_TRITON and param.dtype != torch.float64 and param.is_contiguous():
+        from catnat.ops import triton_rows
+
+        triton_rows.adam_rows(*tensors[:3], rows, grad, betas, step, scale, eps)
         return
     m, v = mean[rows], square[rows]
     m.lerp_(grad, 1 - betas[0])

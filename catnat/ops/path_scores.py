@@ -3,13 +3,14 @@
 :func:`path_scores` is one matmul for the nodes near the root, which every path shares, and gathered
 rows below. Three implementations agree to rounding: plain torch (any device and dtype, torch.func,
 torch.compile), the same with a backward pass of its own, whose gradient is made of the rows in use
-alone, and C kernels on the CPU in float32.
+alone, and fused kernels: in C on the CPU in float32, in Triton on CUDA.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from catnat.numerics import at_least_float32, is_plain
 from catnat.ops import native
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _CHUNK = 2**24
 """Largest number of gathered weights that are held at once."""
 _PARALLEL = 2**18
@@ -85,9 +87,15 @@ class _PathScores(torch.autograd.Function):
         ctx.upper, ctx.sparse = upper, sparse
         if _has_kernels(hidden, weight, bias):
             return _native_scores(hidden, weight, bias, nodes)
-        size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
-        pieces = zip(hidden.split(size), nodes.split(size), strict=True)
-        return torch.cat([_in_plain_torch(h, weight, bias, n, upper) for h, n in pieces])
+        if not _has_triton(hidden, weight):
+            size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
+            pieces = zip(hidden.split(size), nodes.split(size), strict=True)
+            return torch.cat([_in_plain_torch(h, weight, bias, n, upper) for h, n in pieces])
+        from catnat.ops import triton_rows
+
+        near = _in_plain_torch(hidden, weight, None, nodes[:, :upper], upper)
+        scores = torch.cat((near, triton_rows.scores(hidden, weight, nodes[:, upper:])), 1)
+        return scores if bias is None else scores + bias[nodes].to(scores.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,10 +124,15 @@ def _grad_of_hidden(
     """sum_h grad_h weight[node_h], (M, D)."""
     if _has_kernels(hidden, weight, grad):
         return _native_grad_of_hidden(weight, nodes, grad)
-    near, grad = _spread(grad, nodes, upper, weight), _narrowed(grad, hidden.dtype)
-    out = near.to(hidden.dtype) @ weight[: near.shape[1]].to(hidden.dtype)
-    size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
-    for piece, g, n in zip(out.split(size), grad.split(size), nodes.split(size), strict=True):
+    near = _narrowed(_spread(grad, nodes, upper, weight), hidden.dtype)
+    out = near @ weight[: near.shape[1]].to(hidden.dtype)
+    if _has_triton(hidden, weight):
+        from catnat.ops import triton_rows
+
+        triton_rows.add_sums(out, weight, nodes[:, upper:], grad[:, upper:])
+        return out
+    narrow, size = _narrowed(grad, hidden.dtype), _rows_at_once(nodes.shape[1] - upper, len(out.T))
+    for piece, g, n in zip(out.split(size), narrow.split(size), nodes.split(size), strict=True):
         rows = weight[n[:, upper:]].to(hidden.dtype)
         piece += torch.bmm(g[:, None, upper:], rows)[:, 0]
     return out
@@ -132,25 +145,40 @@ def _grad_of_rows(
     if _has_kernels(hidden, weight, grad):
         return _native_grad_of_rows(hidden, nodes, grad)
     near = _spread(grad, nodes, upper, weight)
-    narrow = near.to(hidden.dtype)
-    rows, place = torch.unique(nodes[:, upper:], return_inverse=True)
-    far = at_least_float32(hidden).new_zeros(len(rows), hidden.shape[1])
-    size = _rows_at_once(nodes.shape[1] - upper, hidden.shape[1])
-    pieces = zip(hidden.split(size), grad[:, upper:].split(size), place.split(size), strict=True)
-    for h, g, p in pieces:
-        product = g[:, :, None].to(far.dtype) * h[:, None].to(far.dtype)  # (M, L, D)
-        far.index_add_(0, p.flatten(), product.flatten(0, 1))
-    bias = grad.new_zeros(len(rows)).index_add_(0, place.flatten(), grad[:, upper:].flatten())
-    if not upper:
-        return rows, far, bias
-    inside = rows >= near.shape[1]  # a path that ends early names the root again, without gradient
-    rows, far, bias = rows[inside], far[inside], bias[inside]
-    first = torch.arange(near.shape[1], device=rows.device)
-    return (
-        torch.cat((first, rows)),
-        torch.cat(((narrow.T @ hidden).to(far.dtype), far)),
-        torch.cat((near.sum(0), bias)),
-    )
+    n, below = near.shape[1], nodes[:, upper:].flatten()
+    ranked, pairs = below.sort()
+    rows, counts = torch.unique_consecutive(ranked, return_counts=True)
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    if n and len(rows) and int(rows[0]) < n:  # paths that end early name the root, with gradient 0
+        rows, starts, ends = rows[1:], starts[1:], ends[1:]
+    g, tokens = grad[:, upper:].flatten()[pairs], pairs // max(1, nodes.shape[1] - upper)
+    fused = _has_triton(hidden, weight)
+    dtype = weight.dtype if fused else torch.promote_types(weight.dtype, torch.float32)
+    values = torch.empty(n + len(rows), hidden.shape[1], dtype=dtype, device=hidden.device)
+    values[:n] = _narrowed(near, hidden.dtype).T @ hidden
+    if fused:
+        from catnat.ops import triton_rows
+
+        triton_rows.segment_sums(values[n:], hidden, g, tokens, starts, ends)
+    else:
+        _segment_sums(values[n:], hidden, g, tokens, starts, ends)
+    bias = near.new_zeros(len(weight)).index_add_(0, below, grad[:, upper:].flatten())
+    first = torch.arange(n, device=rows.device)
+    return torch.cat((first, rows)), values, torch.cat((near.sum(0), bias[rows]))
+
+
+def _segment_sums(
+    out: Tensor, hidden: Tensor, grad: Tensor, tokens: Tensor, starts: Tensor, ends: Tensor
+) -> None:
+    """Set row s of out to the sum of grad[i] hidden[tokens[i]] over i in starts[s]..ends[s]-1."""
+    out.zero_()
+    skipped = int(starts[0]) if len(starts) else len(grad)
+    place = torch.arange(len(out), device=out.device).repeat_interleave(ends - starts)
+    size = _rows_at_once(1, hidden.shape[1])
+    pieces = (x.split(size) for x in (place, grad[skipped:], tokens[skipped:]))
+    for p, g, t in zip(*pieces, strict=True):
+        out.index_add_(0, p, g[:, None].to(out.dtype) * hidden[t].to(out.dtype))
 
 
 def _spread(grad: Tensor, nodes: Tensor, upper: int, weight: Tensor) -> Tensor:
@@ -187,6 +215,12 @@ def _differentiable_backward(
         return of_hidden, of_weight, None
     of_bias = torch.zeros_like(bias).index_add(0, nodes.flatten(), grad.flatten().to(bias.dtype))
     return of_hidden, of_weight, of_bias
+
+
+def _has_triton(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the Triton kernels take these tensors."""
+    wide = torch.float64 in (hidden.dtype, weight.dtype)
+    return hidden.is_cuda and HAS_TRITON and not wide
 
 
 # -- the C kernels: CPU, float32 -------------------------------------------------------------------
