@@ -4,6 +4,8 @@ Shapes: hidden (M, D), weight (S, D), nodes (M, H). All sums are in float32. A p
 two kernels takes one row of ``hidden`` with all its nodes.
 """
 
+# mypy: ignore-errors
+# Triton's own language, in Python's clothes.
 from __future__ import annotations
 
 import torch
