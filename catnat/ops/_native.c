@@ -371,7 +371,7 @@ static void sparsemax_backward_rows(job *j, long first, long last) {
         sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
 }
 
-/* ------------------------------------------------------------------------ rows on paths
+/* ------------------------------------------------------------------------ rows of a layer
  *
  * An output layer over a tree needs, for each token, the rows of its weight on one path. These
  * kernels read and write such rows alone: hidden is (M, D), weight (S, D), nodes (M, H).
@@ -385,7 +385,7 @@ typedef struct {
     const long *nodes, *ends;
     float *out;
     long height, width;
-} path_job;
+} layer_job;
 
 VECTORIZED static float dot(const float *restrict a, const float *restrict b, long width) {
     float sum = 0;
@@ -400,8 +400,8 @@ VECTORIZED static void add_scaled(float *restrict out, const float *restrict row
     for (long i = 0; i < width; i++) out[i] += factor * row[i];
 }
 
-static void path_score_rows(job *base, long first, long last) {
-    path_job *j = (path_job *)base;
+static void layer_score_rows(job *base, long first, long last) {
+    layer_job *j = (layer_job *)base;
     for (long r = first; r < last; r++)
         for (long h = 0; h < j->height; h++) {
             long node = j->nodes[r * j->height + h];
@@ -410,8 +410,8 @@ static void path_score_rows(job *base, long first, long last) {
         }
 }
 
-static void path_sum_rows(job *base, long first, long last) {
-    path_job *j = (path_job *)base;
+static void layer_sum_rows(job *base, long first, long last) {
+    layer_job *j = (layer_job *)base;
     for (long r = first; r < last; r++) {
         float *out = j->out + r * j->width;
         for (long i = 0; i < j->width; i++) out[i] = 0;
@@ -424,7 +424,7 @@ static void path_sum_rows(job *base, long first, long last) {
 
 /* Segment s holds the pairs ends[s-1]..ends[s]-1; pair i is the token nodes[i] times grad[i]. */
 static void segment_sum_rows(job *base, long first, long last) {
-    path_job *j = (path_job *)base;
+    layer_job *j = (layer_job *)base;
     for (long s = first; s < last; s++) {
         float *out = j->out + s * j->width;
         for (long i = 0; i < j->width; i++) out[i] = 0;
@@ -433,25 +433,25 @@ static void segment_sum_rows(job *base, long first, long last) {
     }
 }
 
-int catnat_path_scores(const float *hidden, const float *weight, const float *bias,
+int catnat_layer_scores(const float *hidden, const float *weight, const float *bias,
                        const long *nodes, float *out, long rows, long height, long width,
                        int threads) {
-    path_job j = {{0}, hidden, weight, bias, NULL, nodes, NULL, out, height, width};
+    layer_job j = {{0}, hidden, weight, bias, NULL, nodes, NULL, out, height, width};
     j.job.rows = rows;
-    return run(path_score_rows, &j.job, threads);
+    return run(layer_score_rows, &j.job, threads);
 }
 
-int catnat_path_sums(const float *weight, const long *nodes, const float *grad, float *out,
+int catnat_layer_sums(const float *weight, const long *nodes, const float *grad, float *out,
                      long rows, long height, long width, int threads) {
-    path_job j = {{0}, NULL, weight, NULL, grad, nodes, NULL, out, height, width};
+    layer_job j = {{0}, NULL, weight, NULL, grad, nodes, NULL, out, height, width};
     j.job.rows = rows;
-    return run(path_sum_rows, &j.job, threads);
+    return run(layer_sum_rows, &j.job, threads);
 }
 
 int catnat_segment_sums(const float *hidden, const float *grad, const long *tokens,
                         const long *ends, float *out, long segments, long pairs, long width,
                         int threads) {
-    path_job j = {{0}, hidden, NULL, NULL, grad, tokens, ends, out, pairs, width};
+    layer_job j = {{0}, hidden, NULL, NULL, grad, tokens, ends, out, pairs, width};
     j.job.rows = segments;
     return run(segment_sum_rows, &j.job, threads);
 }

@@ -229,11 +229,11 @@ def _has_triton(hidden: Tensor, weight: Tensor) -> bool:
 @functools.cache
 def _kernels() -> ctypes.CDLL | None:
     lib = native.library()
-    if lib is None or not hasattr(lib, "catnat_path_scores"):
+    if lib is None or not hasattr(lib, "catnat_layer_scores"):
         return None
     pointer, long, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    lib.catnat_path_scores.argtypes = [*[pointer] * 5, long, long, long, threads]
-    lib.catnat_path_sums.argtypes = [*[pointer] * 4, long, long, long, threads]
+    lib.catnat_layer_scores.argtypes = [*[pointer] * 5, long, long, long, threads]
+    lib.catnat_layer_sums.argtypes = [*[pointer] * 4, long, long, long, threads]
     lib.catnat_segment_sums.argtypes = [*[pointer] * 5, long, long, long, threads]
     return lib
 
@@ -262,7 +262,7 @@ def _native_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, nodes: T
     pointers = [x.data_ptr() for x in (hidden, weight, nodes, out)]
     pointers.insert(2, 0 if bias is None else bias.data_ptr())
     shape = (*nodes.shape, hidden.shape[1])
-    lib.catnat_path_scores(*pointers, *shape, _threads(nodes.numel() * shape[2]))
+    lib.catnat_layer_scores(*pointers, *shape, _threads(nodes.numel() * shape[2]))
     return out
 
 
@@ -273,7 +273,7 @@ def _native_grad_of_hidden(weight: Tensor, nodes: Tensor, grad: Tensor) -> Tenso
     out = grad.new_empty(len(grad), weight.shape[1])
     pointers = [x.data_ptr() for x in (weight, nodes, grad, out)]
     shape = (*nodes.shape, weight.shape[1])
-    lib.catnat_path_sums(*pointers, *shape, _threads(nodes.numel() * shape[2]))
+    lib.catnat_layer_sums(*pointers, *shape, _threads(nodes.numel() * shape[2]))
     return out
 
 
