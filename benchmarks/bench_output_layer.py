@@ -140,17 +140,17 @@ def measure(names: list[str], shape: tuple[int, int, int], device: str, rounds: 
     M, D, K = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(1)
-    contenders = {name: Contender(name, shape, device, dtype) for name in names}
+    contenders: dict[str, Contender] = {}
     for turn in range(rounds + 1):
         hidden = torch.randn(M, D, device=device, generator=generator).to(dtype)
         hidden.requires_grad_()
         target = torch.randint(K, (M,), device=device, generator=generator)
-        for name, each in contenders.items():
+        if turn == 0:  # the first step allocates and compiles, and is not counted
+            contenders = made(names, shape, device, dtype, hidden, target)
+            continue
+        for each in contenders.values():
             each.step(hidden, target)
-            if turn == 0:  # the first step allocates and compiles
-                each.learning, each.stepping = [], []
-            if device == "cpu" and turn == rounds:
-                print(f"{name}: done", flush=True)
+    names = list(contenders)
     base = contenders[names[0]]
     rows = []
     for name in names:
@@ -175,6 +175,28 @@ def measure(names: list[str], shape: tuple[int, int, int], device: str, rounds: 
             row["memory GB"] = alone.memory(hidden, target)
             del alone
     return rows
+
+
+def made(
+    names: list[str],
+    shape: tuple[int, int, int],
+    device: str,
+    dtype: torch.dtype,
+    hidden: Tensor,
+    target: Tensor,
+) -> dict[str, Contender]:
+    """The layers that can take a step with these tensors."""
+    contenders = {}
+    for name in names:
+        try:
+            contender = Contender(name, shape, device, dtype)
+            contender.step(hidden, target)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            print(f"{name} is left out: {str(error).splitlines()[0]}", flush=True)
+            continue
+        contender.learning, contender.stepping = [], []
+        contenders[name] = contender
+    return contenders
 
 
 def ratio(base: list[float], other: list[float]) -> float:

@@ -149,23 +149,35 @@ class TreeLinear(nn.Embedding):
         if target.shape != hidden.shape[:-1]:
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
-        shape, target = target.shape, target.reshape(-1)
+        shape, rows, target = target.shape, hidden.reshape(-1, self.in_features), target.reshape(-1)
         counts = target != ignore_index
+        looks = self.sparse or can_branch_on(counts)  # elsewhere, looking would wait for a device
+        some = looks and not bool(counts.all())
+        if some:
+            rows, target = rows[counts], target[counts]
+        loss, share = self._losses(rows, target, weight, ignore_index, label_smoothing)
+        if some:
+            loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
+        if reduction == "none":
+            return loss.view(shape)
+        return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
+
+    def _losses(
+        self, hidden: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """Losses and weights of the targets, (M, D), (M,) -> (M,) each; 0 where ignored."""
+        counts = target != ignored
         target = self._checked_classes(torch.where(counts, target, 0))
-        rows = hidden.reshape(-1, self.in_features)
-        loss = -self._log_prob(rows, target)
+        loss = -self._log_prob(hidden, target)
         share = counts.to(loss.dtype)
         if weight is not None:
             weight = weight.to(loss.dtype)
             share = share * weight[target.clamp(0, self.num_categories - 1)]
         loss = torch.where(counts, loss * share, 0.0)
-        if label_smoothing:
-            others = self._sum_of_nll(rows, weight) / self.num_categories
-            others = torch.where(counts, others, 0.0)
-            loss = (1 - label_smoothing) * loss + label_smoothing * others
-        if reduction == "none":
-            return loss.view(shape)
-        return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
+        if smoothing:
+            others = self._sum_of_nll(hidden, weight) / self.num_categories
+            loss = (1 - smoothing) * loss + smoothing * torch.where(counts, others, 0.0)
+        return loss, share
 
     def sample(
         self,
@@ -201,14 +213,13 @@ class TreeLinear(nn.Embedding):
         with torch.no_grad():
             found = [self._topk(each, k) for each in rows.split(self._rows(least=64))]
         shape = (*hidden.shape[:-1], k)
-        values, indices = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
-        return TopK(values, indices)
+        return TopK(*(torch.cat(each).view(shape) for each in zip(*found, strict=True)))
 
     def _topk(self, hidden: Tensor, k: int) -> TopK:
         found = best_leaves(self._logs(hidden), k)
         if found is None:
-            values, indices = self.log_probs(hidden).topk(k, -1)
-            return TopK(values, indices)
+            best = [self.log_probs(each).topk(k, -1) for each in hidden.split(self._rows())]
+            return TopK(*(torch.cat(each) for each in zip(*best, strict=True)))
         return TopK(found.values, self._classes_of(found.indices))
 
     def scores(self, hidden: Tensor) -> Tensor:

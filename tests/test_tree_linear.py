@@ -90,6 +90,21 @@ def test_nll_means_what_cross_entropy_means(reduction, smoothing, weighted):
     torch.testing.assert_close(layer.nll(hidden, target, **options), expected)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ignored_targets_read_and_move_nothing(sparse):
+    layer, hidden, target = layer_and_data(1000, rows=4, sparse=sparse, upper_levels=0)
+    hidden[1] = torch.nan
+    target[1] = -100
+    hidden.requires_grad_()
+    layer.nll(hidden, target).backward()
+    grad = layer.weight.grad.to_dense()
+    assert grad.isfinite().all() and (hidden.grad[1] == 0).all()
+    on_paths = leaf_paths(layer.order[target[[0, 2, 3]]], 1000)[0].unique()
+    assert set(grad.any(1).nonzero()[:, 0].tolist()) <= set(on_paths.tolist())
+    assert layer.nll(hidden, torch.full((4,), -100)).isnan()
+    assert layer.nll(hidden, torch.full((4,), -100), reduction="sum") == 0
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kernels", [True, False])
 def test_dense_and_sparse_gradients_are_those_of_a_linear_layer(head, kernels, monkeypatch):
