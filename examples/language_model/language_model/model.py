@@ -11,6 +11,8 @@ from catnat import CatnatHead, TreeLinear, make_head
 from catnat.optim import RowAdam
 from catnat.orders import by_cooccurrence, by_embedding
 
+SAMPLED_STEPS, SAMPLED_TOKENS = 16, 8192  # hidden states for which a rebuilt tree is fitted
+
 
 class LinearOutput(nn.Linear):
     """A linear layer and a head: the scores of all K words for every token."""
@@ -123,12 +125,15 @@ class LanguageModel(LightningModule):
     def on_train_start(self) -> None:
         """Start the clock."""
         self._clock, self._tokens = time.perf_counter(), 0
+        self._sample: list[Tensor] = []  # hidden states of the steps before the tree is rebuilt
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of a batch (B, T + 1)."""
         hidden, target = self.hidden(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
-        if self.hparams.rebuild_at and self.global_step == self.hparams.rebuild_at:
-            self.rebuild(hidden.detach())
+        if 0 <= self.hparams.rebuild_at - self.global_step < SAMPLED_STEPS:
+            self._sample.append(hidden.detach())
+            if self.global_step == self.hparams.rebuild_at > 0:
+                self.rebuild(torch.cat(self._sample)[-SAMPLED_TOKENS:])
         loss = self.output.nll(hidden, target)
         self._tokens += target.numel()
         self._show(hidden)
@@ -140,6 +145,7 @@ class LanguageModel(LightningModule):
     def rebuild(self, hidden: Tensor) -> None:
         """Build the tree anew: words whose embeddings are alike share a subtree."""
         self.output.reorder(by_embedding(self.embedding.weight), hidden)
+        self._sample = []
         for parameter in self.output.parameters():
             self.optimizers(use_pl_optimizer=False).state.pop(parameter, None)
 
