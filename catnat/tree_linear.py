@@ -83,9 +83,8 @@ class TreeLinear(nn.Embedding):
         require_within(0, 20, upper_levels=upper_levels)
         made = make_head(head, num_categories, **options)
         if not isinstance(made, CatnatHead):
-            raise ValueError(
-                f"TreeLinear needs a tree head, such as sigmoid or natural, got {made.name!r}"
-            )
+            got = f"{made.name!r} ({type(made).__name__})"
+            raise ValueError(f"TreeLinear needs a tree head, such as sigmoid or natural, got {got}")
         if getattr(made, "order", None) is not None:
             raise ValueError("the head has an order of its own; give the order to TreeLinear")
         S = made.num_scores
