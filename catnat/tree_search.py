@@ -19,7 +19,7 @@ from catnat.tree import levels, path_sums
 
 _CHUNK = 2**24  # hidden numbers that are copied at once
 _SMALL = 2048  # up to this K all leaves are computed at once
-_SHARE = 32  # a search stops paying where it looks at more than K / 32 nodes a row
+_SHARE = 128  # a search stops paying where it looks at more than K / 128 nodes a row
 _SLACK = 1e-4  # of log-probabilities that are equal but for rounding
 
 
