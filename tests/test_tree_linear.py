@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from catnat import CatnatHead, TreeLinear
 from catnat.ops import path_scores as ops
+from catnat.optim import RowAdam
 from catnat.tree_search import leaf_paths
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -320,6 +321,31 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gpu_learns_and_draws_as_the_cpu_does(sparse):
+    here, hidden, target = layer_and_data(3000, rows=50, width=40, dtype=torch.float32)
+    here.sparse = sparse
+    there = TreeLinear(40, 3000, "natural", here.order, sparse=sparse, device="cuda")
+    there.load_state_dict(here.state_dict())
+    for layer, device in ((here, "cpu"), (there, "cuda")):
+        optimizer = RowAdam(layer.parameters(), 0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer.nll(hidden.to(device), target.to(device)).backward()
+            optimizer.step()
+    torch.testing.assert_close(there.weight.cpu(), here.weight, rtol=1e-3, atol=1e-4)
+    hidden, target = hidden.cuda(), target.cuda()
+    best = there.log_probs(hidden).topk(5).values
+    torch.testing.assert_close(there.topk(hidden, 5).values, best, rtol=1e-4, atol=1e-4)
+    assert there.sample(hidden, (3,)).shape == (3, 50)
+    known = there.nll(hidden, target)
+    with torch.autocast("cuda", torch.bfloat16):
+        half = there.nll(hidden, target)
+    torch.testing.assert_close(half, known, rtol=0.05, atol=0.05)
+    assert there.nll(hidden, target + 3000).isnan()  # raising would wait for the device
 
 
 TRITON = """
