@@ -1,5 +1,6 @@
 """An LSTM language model with a tree, a softmax or an adaptive softmax as output."""
 
+import inspect
 import time
 from typing import Any, Literal
 
@@ -12,6 +13,13 @@ from catnat.optim import RowAdam
 from catnat.orders import by_cooccurrence, by_embedding
 
 SAMPLED_STEPS, SAMPLED_TOKENS = 16, 8192  # hidden states for which a rebuilt tree is fitted
+
+
+def head_options(head: str, tail: float | None) -> dict[str, float]:
+    """Options of the head: its tail, if it has one."""
+    if tail is None:
+        tail = 0.05 if "tail" in inspect.signature(type(make_head(head, 2))).parameters else 0
+    return {"tail": tail} if tail else {}
 
 
 class LinearOutput(nn.Linear):
@@ -64,7 +72,8 @@ class LanguageModel(LightningModule):
         output: "adaptive" for torch's adaptive softmax instead of the head.
         order: which words share a subtree: those that follow the same words, or those that are
             about equally frequent.
-        tail: option of natural; 0 for none.
+        tail: option of natural, below which probability a split has logarithmic tails; 0 for none.
+            None: 0.05 where the head has the option. Without tails, words become impossible.
         width: of embedding and LSTM.
         layers: of the LSTM.
         dropout: before and between layers.
@@ -85,7 +94,7 @@ class LanguageModel(LightningModule):
         vocabulary: int = 32768,
         output: Literal["head", "adaptive"] = "head",
         order: Literal["cooccurrence", "frequency"] = "cooccurrence",
-        tail: float = 0.0,
+        tail: float | None = None,
         width: int = 256,
         layers: int = 1,
         dropout: float = 0.1,
@@ -103,7 +112,7 @@ class LanguageModel(LightningModule):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
         self.dropout = nn.Dropout(dropout)
         self.output: Any
-        options = {"tail": tail} if tail else {}
+        options = head_options(head, tail)
         if output == "adaptive":
             self.output = AdaptiveOutput(width, vocabulary)
         elif isinstance(make_head(head, 2, **options), CatnatHead):
