@@ -142,7 +142,8 @@ class LanguageModel(LightningModule):
         if 0 <= self.hparams.rebuild_at - self.global_step < SAMPLED_STEPS:
             self._sample.append(hidden.detach())
             if self.global_step == self.hparams.rebuild_at > 0:
-                self.rebuild(torch.cat(self._sample)[-SAMPLED_TOKENS:])
+                sample = self.all_gather(torch.cat(self._sample))  # of all processes: one tree
+                self.rebuild(sample.reshape(-1, hidden.shape[-1])[-SAMPLED_TOKENS:])
         loss = self.output.nll(hidden, target)
         self._tokens += target.numel()
         self._show(hidden)
@@ -178,7 +179,8 @@ class LanguageModel(LightningModule):
         rows = slice(self.hparams.accuracy_rows)
         right = (self.output.best(hidden[rows]) == target[rows]).float().mean()
         loss = self.output.nll(hidden, target)
-        self.log_dict({f"{split}/loss": loss, f"{split}/accuracy": right}, batch_size=len(batch))
+        numbers = {f"{split}/loss": loss, f"{split}/accuracy": right}
+        self.log_dict(numbers, batch_size=len(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         """Perplexity per word."""
