@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from catnat.tree_heads import CatnatHead as CatnatHead
     from catnat.tree_heads import NaturalHead as NaturalHead
     from catnat.tree_heads import SigmoidHead as SigmoidHead
+    from catnat.tree_linear import TreeLinear as TreeLinear
 
 __version__ = "0.1.0"
 # What help(catnat) explains at full length. Every name of _HOMES can be imported from catnat.
@@ -46,6 +47,7 @@ _HOMES = {
     "one_hot": ("HeadOneHotCategorical",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
+    "tree_linear": ("TreeLinear",),
 }
 
 

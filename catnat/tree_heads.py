@@ -203,7 +203,10 @@ class CatnatHead(CategoricalHead):
     def diagnostics(self, scores: Tensor) -> Tensor:
         """Mean :meth:`fisher_diagonal` and share of saturated scores, (*, B, S) -> (*, S + 1)."""
         fused = self._fused_fisher(scores)
-        return super().diagnostics(scores) if fused is None else fused.mean(-2)
+        if fused is not None:
+            return fused.mean(-2)
+        still = self.saturated(scores).float().mean((-2, -1))[..., None]
+        return torch.cat((self.fisher_diagonal(scores).float().mean(-2), still), -1)
 
     def _fused_fisher(self, scores: Tensor) -> Tensor | None:
         scores = self._checked(scores)

@@ -132,7 +132,7 @@ def test_metadata_lists_what_is_imported(site):
         (str(path.relative_to(site)), name)
         for path in (site / "catnat").rglob("*.py")
         for name in top_level_imports(path)
-        if name not in known
+        if name not in known and not (name == "jax" and path.parent.name == "jax")
     }
     assert unlisted == {("catnat/sb3/masked.py", "sb3_contrib")}  # imported when asked for
 

@@ -94,9 +94,13 @@ class LightningProgram(Program):
         return parser
 
     def _link(self, parser: cli.Parser, data: type) -> None:
-        """Let options of the model follow from those of the data, where both have them."""
+        """Let options of the model follow from those of the data, where both have them.
+
+        A model of the user's own names such options in its class attribute ``options_of_data``.
+        """
         of_data, of_model = arguments(data), arguments(self.model)
-        for source, target, function in self.recipe.links:
+        own = [(name, name, None) for name in getattr(self.model, "options_of_data", ())]
+        for source, target, function in (*self.recipe.links, *own):
             if target not in of_model:
                 continue
             if source in of_data:

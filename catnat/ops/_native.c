@@ -470,6 +470,129 @@ NARROW static void sparsemax_backward_short(job *j, long first, long last) {
         sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
 }
 
+/* ------------------------------------------------------------------------ rows of a layer
+ *
+ * An output layer over a tree needs, for each token, the rows of its weight on one path. These
+ * kernels read and write such rows alone: hidden is (M, D), weight (S, D), nodes (M, H).
+ */
+
+static int run(kernel kernel, job *job, int threads);
+
+typedef struct {
+    job job; /* first: a kernel gets its address; job.rows counts tokens or segments */
+    const float *hidden, *weight, *bias, *grad;
+    const long *nodes, *ends;
+    float *out;
+    long height, width;
+} layer_job;
+
+static float dot(const float *restrict a, const float *restrict b, long width) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < width; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static void add_scaled(float *restrict out, const float *restrict row, float factor, long width) {
+#pragma omp simd
+    for (long i = 0; i < width; i++) out[i] += factor * row[i];
+}
+
+static void layer_score_rows(job *base, long first, long last) {
+    layer_job *j = (layer_job *)base;
+    for (long r = first; r < last; r++)
+        for (long h = 0; h < j->height; h++) {
+            long node = j->nodes[r * j->height + h];
+            float sum = dot(j->hidden + r * j->width, j->weight + node * j->width, j->width);
+            j->out[r * j->height + h] = j->bias ? sum + j->bias[node] : sum;
+        }
+}
+
+static void layer_sum_rows(job *base, long first, long last) {
+    layer_job *j = (layer_job *)base;
+    for (long r = first; r < last; r++) {
+        float *out = j->out + r * j->width;
+        for (long i = 0; i < j->width; i++) out[i] = 0;
+        for (long h = 0; h < j->height; h++) {
+            long node = j->nodes[r * j->height + h];
+            add_scaled(out, j->weight + node * j->width, j->grad[r * j->height + h], j->width);
+        }
+    }
+}
+
+/* Segment s holds the pairs ends[s-1]..ends[s]-1; pair i is the token nodes[i] times grad[i]. */
+static void segment_sum_rows(job *base, long first, long last) {
+    layer_job *j = (layer_job *)base;
+    for (long s = first; s < last; s++) {
+        float *out = j->out + s * j->width;
+        for (long i = 0; i < j->width; i++) out[i] = 0;
+        for (long i = s ? j->ends[s - 1] : 0; i < j->ends[s]; i++)
+            add_scaled(out, j->hidden + j->nodes[i] * j->width, j->grad[i], j->width);
+    }
+}
+
+int catnat_layer_scores(const float *hidden, const float *weight, const float *bias,
+                       const long *nodes, float *out, long rows, long height, long width,
+                       int threads) {
+    layer_job j = {{0}, hidden, weight, bias, NULL, nodes, NULL, out, height, width};
+    j.job.rows = rows;
+    return run(layer_score_rows, &j.job, threads);
+}
+
+int catnat_layer_sums(const float *weight, const long *nodes, const float *grad, float *out,
+                     long rows, long height, long width, int threads) {
+    layer_job j = {{0}, NULL, weight, NULL, grad, nodes, NULL, out, height, width};
+    j.job.rows = rows;
+    return run(layer_sum_rows, &j.job, threads);
+}
+
+int catnat_segment_sums(const float *hidden, const float *grad, const long *tokens,
+                        const long *ends, float *out, long segments, long pairs, long width,
+                        int threads) {
+    layer_job j = {{0}, hidden, NULL, NULL, grad, tokens, ends, out, pairs, width};
+    j.job.rows = segments;
+    return run(segment_sum_rows, &j.job, threads);
+}
+
+/* Adam on some rows: param, mean and square are (S, D); grad is (n, D), for the rows given. */
+typedef struct {
+    job job; /* job.rows = n */
+    float *param, *mean, *square;
+    const float *grad;
+    const long *rows;
+    long width;
+    float beta1, beta2, step, scale, eps;
+} adam_job;
+
+static void adam_row(float *restrict p, float *restrict m, float *restrict v,
+                                const float *restrict g, const adam_job *j) {
+    float keep1 = 1 - j->beta1, keep2 = 1 - j->beta2;
+    float beta2 = j->beta2, step = j->step, scale = j->scale, eps = j->eps;
+#pragma omp simd
+    for (long i = 0; i < j->width; i++) {
+        float mean = m[i] + keep1 * (g[i] - m[i]), square = beta2 * v[i] + keep2 * (g[i] * g[i]);
+        m[i] = mean;
+        v[i] = square;
+        p[i] -= step * mean / (sqrtf(square) * scale + eps);
+    }
+}
+
+static void adam_rows(job *base, long first, long last) {
+    adam_job *j = (adam_job *)base;
+    for (long r = first; r < last; r++) {
+        long at = j->rows[r] * j->width;
+        adam_row(j->param + at, j->mean + at, j->square + at, j->grad + r * j->width, j);
+    }
+}
+
+int catnat_adam_rows(float *param, float *mean, float *square, const float *grad,
+                     const long *rows, long n, long width, float beta1, float beta2, float step,
+                     float scale, float eps, int threads) {
+    adam_job j = {{0}, param, mean, square, grad, rows, width, beta1, beta2, step, scale, eps};
+    j.job.rows = n;
+    return run(adam_rows, &j.job, threads);
+}
+
 /* ------------------------------------------------------------------------------- threads */
 
 typedef struct {

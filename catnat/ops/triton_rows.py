@@ -1,0 +1,143 @@
+"""Triton kernels that read and write some rows of a matrix: what an output layer by paths needs.
+
+Shapes: hidden (M, D), weight (S, D), nodes (M, H). All sums are in float32. A program of the first
+two kernels takes one row of ``hidden`` with all its nodes.
+"""
+
+# mypy: ignore-errors
+# Triton's own language, in Python's clothes.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from catnat.ops.triton_tree import on_device_of
+
+
+@triton.jit
+def _scores_kernel(hidden, weight, nodes, out, H, D, P: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    level, column = tl.arange(0, P), tl.arange(0, B)
+    inside = level < H
+    node = tl.load(nodes + row * H + level, mask=inside, other=0)
+    total = tl.zeros((P,), tl.float32)
+    for start in range(0, D, B):
+        d = start + column
+        h = tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        here = inside[:, None] & (d < D)[None, :]
+        w = tl.load(weight + node[:, None] * D + d[None, :], mask=here, other=0.0)
+        total += tl.sum(w.to(tl.float32) * h[None, :], axis=1)
+    tl.store(out + row * H + level, total, mask=inside)
+
+
+@triton.jit
+def _sums_kernel(weight, nodes, grad, out, H, D, P: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    level, d = tl.arange(0, P), tl.program_id(1) * B + tl.arange(0, B)
+    inside = level < H
+    node = tl.load(nodes + row * H + level, mask=inside, other=0)
+    g = tl.load(grad + row * H + level, mask=inside, other=0.0)
+    here = inside[:, None] & (d < D)[None, :]
+    w = tl.load(weight + node[:, None] * D + d[None, :], mask=here, other=0.0).to(tl.float32)
+    before = tl.load(out + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    total = before + tl.sum(w * g[:, None], axis=0)
+    tl.store(out + row * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _segments_kernel(hidden, grad, tokens, starts, ends, out, D, B: tl.constexpr):
+    segment = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.zeros((B,), tl.float32)
+    first, last = tl.load(starts + segment), tl.load(ends + segment)
+    for i in range(first, last):
+        token, g = tl.load(tokens + i), tl.load(grad + i)
+        h = tl.load(hidden + token * D + d, mask=d < D, other=0.0)
+        total += g * h.to(tl.float32)
+    tl.store(out + segment * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _adam_kernel(
+    param, mean, square, rows, grad, D, beta1, beta2, step, scale, eps, B: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * B + tl.arange(0, B)
+    at = tl.load(rows + place) * D + d
+    g = tl.load(grad + place * D + d, mask=d < D, other=0.0).to(tl.float32)
+    m = tl.load(mean + at, mask=d < D, other=0.0).to(tl.float32)
+    v = tl.load(square + at, mask=d < D, other=0.0).to(tl.float32)
+    p = tl.load(param + at, mask=d < D, other=0.0).to(tl.float32)
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    p -= step * m / (tl.sqrt(v) * scale + eps)
+    tl.store(mean + at, m.to(mean.dtype.element_ty), mask=d < D)
+    tl.store(square + at, v.to(square.dtype.element_ty), mask=d < D)
+    tl.store(param + at, p.to(param.dtype.element_ty), mask=d < D)
+
+
+def scores(hidden: Tensor, weight: Tensor, nodes: Tensor) -> Tensor:
+    """``hidden @ weight[node]`` at the nodes of each row, (M, H) in float32."""
+    hidden, weight, nodes = hidden.contiguous(), weight.contiguous(), nodes.contiguous()
+    out = torch.empty(nodes.shape, dtype=torch.float32, device=hidden.device)
+    if out.numel():
+        (M, H), D = nodes.shape, hidden.shape[1]
+        with on_device_of(hidden):
+            _scores_kernel[(M,)](hidden, weight, nodes, out, H, D, P=_power(H), B=_block(D, 256))
+    return out
+
+
+def add_sums(out: Tensor, weight: Tensor, nodes: Tensor, grad: Tensor) -> None:
+    """Add sum_h grad_h weight[node_h] to out, (M, D)."""
+    weight, nodes, grad = weight.contiguous(), nodes.contiguous(), grad.float().contiguous()
+    if nodes.numel():
+        (M, H), D = nodes.shape, out.shape[1]
+        B = _block(D, 256)
+        with on_device_of(out):
+            grid = (M, triton.cdiv(D, B))
+            _sums_kernel[grid](weight, nodes, grad, out, H, D, P=_power(H), B=B)
+
+
+def segment_sums(
+    out: Tensor, hidden: Tensor, grad: Tensor, tokens: Tensor, starts: Tensor, ends: Tensor
+) -> None:
+    """Set row s of out to the sum of grad[i] hidden[tokens[i]] over i in starts[s]..ends[s]-1."""
+    hidden, grad = hidden.contiguous(), grad.float().contiguous()
+    if out.numel():
+        D = out.shape[1]
+        B = _block(D, 1024)
+        with on_device_of(out):
+            grid = (out.shape[0], triton.cdiv(D, B))
+            _segments_kernel[grid](hidden, grad, tokens, starts, ends, out, D, B=B)
+
+
+def adam_rows(
+    param: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    betas: tuple[float, float],
+    step: float,
+    scale: float,
+    eps: float,
+) -> None:
+    """As :func:`catnat.ops.adam_rows.adam_rows`, for contiguous tensors."""
+    grad, rows = grad.contiguous(), rows.contiguous()
+    if grad.numel():
+        D = grad[0].numel()
+        B = _block(D, 1024)
+        with on_device_of(param):
+            grid = (len(rows), triton.cdiv(D, B))
+            given = (param, mean, square, rows, grad, D, *betas, step, scale, eps)
+            _adam_kernel[grid](*given, B=B)
+
+
+def _power(n: int) -> int:
+    return max(2, 1 << (n - 1).bit_length())
+
+
+def _block(width: int, most: int) -> int:
+    return min(most, max(16, 1 << (width - 1).bit_length()))

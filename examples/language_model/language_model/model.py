@@ -1,0 +1,207 @@
+"""An LSTM language model with a tree, a softmax or an adaptive softmax as output."""
+
+import inspect
+import time
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from catnat import CatnatHead, TreeLinear, make_head
+from catnat.optim import RowAdam
+from catnat.orders import by_cooccurrence, by_embedding
+
+SAMPLED_STEPS, SAMPLED_TOKENS = 16, 8192  # hidden states for which a rebuilt tree is fitted
+
+
+def head_options(head: str, tail: float | None) -> dict[str, float]:
+    """Options of the head: its tail, if it has one."""
+    if tail is None:
+        tail = 0.05 if "tail" in inspect.signature(type(make_head(head, 2))).parameters else 0
+    return {"tail": tail} if tail else {}
+
+
+class LinearOutput(nn.Linear):
+    """A linear layer and a head: the scores of all K words for every token."""
+
+    def __init__(self, width: int, vocabulary: int, head: str) -> None:
+        made = make_head(head, vocabulary)
+        super().__init__(width, made.num_scores)
+        self.head = made
+
+    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Mean negative log-likelihood."""
+        logs = self.head.log_probs(self(hidden))
+        return -logs.gather(-1, target[..., None]).mean()
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The likeliest words."""
+        return self.head.log_probs(self(hidden)).argmax(-1)
+
+
+class TreeOutput(TreeLinear):
+    """A tree: the scores on one path for every token."""
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The likeliest words."""
+        return self.topk(hidden, 1).indices[..., 0]
+
+
+class AdaptiveOutput(nn.AdaptiveLogSoftmaxWithLoss):
+    """Torch's adaptive softmax: few scores for frequent words, more for others."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, [vocabulary // 16, vocabulary // 4])
+
+    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """Mean negative log-likelihood."""
+        return self(hidden, target).loss
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The likeliest words."""
+        return self.predict(hidden)
+
+
+class LanguageModel(LightningModule):
+    """Predicts each token from those before it.
+
+    Args:
+        head: a tree head (natural, sigmoid) makes the output a tree, any other one a linear layer.
+        vocabulary: K, the number of tokens; follows from the data.
+        output: "adaptive" for torch's adaptive softmax instead of the head.
+        order: which words share a subtree: those that follow the same words, or those that are
+            about equally frequent.
+        tail: option of natural, below which probability a split has logarithmic tails; 0 for none.
+            None: 0.05 where the head has the option. Without tails, words become impossible.
+        width: of embedding and LSTM.
+        layers: of the LSTM.
+        dropout: before and between layers.
+        learning_rate: its peak.
+        warmup: steps to the peak; the rate then falls linearly to 0.
+        sparse: sparse gradients of a tree, for the rows in use.
+        rebuild_at: step at which the tree is built anew from the learned embedding; 0 for never.
+        fisher_every_n_steps: how often a tree's Fisher diagonal is shown to the monitor.
+        fisher_rows: of how many tokens.
+        accuracy_rows: tokens of each batch for which the likeliest word is looked for.
+    """
+
+    options_of_data = ("vocabulary",)
+
+    def __init__(
+        self,
+        head: str = "natural",
+        vocabulary: int = 32768,
+        output: Literal["head", "adaptive"] = "head",
+        order: Literal["cooccurrence", "frequency"] = "cooccurrence",
+        tail: float | None = None,
+        width: int = 256,
+        layers: int = 1,
+        dropout: float = 0.1,
+        learning_rate: float = 2e-3,
+        warmup: int = 100,
+        sparse: bool = True,
+        rebuild_at: int = 0,
+        fisher_every_n_steps: int = 50,
+        fisher_rows: int = 16,
+        accuracy_rows: int = 256,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+        self.output: Any
+        options = head_options(head, tail)
+        if output == "adaptive":
+            self.output = AdaptiveOutput(width, vocabulary)
+        elif isinstance(make_head(head, 2, **options), CatnatHead):
+            first = range(vocabulary)  # until setup knows the text
+            self.output = TreeOutput(width, vocabulary, head, first, sparse=sparse, **options)
+        else:
+            self.output = LinearOutput(width, vocabulary, head)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B, T, width) from tokens (B, T)."""
+        return self.dropout(self.lstm(self.dropout(self.embedding(tokens)))[0])
+
+    def setup(self, stage: str) -> None:
+        """Build the tree from the training tokens; a checkpoint brings its own."""
+        if stage == "fit" and isinstance(self.output, TreeLinear) and self.hparams.order[0] == "c":
+            tokens = self.trainer.datamodule.stream["train"]
+            self.output.set_order(by_cooccurrence(tokens, self.hparams.vocabulary))
+
+    def on_train_start(self) -> None:
+        """Start the clock."""
+        self._clock, self._tokens = time.perf_counter(), 0
+        self._sample: list[Tensor] = []  # hidden states of the steps before the tree is rebuilt
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss of a batch (B, T + 1)."""
+        hidden, target = self.hidden(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        if 0 <= self.hparams.rebuild_at - self.global_step < SAMPLED_STEPS:
+            self._sample.append(hidden.detach())
+            if self.global_step == self.hparams.rebuild_at > 0:
+                sample = self.all_gather(torch.cat(self._sample))  # of all processes: one tree
+                self.rebuild(sample.reshape(-1, hidden.shape[-1])[-SAMPLED_TOKENS:])
+        loss = self.output.nll(hidden, target)
+        self._tokens += target.numel()
+        self._show(hidden)
+        if (self.global_step + 1) % (self.trainer.log_every_n_steps or 1) == 0:
+            rate = self._tokens / (time.perf_counter() - self._clock)
+            self.log_dict({"train/loss": loss.detach(), "train/tokens_per_second": rate})
+        return loss
+
+    def rebuild(self, hidden: Tensor) -> None:
+        """Build the tree anew: words whose embeddings are alike share a subtree."""
+        self.output.reorder(by_embedding(self.embedding.weight), hidden)
+        self._sample = []
+        for parameter in self.output.parameters():
+            self.optimizers(use_pl_optimizer=False).state.pop(parameter, None)
+
+    def _show(self, hidden: Tensor) -> None:
+        """Call the head of a tree on few tokens: the Fisher monitor looks at such calls."""
+        tree = isinstance(self.output, TreeLinear)
+        if tree and self.global_step % self.hparams.fisher_every_n_steps == 0:
+            with torch.no_grad():
+                self.output.head(self.output.scores(hidden[: self.hparams.fisher_rows]))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Loss and accuracy of a batch."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Loss and accuracy of a batch."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Tensor, split: str) -> None:
+        hidden, target = self.hidden(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        rows = slice(self.hparams.accuracy_rows)
+        right = (self.output.best(hidden[rows]) == target[rows]).float().mean()
+        loss = self.output.nll(hidden, target)
+        numbers = {f"{split}/loss": loss, f"{split}/accuracy": right}
+        self.log_dict(numbers, batch_size=len(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        """Perplexity per word."""
+        self._perplexity("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Perplexity per word."""
+        self._perplexity("test")
+
+    def _perplexity(self, split: str) -> None:
+        per_token = self.trainer.callback_metrics[f"{split}/loss"]
+        words_per_token = self.trainer.datamodule.words_per_token[split]
+        self.log(f"{split}/perplexity", torch.exp(per_token / words_per_token))
+
+    def configure_optimizers(self) -> Any:
+        """RowAdam, with a rate that rises and falls linearly."""
+        optimizer = RowAdam(self.parameters(), self.hparams.learning_rate)
+        steps, warmup = self.trainer.estimated_stepping_batches, self.hparams.warmup
+
+        def rate(step: int) -> float:
+            return min((step + 1) / max(1, warmup), max(0.0, 1 - step / steps))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]

@@ -1,0 +1,120 @@
+"""The example project examples/language_model, trained on a tiny text by the command."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import train
+from catnat import CatnatHead, make_head
+
+PROJECT = Path(__file__).resolve().parent.parent / "examples" / "language_model"
+
+
+@pytest.fixture
+def project(monkeypatch, tmp_path):
+    """The folder of the project, and a text in which one word tells the next."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(PROJECT)])
+    draw = random.Random(0)
+    words = [f"w{n}" for n in range(60)]
+    lines = []
+    for _ in range(400):
+        first = draw.randrange(60)
+        lines.append(" ".join(words[(first + 7 * step) % 60] for step in range(12)) + ".\n")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for part in range(40):
+        (folder / f"{part}.txt").write_text("".join(lines[10 * part : 10 * part + 10]))
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    return folder
+
+
+def run(capsys, folder, root, *options, steps=30):
+    command = ["--model", "language_model.LanguageModel", "--data", "language_model.TextData"]
+    sizes = ["--vocabulary=64", "--width=16", "--length=8", "--batch_size=16", "--warmup=5"]
+    where = [f"--path={folder}", f"--default_root_dir={root}", "--accelerator=cpu"]
+    rate = ["--learning_rate=0.03", f"--max_steps={steps}", "--fisher.num_samples=0"]
+    code = train.main([*command, *sizes, *where, *rate, *options])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def metric(out, name):
+    line = next(line for line in out.splitlines() if f" {name} " in line)
+    return float(line.split("│")[2])
+
+
+OUTPUTS = {
+    "natural": ["--head=natural"],
+    "sigmoid by frequency, dense": ["--head=sigmoid", "--order=frequency", "--sparse=false"],
+    "rebuilt": ["--head=natural", "--rebuild_at=10"],
+    "softmax": ["--head=softmax"],
+    "adaptive": ["--head=softmax", "--output=adaptive"],
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_every_output_learns_by_the_command(output, project, tmp_path, capsys):
+    out = run(capsys, project, tmp_path, *OUTPUTS[output])
+    assert metric(out, "test/perplexity") < 35  # 61 words, equally frequent but for the full stop
+    assert 0 <= metric(out, "test/accuracy") <= 1
+
+
+def test_the_vocabulary_of_the_model_is_that_of_the_data(project, tmp_path, capsys):
+    run(capsys, project, tmp_path, "--head=natural", steps=1)
+    (saved,) = tmp_path.rglob("config.yaml")
+    assert yaml.safe_load(saved.read_text())["data"]["vocabulary"] == 64
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert weights["output.weight"].shape == (63, 16)
+    assert sorted(weights["output.order"].tolist()) == list(range(64))
+
+
+def test_a_checkpoint_brings_its_tree(project, tmp_path, capsys):
+    out = run(capsys, project, tmp_path, "--head=natural", steps=10)
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert train.main(["test", "--ckpt_path", str(last)]) == 0
+    again = capsys.readouterr().out
+    assert metric(again, "test/perplexity") == metric(out, "test/perplexity")
+
+
+def test_byte_pairs_report_perplexity_per_word(project, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    out = run(capsys, project, tmp_path, "--tokens=bpe", "--vocabulary=300", steps=5)
+    per_token = metric(out, "test/loss")
+    assert metric(out, "test/perplexity") > torch.tensor(per_token).exp()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "no such file or folder"), ("short.txt", "too little text")],
+)
+def test_wrong_text_gets_a_clear_error(path, message, project, tmp_path):
+    from language_model import TextData
+
+    (tmp_path / "short.txt").write_text("a few words")
+    with pytest.raises((ValueError, OSError), match=message):
+        TextData(str(tmp_path / path)).setup()
+
+
+def test_the_fisher_diagonal_of_a_large_tree_makes_no_matrix(monkeypatch):
+    class OddHead(CatnatHead, name="odd-for-a-large-tree"):
+        def log_split(self, x):
+            return torch.nn.functional.logsigmoid(-x), torch.nn.functional.logsigmoid(x)
+
+    def refuse(*args):
+        raise AssertionError("a matrix of S x S numbers")
+
+    for head, dtype in ((OddHead(1000), torch.float32), (make_head("natural", 9), torch.float64)):
+        scores = torch.randn(2, 3, head.num_scores, dtype=dtype)
+        expected = torch.cat((head.fisher_diagonal(scores).mean(1), torch.zeros(2, 1)), -1)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "diag", refuse)
+            patch.setattr(torch, "diag_embed", refuse)
+            found = head.diagnostics(scores)
+        torch.testing.assert_close(found, expected.float())
