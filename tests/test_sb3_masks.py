@@ -27,7 +27,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from catnat import HeadProbe, make_head
 from catnat.sb3 import (
@@ -281,6 +281,39 @@ def test_an_environment_that_allows_nothing_is_named(space, message):
     model = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
     with pytest.raises(ValueError, match=message.replace("environment", "state")):
         model.learn(32)
+
+
+def in_processes(*kinds):
+    """Environments in a process each; forked, because that is much the fastest."""
+    return SubprocVecEnv(kinds, start_method="fork")
+
+
+def test_environments_in_other_processes_give_their_masks():
+    def alone():
+        return Strict(observation_space=spaces.Box(-1, 1, (3,)))  # a space draws for one only
+
+    apart, here = in_processes(alone, alone), DummyVecEnv([alone, alone])
+    try:
+        one, other = (learned(HeadPPO, "MlpPolicy", env, 2) for env in (apart, here))
+        evaluate_policy(MaskedPlayer(one, apart), apart, 2, deterministic=False, warn=False)
+    finally:
+        apart.close()
+    assert one.uses_masks, "known without asking an environment that is closed"
+    assert distance(one, other) == 0
+    masks = [model.rollout_buffer.tensors.masks for model in (one, other)]
+    assert torch.equal(*masks) and not masks[0].all()
+
+
+def test_another_process_that_allows_nothing_is_named_and_leaves_nobody_waiting():
+    env = in_processes(Guess, Stuck)
+    try:
+        with pytest.raises(ValueError, match="the mask of environment 1 allows no action"):
+            learned(HeadPPO, "MlpPolicy", env, 1)
+        assert not env.waiting
+        env.reset()
+        assert masks_of(env).any(-1).all()
+    finally:
+        env.close()
 
 
 class MaskedHalf(Half):
