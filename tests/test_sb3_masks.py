@@ -112,6 +112,15 @@ def test_the_head_itself_takes_the_mask(head):
         assert torch.allclose(probs[:, :2], free[:, :2], atol=1e-6)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_a_masked_tree_starts_with_even_splits_not_with_even_actions(head):
+    it = make_head(head, 4)
+    dist = HeadDistribution(it).proba_distribution(torch.zeros(1, it.num_scores))
+    dist.apply_masking([[True, True, False, True]])
+    want = [0.25, 0.25, 0, 0.5] if head in TREES else [1 / 3, 1 / 3, 0, 1 / 3]
+    assert dist.distribution.probs[0].tolist() == pytest.approx(want)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
     heads = [make_head("natural", 3), make_head("natural", 2)]
