@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.env_util import make_vec_env
@@ -57,24 +58,40 @@ class Roads(gymnasium.Env[NDArray[np.float32], np.int64]):
         return self.roads[self.town]
 
 
-parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-parser.add_argument("--steps", type=int, default=20_000, help="of all environments together")
-parser.add_argument("--out", default="masked_ppo.png", help="the picture")
-args = parser.parse_args()
+def learn(head: str, masks: bool, steps: int) -> list[float]:
+    """Mean returns of the last 100 episodes, after each rollout."""
+    env = make_vec_env(Roads, 8, seed=0)
+    model = HeadPPO("MlpPolicy", env, policy_kwargs={"head": head}, n_steps=ROLLOUT // 8,
+                    learning_rate=1e-3, masks=masks, seed=0, device="cpu")  # fmt: skip
+    returns: list[float] = []
+    while model.num_timesteps < steps:
+        model.learn(ROLLOUT, reset_num_timesteps=False)
+        returns.append(float(np.mean([game["r"] for game in model.ep_info_buffer or ()])))
+    return returns
 
-figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-for head, colour in (("softmax", "#c51b7d"), ("natural", "#276419")):
-    for masks in (True, False):
-        env = make_vec_env(Roads, 8, seed=0)
-        model = HeadPPO("MlpPolicy", env, policy_kwargs={"head": head}, n_steps=ROLLOUT // 8,
-                        learning_rate=1e-3, masks=masks, seed=0, device="cpu")  # fmt: skip
-        returns: list[float] = []  # means of the last 100 episodes
-        while model.num_timesteps < args.steps:
-            model.learn(ROLLOUT, reset_num_timesteps=False)
-            returns.append(float(np.mean([game["r"] for game in model.ep_info_buffer])))
-        label = f"{head}, {'masks' if masks else 'no masks'}"
-        print(f"{label:20} return {returns[0]:6.1f} at first, {returns[-1]:6.1f} at the end")
-        axes.plot(range(len(returns)), returns, "-" if masks else ":", color=colour, label=label)
-axes.set(xlabel=f"steps / {ROLLOUT}", ylabel="return")
-axes.legend()
-figure.savefig(args.out, dpi=120)
+
+def main() -> None:
+    """Learn with two heads, with and without masks; print the returns, and draw them."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20_000, help="of all environments together")
+    parser.add_argument("--out", default="masked_ppo.png", help="the picture")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    torch.set_num_threads(1)  # small matrices
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for head, colour in (("softmax", "#c51b7d"), ("natural", "#276419")):
+        for masks, line in ((True, "-"), (False, ":")):
+            returns = learn(head, masks, args.steps)
+            label = f"{head}, {'masks' if masks else 'no masks'}"
+            told = f"return {returns[0]:6.1f} at first, {returns[-1]:6.1f} at the end"
+            print(f"{label:20} {told}", flush=True)
+            steps = ROLLOUT * np.arange(1, len(returns) + 1)
+            axes.plot(steps, returns, line, color=colour, label=label)
+    axes.set(xlabel="steps", ylabel="return")
+    axes.legend()
+    figure.savefig(args.out, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
