@@ -11,6 +11,7 @@ back. With a tail natural trains like softmax, and its Fisher matrix stays diago
 """
 
 import argparse
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -24,10 +25,11 @@ HEADS = {name: (name, {}) for name in ("softmax", "sparsemax", "sigmoid", "natur
 HEADS["natural,\ntail 0.05"] = ("natural", {"tail": 0.05})
 STEPS, BATCH, RATES = 600, 64, (3e-4, 1e-3, 3e-3)
 MEASURES = ("test NLL (nats)", "test accuracy", "off-diagonal Fisher mass")
+COLUMNS = (*MEASURES, "labels at probability 0")
 
 
 def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]:
-    """Validation loss, test loss, test accuracy and off-diagonal mass after training."""
+    """Validation loss, then what the table shows of the test digits, after training."""
     torch.manual_seed(seed)
     name, options = HEADS[label]
     loss = HeadNLL(name, num_categories=10, **options)
@@ -42,15 +44,28 @@ def fit(label: str, rate: float, seed: int, x: Tensor, y: Tensor) -> list[float]
     test, labels = scores[500:], y[4000:]
     right = (loss.head(test).mode == labels).float().mean()
     mass = off_diagonal_mass(loss.head.mean_fisher(test))
-    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right, mass)
+    impossible = (loss.head.probs(test).gather(1, labels[:, None]) == 0).float().mean()
+    values = (loss(scores[:500], y[3500:4000]), loss(test, labels), right, mass, impossible)
     return [float(value) for value in values]
+
+
+def picture(text: str) -> Path:
+    """A file for a picture, in a folder that exists."""
+    path = Path(text)
+    if path.suffix not in (".png", ".pdf", ".svg") or path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a .png, .pdf or .svg in a folder that exists, got {text!r}"
+        )
+    return path
 
 
 def main() -> None:
     """Train, print a table, draw."""
-    parser = argparse.ArgumentParser(description="Classify digits with every head")
+    parser = argparse.ArgumentParser(
+        description="Classify digits with every head", usage=argparse.SUPPRESS
+    )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--out", default="classify.png", help="picture")
+    parser.add_argument("--out", type=picture, default="classify.png", help="picture")
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {args.seeds}")
@@ -59,21 +74,21 @@ def main() -> None:
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in MEASURES))
+    print(f"{'head':20} {'rate':>7} " + " ".join(f"{each:>26}" for each in COLUMNS))
     for label in HEADS:
         grid = [[fit(label, rate, seed, x, y) for seed in range(args.seeds)] for rate in RATES]
         runs = torch.tensor(grid)  # (rates, seeds, values)
         best = int(runs[..., 0].mean(1).argmin())
         shown = " ".join(f"{value:>26.3f}" for value in runs[best, :, 1:].mean(0))
         print(f"{' '.join(label.split()):20} {RATES[best]:7g} {shown}", flush=True)
-        for axes, values in zip(panels, runs[best, :, 1:].T, strict=True):
+        for axes, values in zip(panels, runs[best, :, 1:4].T, strict=True):
             axes.bar(label, float(values.mean()), color="#9ecae1")
             axes.plot([label] * args.seeds, values.tolist(), "o", color="black", markersize=4)
     for axes, title in zip(panels, MEASURES, strict=True):
         axes.set(title=title)
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_yscale("log")
-    figure.savefig(args.out, dpi=150)
+    figure.savefig(args.out, dpi=110)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,18 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "digits.png").stat().st_size > 10_000
 
 
-def test_no_seed_is_an_error(example, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["classify.py", "--seeds", "0"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--out", "no/such/x.png"], "in a folder that exists, got 'no/such/x.png'"),
+        (["--out", "digits.txt"], "must be a .png, .pdf or .svg"),
+    ],
+)
+def test_bad_input_gets_one_line_before_the_training(example, arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["classify.py", *arguments])
     with pytest.raises(SystemExit) as exit_:
         example.main()
     assert exit_.value.code == 2
-    assert "--seeds must be at least 1, got 0" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and len(err.splitlines()) == 1
