@@ -10,6 +10,7 @@ alone, and the picture shows what they imagine below what happens:
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -90,10 +91,16 @@ def imagine(head, params, frames):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="A discrete world model", usage=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--out", default="world_model.png")
+    parser.add_argument("--out", type=Path, default=Path("world_model.png"))
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    folder = options.out.parent
+    if options.out.suffix not in (".png", ".pdf", ".svg") or not folder.is_dir():
+        kinds = "a .png, .pdf or .svg in a folder that exists"
+        parser.error(f"--out must be {kinds}, got {str(options.out)!r}")
     rows = {"what happens": bouncing_balls(np.random.default_rng(1), 1)[0]}
     for head in HEADS:
         params, error = train(head, options.steps)

@@ -16,8 +16,8 @@ def example():
 
 
 def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "STEPS", 2)
-    monkeypatch.setattr("sys.argv", ["classify.py", "--out", str(tmp_path / "digits.png")])
+    options = ["--steps", "2", "--out", str(tmp_path / "digits.png")]
+    monkeypatch.setattr("sys.argv", ["classify.py", *options])
     example.main()
     lines = capsys.readouterr().out.splitlines()
     heads = ["softmax", "sparsemax", "sigmoid", "natural", "natural, tail 0.05"]
@@ -25,7 +25,7 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "digits.png").stat().st_size > 10_000
 
 
-def test_no_seed_is_an_error(example, monkeypatch, capsys):
+def test_bad_input_gets_one_line_before_the_training(example, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["classify.py", "--seeds", "0"])
     with pytest.raises(SystemExit) as exit_:
         example.main()
