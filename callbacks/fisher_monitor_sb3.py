@@ -10,10 +10,15 @@ from stable_baselines3.common.logger import Image, KVWriter, TensorBoardOutputFo
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
-from catnat.callbacks.fisher_diagnostics import matrices_of, scalars_of
+from catnat.callbacks.fisher_diagnostics import (
+    matrices_of,
+    require_pairs,
+    sampled_scalars_of,
+    scalars_of,
+)
 from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
 from catnat.checks import require_at_least
-from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
+from catnat.fisher import paired_mean_fishers
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import unchecked
 from catnat.sb3.buffers import DeviceRolloutBuffer, map_observations
@@ -38,7 +43,7 @@ class FisherMonitorSB3(BaseCallback):
 
     Args:
         every_n_rollouts: observe each n-th rollout.
-        num_samples: M, draws per state for the sampled mass; 0 leaves it out.
+        num_samples: M, draws per state for the sampled masses, at least 2; 0 leaves them out.
         max_states: if a rollout has more states, take this many at random.
         image_every_n_rollouts: draw G after each n-th rollout, too; 0 for no pictures at all.
         seed: seed of the draws.
@@ -48,14 +53,15 @@ class FisherMonitorSB3(BaseCallback):
     def __init__(
         self,
         every_n_rollouts: int = 1,
-        num_samples: int = 1,
+        num_samples: int = 2,
         max_states: int = 4096,
         image_every_n_rollouts: int = 1000,
         seed: int = 0,
         verbose: int = 0,
     ) -> None:
         require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
-        require_at_least(0, num_samples=num_samples, image_every_n_rollouts=image_every_n_rollouts)
+        require_at_least(0, image_every_n_rollouts=image_every_n_rollouts)
+        require_pairs(num_samples)
         super().__init__(verbose)
         self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
         self.max_states, self.seed = max_states, seed
@@ -103,8 +109,7 @@ class FisherMonitorSB3(BaseCallback):
             if not bool((free := scores.isfinite()).all()):  # infinite: decided by a mask
                 values["saturated"] = float(head.saturated(scores)[free].float().mean())
             if self.num_samples:
-                sampled = sampled_mean_fisher(head, scores, self.num_samples, self._generator)
-                values["off_diagonal_mass_sampled"] = float(off_diagonal_mass(sampled))
+                values |= self._sampled(head, scores)
             self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
             if self.image_every_n_rollouts:
                 self._undrawn.append((f"{prefix}/mean", head, matrices_of(head, diagnostics)[0]))
@@ -113,6 +118,13 @@ class FisherMonitorSB3(BaseCallback):
         self.latest["train/entropy"] = float(entropy)
         for tag, value in self.latest.items():
             self.logger.record(tag, value)
+
+    def _sampled(self, head: CategoricalHead, scores: Tensor) -> dict[str, float]:
+        """Masses by name, from draws at each row of scores (B, S)."""
+        size = (self.num_samples, len(scores))
+        levels = torch.rand(size, generator=self._generator, device=scores.device)
+        (values,) = sampled_scalars_of(paired_mean_fishers(head, scores, levels)[None])
+        return values
 
     def _on_training_end(self) -> None:
         self._record_pictures()

@@ -24,7 +24,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.fisher import off_diagonal_mass
+from catnat.callbacks.fisher_diagnostics import SAMPLED, sampled_scalars_of
+from catnat.fisher import off_diagonal_mass, paired_mean_fishers
 from catnat.sb3 import (
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TAGS = {
     "fim/off_diagonal_mass",
     "fim/off_diagonal_mass_fro",
-    "fim/off_diagonal_mass_sampled",
+    *(f"fim/{name}" for name in SAMPLED),
     "fim/condition_number",
     "fim/saturated",
 }
@@ -100,6 +101,21 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
     assert algorithm is A2C or "train/approx_kl" in rows[96]
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_the_sampled_masses_are_those_of_fisher_monitor(head):
+    monitor = Kept(num_samples=4, seed=7)
+    model, rows = run(head, monitor=monitor, steps=64)
+    generator = torch.Generator().manual_seed(7)
+    for (states, weights), row in zip(monitor.seen, rows.values(), strict=True):
+        model.policy.load_state_dict(weights)
+        with torch.no_grad():
+            scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(states))
+        levels = torch.rand(4, 32, generator=generator)
+        pairs = paired_mean_fishers(model.policy.heads[0], scores, levels)
+        (want,) = sampled_scalars_of(pairs[None])
+        assert {name: row[f"fim/{name}"] for name in SAMPLED} == pytest.approx(want, abs=1e-5)
+
+
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
 def test_what_is_learned_stays_the_same(algorithm):
     models = [run("sigmoid", algorithm, monitor)[0] for monitor in (None, FisherMonitorSB3())]
@@ -112,7 +128,7 @@ def test_steps_are_right_when_the_logger_writes_seldom():
     _, rows = run(monitor=monitor, log_interval=2, steps=5 * 32)
     seen = [step for step, row in rows.items() if "fim/off_diagonal_mass" in row]
     assert seen == [32, 96, 160]
-    assert not any("fim/off_diagonal_mass_sampled" in row for row in rows.values())
+    assert not any(f"fim/{name}" in row for row in rows.values() for name in SAMPLED)
     assert "rollout/ep_rew_mean" in rows[64] and "fim/saturated" not in rows[64]
 
 
@@ -239,9 +255,9 @@ def test_the_fisher_matrix_is_that_of_the_allowed_actions(head, algorithm):
     want = off_diagonal_mass(exact).item()
     assert row["fim/off_diagonal_mass"] == pytest.approx(want, abs=1e-4)
     assert row["fim/off_diagonal_mass_sampled"] == pytest.approx(want, abs=0.1)
-    assert row["fim/off_diagonal_mass_fro"] == pytest.approx(
-        off_diagonal_mass(exact, "fro").item(), abs=1e-4
-    )
+    frobenius = off_diagonal_mass(exact, "fro").item()
+    assert row["fim/off_diagonal_mass_fro"] == pytest.approx(frobenius, abs=1e-4)
+    assert row["fim/off_diagonal_share_sampled"] == pytest.approx(frobenius**2, abs=0.05)
     if head in ("sigmoid", "natural"):
         assert row["fim/off_diagonal_mass"] == 0, "a masked tree stays diagonal"
     assert row["fim/saturated"] == 0, "splits that a mask decides do not count"
@@ -301,6 +317,11 @@ def test_a_policy_without_a_head_is_refused():
 def test_bad_options_are_refused(option):
     with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
         FisherMonitorSB3(**{option: 0})
+
+
+def test_one_draw_for_each_state_is_refused():
+    with pytest.raises(ValueError, match="num_samples must be 0 or at least 2, got 1"):
+        FisherMonitorSB3(num_samples=1)
 
 
 def test_importing_callbacks_leaves_stable_baselines_alone():

@@ -27,12 +27,12 @@ class Cauchy(CatnatHead):
 
 
 def ordered(name, K=5, order=ORDER, **options):
-    if name == "cauchy":
+    if name == "own":
         return Cauchy(K, order=order, **options)
     return make_head(name, K, order=order, **options)
 
 
-TREES = (*CATNAT, "cauchy")
+TREES = (*CATNAT, "own")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

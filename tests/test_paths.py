@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, DTYPES, HEADS, leaf_path, random_scores
+from cases import CATEGORIES, CATNAT, DTYPES, FUSED, HEADS, leaf_path, make, random_scores
 from scipy.stats import chisquare
 from torch.distributions import Independent
 
@@ -373,9 +373,9 @@ def no_full_tree(monkeypatch):
 
 
 @pytest.mark.parametrize("K", [2, 5, 32])
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", FUSED)
 def test_a_distribution_computes_all_log_probabilities_only_when_asked(name, K, no_full_tree):
-    head = make_head(name, K)
+    head = make(name, K)
     q = head(torch.randn(3, K - 1, requires_grad=True))
     for each in (q, q.expand((2, 3)), Independent(q, 1)):
         each.log_prob(each.sample()).sum().backward()
@@ -401,9 +401,9 @@ def test_asking_for_log_probabilities_changes_no_answer(name, K):
     assert torch.equal(*samples)
 
 
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", FUSED)
 def test_an_expanded_distribution_keeps_its_scores_and_draws_anew(name, no_full_tree):
-    head = make_head(name, 5)
+    head = make(name, 5)
     q = head(torch.zeros(2, 1, 4))
     wide = q.expand((50, 2, 6))
     assert wide.log_prob(torch.tensor(3)).shape == (50, 2, 6)
@@ -441,9 +441,9 @@ def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
         assert q.log_prob(q.sample()).shape == q.entropy().shape == (3,)
 
 
-@pytest.mark.parametrize("name", CATNAT)
+@pytest.mark.parametrize("name", FUSED)
 def test_scores_changed_in_place_never_give_a_wrong_number(name):
-    head, scores = make_head(name, 5), torch.zeros(3, 4)
+    head, scores = make(name, 5), torch.zeros(3, 4)
     early, late = head(scores), head(scores)
     want = early.logits.clone()
     scores += 1

@@ -27,7 +27,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from catnat import HeadProbe, make_head
 from catnat.sb3 import (
@@ -110,6 +110,15 @@ def test_the_head_itself_takes_the_mask(head):
     if head in TREES:  # what was the forbidden leaf's is its sibling's
         assert torch.allclose(probs[:, 3], free[:, 2] + free[:, 3], atol=1e-6)
         assert torch.allclose(probs[:, :2], free[:, :2], atol=1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_masked_tree_starts_with_even_splits_not_with_even_actions(head):
+    it = make_head(head, 4)
+    dist = HeadDistribution(it).proba_distribution(torch.zeros(1, it.num_scores))
+    dist.apply_masking([[True, True, False, True]])
+    want = [0.25, 0.25, 0, 0.5] if head in TREES else [1 / 3, 1 / 3, 0, 1 / 3]
+    assert dist.distribution.probs[0].tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -281,6 +290,39 @@ def test_an_environment_that_allows_nothing_is_named(space, message):
     model = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
     with pytest.raises(ValueError, match=message.replace("environment", "state")):
         model.learn(32)
+
+
+def in_processes(*kinds):
+    """Environments in a process each; forked, because that is much the fastest."""
+    return SubprocVecEnv(kinds, start_method="fork")
+
+
+def test_environments_in_other_processes_give_their_masks():
+    def alone():
+        return Strict(observation_space=spaces.Box(-1, 1, (3,)))  # a space draws for one only
+
+    apart, here = in_processes(alone, alone), DummyVecEnv([alone, alone])
+    try:
+        one, other = (learned(HeadPPO, "MlpPolicy", env, 2) for env in (apart, here))
+        evaluate_policy(MaskedPlayer(one, apart), apart, 2, deterministic=False, warn=False)
+    finally:
+        apart.close()
+    assert one.uses_masks, "known without asking an environment that is closed"
+    assert distance(one, other) == 0
+    masks = [model.rollout_buffer.tensors.masks for model in (one, other)]
+    assert torch.equal(*masks) and not masks[0].all()
+
+
+def test_another_process_that_allows_nothing_is_named_and_leaves_nobody_waiting():
+    env = in_processes(Guess, Stuck)
+    try:
+        with pytest.raises(ValueError, match="the mask of environment 1 allows no action"):
+            learned(HeadPPO, "MlpPolicy", env, 1)
+        assert not env.waiting
+        env.reset()
+        assert masks_of(env).any(-1).all()
+    finally:
+        env.close()
 
 
 class MaskedHalf(Half):

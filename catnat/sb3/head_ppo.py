@@ -91,6 +91,9 @@ class HeadPPO(PPO):
         "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
     }
     rollout_buffer: DeviceRolloutBuffer
+    # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
+    # environment later would fail: it may be closed, or in the middle of a step.
+    uses_masks: bool = False
 
     def __init__(
         self,
@@ -291,7 +294,7 @@ class HeadPPO(PPO):
         super()._setup_model()
         self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
         self._captured = False
-        _ = self.uses_masks  # raises an error if masks are asked for and cannot be had
+        self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
         super()._maybe_recommend_cpu(mlp_class_name)
@@ -303,6 +306,7 @@ class HeadPPO(PPO):
             return super().learn(*args, **kwargs)
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        self.uses_masks = self._decide_masks()  # there may be another environment
         self._prepare()
         return super()._setup_learn(*args, **kwargs)
 
@@ -324,9 +328,7 @@ class HeadPPO(PPO):
         self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
         self._estimate: Callable[[Tensor], Tensor] = replay(buffer.estimate_advantages)
 
-    @property
-    def uses_masks(self) -> bool:
-        """Whether training uses masks of the environment; see the argument ``masks``."""
+    def _decide_masks(self) -> bool:
         return self.env is not None and decide(self.masks, self.policy, self.env)
 
     def predict(
@@ -355,6 +357,7 @@ class HeadPPO(PPO):
 
     def _excluded_save_params(self) -> list[str]:
         made_anew = ["_collector", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
+        made_anew += ["uses_masks"]
         if self.rollout_buffer_class is DeviceRolloutBuffer:  # each PPO that loads has its own
             made_anew.append("rollout_buffer_class")
         return [*super()._excluded_save_params(), *made_anew]

@@ -39,7 +39,9 @@ class HeadPolicy(_Base):
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
     ``action_masks``, see :mod:`catnat.sb3.masks`. The heads themselves take the masks: the Fisher
-    matrix of a masked tree stays diagonal.
+    matrix of a masked tree stays diagonal. A tree shares its probability between the halves of each
+    split, however few actions a mask leaves in a half: with scores of zero the allowed actions of
+    softmax are equally likely, those of a tree are not.
 
     Args:
         observation_space: the space of the environment.
