@@ -2,7 +2,7 @@
 
 Each of 32 towns has roads to a few others. An action names the next town; where there is no road, a
 step is lost. An episode ends at the last town, or after 40 steps. ``action_masks()`` says where
-roads lead; HeadPPO finds that method by itself. The picture shows the return over rollouts.
+roads lead; HeadPPO finds that method by itself. The picture shows the return over steps.
 """
 
 import argparse
@@ -47,14 +47,14 @@ class Roads(gymnasium.Env):
 
 
 def learn(head, masks, steps):
-    """Mean returns of the last 100 episodes, after each rollout."""
+    """Steps so far and mean returns of the last 100 episodes, after each rollout."""
     options = {"policy_kwargs": {"head": head}, "n_steps": ROLLOUT // 8, "learning_rate": 1e-3}
     games, returns = make_vec_env(Roads, 8, seed=0), []
     model = HeadPPO("MlpPolicy", games, masks=masks, seed=0, device="cpu", **options)
     while model.num_timesteps < steps:
         model.learn(ROLLOUT, reset_num_timesteps=False)
-        returns.append(np.mean([game["r"] for game in model.ep_info_buffer]))
-    return returns
+        returns.append((model.num_timesteps, np.mean([game["r"] for game in model.ep_info_buffer])))
+    return np.array(returns).T
 
 
 def main():
@@ -67,11 +67,11 @@ def main():
     torch.set_num_threads(1)  # small matrices
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for head, colour in (("softmax", "#c51b7d"), ("natural", "#276419")):
-        for masks, line in ((True, "-"), (False, ":")):
-            returns, label = learn(head, masks, args.steps), f"{head}, {'no ' * (not masks)}masks"
+        for masks, line, no in ((True, "-", ""), (False, ":", "no ")):
+            (steps, returns), label = learn(head, masks, args.steps), f"{head}, {no}masks"
             print(f"{label:20} return {returns[0]:6.1f} at first, {returns[-1]:6.1f} at the end")
-            axes.plot(returns, line, color=colour, label=label)
-    axes.set(xlabel=f"rollouts of {ROLLOUT} steps", ylabel="return")
+            axes.plot(steps, returns, line, color=colour, label=label)
+    axes.set(xlabel="steps", ylabel="return")
     axes.legend()
     figure.savefig(args.out, dpi=120)
 
