@@ -70,7 +70,11 @@ def run(script: Path, folder: Path, fast: bool) -> None:
     picture = folder / f"{script.stem}.png"
     picture.unlink(missing_ok=True)
     NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        extra_arguments=["--log-level=ERROR"],  # it would warn that it listens without encryption
     ).execute()
     if not picture.is_file():
         raise FileNotFoundError(f"{script.name} drew no picture {picture.name}")
