@@ -60,9 +60,7 @@ def main() -> None:
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
     figure, panels = plt.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
-    print(
-        f"{'head':20} {'rate':>7} " + " ".join(f"{m:>26}" for m in (*MEASURES, "labels at p = 0"))
-    )
+    print(f"{'head':20} {'rate':>7}" + "".join(f"{m:>27}" for m in (*MEASURES, "labels at 0")))
     for label in HEADS:
         tried = [[fit(label, r, s, x, y, args.steps) for s in range(args.seeds)] for r in RATES]
         runs = torch.tensor(tried)  # (rates, seeds, values)
