@@ -131,7 +131,11 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         return filled
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """:meth:`masked` without its checks: -inf for forbidden categories."""
+        """:meth:`masked` without its checks."""
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Scores with infinite ones where the mask decides: -inf for forbidden categories."""
         self._require_a_score_for_each_category()
         return torch.where(mask, scores, -torch.inf)
 

@@ -49,8 +49,8 @@ class MixedHead(CategoricalHead):
         """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
 
         A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
-        the scores are :meth:`masked`. What is above 0 and below mix / n is out of reach and a
-        ValueError; NaN where looking at the values would wait for a device.
+        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
+        reach and a ValueError; NaN where looking at the values would wait for a device.
         """
         q = self._checked_probs(probs)
         allowed = ~(q <= 0)  # NaN passes
@@ -65,7 +65,7 @@ class MixedHead(CategoricalHead):
             )
         p = torch.where(allowed, (q - share).clamp_min(0), 0.0)
         p = torch.where(low.any(-1, keepdim=True), torch.nan, p / p.sum(-1, keepdim=True))
-        return self.masked(self.inner.inverse(p.to(probs.dtype)), allowed)
+        return self.inner._filled(self.inner.inverse(p.to(probs.dtype)), allowed)
 
     def fisher(self, scores: Tensor) -> Tensor:
         """(1 - mix)^2 J^T diag(1/q) J, (*, S) -> (*, S, S)."""

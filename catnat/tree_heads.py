@@ -129,8 +129,20 @@ class CatnatHead(CategoricalHead):
         """A split with one empty side goes to the other; a node without leaves is never reached.
 
         So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
-        P(node) of a node that is never reached.
+        P(node) of a node that is never reached. With ``uniform_at_zero`` the other nodes get the
+        centres at which zero scores give the uniform distribution over the allowed categories. The
+        centres of the whole tree would favour categories whose neighbours are forbidden.
         """
+        if self.uniform_at_zero:
+            left, right = subtree_sums(self._to_leaves(mask).double())  # numbers of allowed leaves
+            both = (left > 0) & (right > 0)
+            share = torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
+            shares = right_shares(self.num_categories).to(share.device)
+            moved = self._at_share(share) - self._at_share(shares)  # exactly 0 if all are allowed
+            scores = scores + moved.to(scores.dtype)
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         # Whether a side allows a category: + of bools is "or".
         left, right = subtree_sums(self._to_leaves(mask))
         one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
@@ -260,10 +272,13 @@ class CatnatHead(CategoricalHead):
         shares = right_shares(self.num_categories).to(device)
         if not self.uniform_at_zero:
             return torch.full_like(shares, self.center)
-        offset = -self.split.inverse(1 - shares, shares)
-        if not isinstance(self.split, CustomSplit):  # symmetric: a(0) = 1/2 exactly
-            offset = torch.where(shares == 0.5, 0.0, offset)
-        return offset + self.center
+        return self.center - self._at_share(shares)
+
+    def _at_share(self, shares: Tensor) -> Tensor:
+        """x at which a(x) is the share, in float64."""
+        x = self.split.inverse(1 - shares, shares)
+        symmetric = not isinstance(self.split, CustomSplit)  # a(0) = 1/2 exactly
+        return torch.where(shares == 0.5, 0.0, x) if symmetric else x
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,9 @@ from cases import (
     GRID,
     HEADS,
     autograd_fisher,
+    exact_split,
     leaf_path,
+    own_splits,
     random_scores,
 )
 from cases import make as make_case
@@ -21,7 +24,14 @@ from entmax import sparsemax
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from catnat import CategoricalHead, CatnatHead, HeadProbe, make_head
+from catnat import (
+    CategoricalHead,
+    CatnatHead,
+    HeadProbe,
+    NaturalHead,
+    SigmoidHead,
+    make_head,
+)
 from catnat.callbacks import FisherMonitor
 from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
 from catnat.numerics import safe_log
@@ -73,12 +83,20 @@ def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -
             mask, over(scores[mask], -1)
         )
     K, probs = head.num_categories, []
-    logs = head.split.log_split(scores, head._constants(scores))
+    bits = [[b for c in range(K) if mask[c] for i, b in leaf_path(c, K) if i == node]
+            for node in range(K - 1)]  # fmt: skip
+    # At a node with two open sides zero must give the share of the allowed leaves.
+    shares = [mpmath.mpf(sum(b)) / len(b) if len(set(b)) == 2 else mpmath.mpf(0.5) for b in bits]
+    if isinstance(head, (SigmoidHead, NaturalHead)):
+        both = [exact_split(head, mpmath.mpf(float(s)), share)
+                for s, share in zip(scores, shares, strict=True)]  # fmt: skip
+    else:
+        both = own_splits(head, scores.tolist(), shares)
     for k in range(K):
         p = 1.0
         for node, bit in leaf_path(k, K):
-            open_bits = {b for c in range(K) if mask[c] for i, b in leaf_path(c, K) if i == node}
-            p *= float(logs[bit][node].exp()) if open_bits == {0, 1} else bit in open_bits
+            open_bits = set(bits[node])
+            p *= float(mpmath.exp(both[node][bit])) if len(open_bits) == 2 else bit in open_bits
         probs.append(p)
     return torch.tensor(probs, dtype=scores.dtype)
 
@@ -91,6 +109,30 @@ def test_the_probabilities_are_those_of_the_head_without_the_forbidden_categorie
     got = head(scores, mask=mask).probs
     for row, each, allowed in zip(got, scores, mask, strict=True):
         assert torch.allclose(row, restricted(name, head, each, allowed), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_zero_scores_are_uniform_over_the_allowed_categories(kind):
+    for K in (2, 3, 5, 8, 18):
+        head, mask = make(kind, K), random_mask(30, K)
+        got = head(torch.zeros(30, head.num_scores), mask=mask).probs
+        assert torch.allclose(got, mask / mask.sum(-1, keepdim=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_mask_that_allows_everything_changes_no_bit(kind):
+    head = make(kind, 11)
+    scores = random_scores(head, 20).float()
+    everything = torch.ones(20, 11, dtype=torch.bool)
+    assert torch.equal(head.masked(scores, everything), scores)
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_without_uniform_at_zero_a_mask_moves_no_split(name):
+    head = make_head(name, 6, uniform_at_zero=False)
+    scores, mask = random_scores(head, 20), random_mask(20, 6)
+    got = head.masked(scores, mask)
+    assert torch.equal(got[got.isfinite() & (got != 0)], scores[got.isfinite() & (got != 0)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,10 +38,9 @@ class HeadPolicy(_Base):
     the likeliest of all categories; a tree does not decide it split by split.
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
-    ``action_masks``, see :mod:`catnat.sb3.masks`. The heads themselves take the masks: the Fisher
-    matrix of a masked tree stays diagonal. A tree shares its probability between the halves of each
-    split, however few actions a mask leaves in a half: with scores of zero the allowed actions of
-    softmax are equally likely, those of a tree are not.
+    ``action_masks``, see :mod:`catnat.sb3.masks`. The heads themselves take the masks: with scores
+    of zero the allowed actions are equally likely, and the Fisher matrix of a masked tree stays
+    diagonal.
 
     Args:
         observation_space: the space of the environment.
