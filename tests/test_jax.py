@@ -14,11 +14,17 @@ import re
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 # Compiling takes the time of these tests, half of it for making code fast. So a test compiles one
 # function where it can: JAX compiles every operation outside of jit alone.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# XLA ends the process at a flag that it does not know.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +38,9 @@ import catnat
 from catnat.jax import Categorical, MixedHead, NaturalHead, head_names, make_head
 from catnat.jax.numerics import uniform as accurate_uniform
 
+AS_USERS_HAVE_IT = {"xla_backend_optimization_level": 3}
+if version("jaxlib").startswith("0.10."):
+    AS_USERS_HAVE_IT["xla_cpu_use_fusion_emitters"] = True
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = head_names()
 CATNAT = ("sigmoid", "natural")
@@ -41,7 +50,6 @@ TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
 WIDTHS = {np.float32: (3, 18, 1000), np.float64: (5,)}
 GRID = [(name, K, dtype) for name in HEADS for dtype, some in WIDTHS.items() for K in some]
 GRID += [("sigmoid", 2, np.float32), ("natural", 32, np.float64), ("tail", 5, np.float64)]
-AS_USERS_HAVE_IT = {"xla_backend_optimization_level": 3}  # compiling takes twice the time
 SCALES = (0.1, 1.0, 3.0, 30.0)  # the last saturates natural and sparsemax
 
 
@@ -520,8 +528,8 @@ def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
 @pytest.mark.parametrize("name", ["sparsemax", "natural"])
 def test_jit_vmap_and_grad_agree_with_plain_calls(name):
     head = make_head(name, 5)
-    scores = scores_for(head, np.float32)[:12]
-    value = jnp.arange(12) % 5
+    scores = scores_for(head, np.float32)[:4]
+    value = np.arange(4)
 
     def loss(s, v):
         return head(s).log_prob(v) + head(s).entropy()
@@ -529,7 +537,7 @@ def test_jit_vmap_and_grad_agree_with_plain_calls(name):
     plain = jax.grad(loss)(scores[0], value[0])
     got = jax.jit(jax.vmap(jax.grad(loss)))(scores, value)
     assert difference(got[0], plain, by_row=True) < 2e-6
-    keys = jax.random.split(jax.random.key(0), 12)
+    keys = jax.random.split(jax.random.key(0), 4)
     drawn, one = jax.jit(jax.vmap(head.sample))(keys, scores), jax.jit(head.sample)
     assert drawn.tolist() == [int(one(k, s)) for k, s in zip(keys, scores, strict=True)]
     static = jax.jit(lambda head, s: head.probs(s), static_argnums=0)
