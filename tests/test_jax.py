@@ -268,7 +268,7 @@ def test_fisher_is_that_of_automatic_differentiation(name, mix, dtype):
 
 
 def masked_by_definition(head, scores, mask):
-    """Scores that a mask fills with infinities, by loops over the definition."""
+    """Where a mask fills scores with infinities, by loops over the definition; else NaN."""
     scores, K = np.array(scores), head.num_categories
     if head.num_scores == K:
         return np.where(mask, scores, -np.inf)
@@ -278,7 +278,7 @@ def masked_by_definition(head, scores, mask):
         for node, bit in leaf_path(order[k], K):
             sides[node, bit] = True
     fill = {(True, False): -np.inf, (False, True): np.inf, (False, False): 0.0}
-    return np.array([fill.get(tuple(s), x) for s, x in zip(sides, scores, strict=True)])
+    return np.array([fill.get(tuple(s), np.nan) for s in sides])
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -301,9 +301,13 @@ def test_masks(name):
 
     filled, allowed, logits, probs, drawn, gradient = map(np.asarray, compute(scores, mask))
     for row, s, m in zip(filled, scores, mask, strict=True):
-        assert np.array_equal(row, masked_by_definition(head, s, m).astype(np.float32))
+        fill = masked_by_definition(head, s, m).astype(np.float32)
+        assert np.array_equal(row[~np.isnan(fill)], fill[~np.isnan(fill)])
+        assert np.isfinite(row[np.isnan(fill)]).all()
     theirs = other(torch.tensor(scores), torch.tensor(mask))
-    assert np.array_equal(filled, other.masked(torch.tensor(scores), torch.tensor(mask)))
+    of_torch = other.masked(torch.tensor(scores), torch.tensor(mask)).numpy()
+    assert np.allclose(filled, of_torch, atol=2e-6, rtol=0)
+    assert np.array_equal(head.masked(scores, np.ones_like(mask)), scores)
     assert difference(logits, theirs.logits) < 2e-6
     assert np.array_equal(allowed, mask)
     assert not probs[~mask].any() and np.isfinite(logits).all() and np.isfinite(gradient).all()

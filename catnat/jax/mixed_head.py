@@ -53,8 +53,8 @@ class MixedHead(CategoricalHead):
         """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
 
         A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
-        the scores are :meth:`masked`. What is above 0 and below mix / n is out of reach: an error
-        where it can be seen, and NaN elsewhere.
+        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
+        reach: an error where it can be seen, and NaN elsewhere.
         """
         q = self._checked_probs(probs)
         allowed = ~(q <= 0)  # NaN passes
@@ -68,7 +68,7 @@ class MixedHead(CategoricalHead):
             )
         p = jnp.where(allowed, jnp.maximum(q - share, 0.0), 0.0)
         p = jnp.where(low.any(-1, keepdims=True), jnp.nan, p / p.sum(-1, keepdims=True))
-        return self.masked(self.inner.inverse(p), allowed)
+        return self.inner._filled(self.inner.inverse(p), allowed)
 
     def fisher(self, scores: Array) -> Array:
         """(1 - mix)^2 J^T diag(1/q) J with the Jacobian J of p, (*, S) -> (*, S, S)."""
