@@ -127,6 +127,10 @@ class CategoricalHead(ABC):
         return jnp.where(some[..., None], self._masked(scores, mask), jnp.nan)
 
     def _masked(self, scores: Array, mask: Array) -> Array:
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Array, mask: Array) -> Array:
+        """Scores with infinite ones where the mask decides."""
         return jnp.where(mask, scores, -jnp.inf)
 
     def allowed(self, scores: Array) -> Array:

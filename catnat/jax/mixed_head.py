@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from catnat.checks import require_within
 from catnat.jax.categorical_head import CategoricalHead
-from catnat.jax.numerics import LOG_ZERO
+from catnat.jax.numerics import can_branch_on
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,32 @@ class MixedHead(CategoricalHead):
         return self.inner.num_scores
 
     def log_probs(self, scores: Array) -> Array:
-        """log((1 - mix) p + mix / n), (*, S) -> (*, K)."""
+        """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
         log_p, allowed = self.inner.log_probs(scores), self.inner.allowed(scores)
         n = allowed.sum(-1, keepdims=True).astype(log_p.dtype)
         mixed = jnp.logaddexp(log_p + math.log1p(-self.mix), math.log(self.mix) - jnp.log(n))
-        return jnp.where(allowed, mixed, LOG_ZERO)
+        return jnp.where(allowed, mixed, log_p)
 
     def inverse(self, probs: Array) -> Array:
-        """Scores whose p is (q - mix / K) / (1 - mix), floored at 0 where q is below mix / K."""
+        """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
+
+        A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
+        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
+        reach: an error where it can be seen, and NaN elsewhere.
+        """
         q = self._checked_probs(probs)
-        p = jnp.maximum(q - self.mix / self.num_categories, 0.0)
-        return self.inner.inverse(p / p.sum(-1, keepdims=True))
+        allowed = ~(q <= 0)  # NaN passes
+        share = self.mix / allowed.sum(-1, keepdims=True).astype(q.dtype)
+        low = allowed & (q < share * (1 - 32 * float(jnp.finfo(q.dtype).eps)))
+        if can_branch_on(low) and bool(low.any()):
+            where = tuple(np.argwhere(np.asarray(low))[0])
+            raise ValueError(
+                f"with mix={self.mix:g} a probability must be 0 or at least "
+                f"{float(share[where[:-1]][0]):.4g}, got {float(q[where]):.4g}"
+            )
+        p = jnp.where(allowed, jnp.maximum(q - share, 0.0), 0.0)
+        p = jnp.where(low.any(-1, keepdims=True), jnp.nan, p / p.sum(-1, keepdims=True))
+        return self.inner._filled(self.inner.inverse(p), allowed)
 
     def fisher(self, scores: Array) -> Array:
         """(1 - mix)^2 J^T diag(1/q) J with the Jacobian J of p, (*, S) -> (*, S, S)."""

@@ -127,7 +127,24 @@ class CatnatHead(CategoricalHead):
         return jnp.where(left + right <= 0, 0.0, scores)
 
     def _masked(self, scores: Array, mask: Array) -> Array:
-        """A split with one empty side goes to the other; a node without leaves is never reached."""
+        """A split with one empty side goes to the other; a node without leaves is never reached.
+
+        With ``uniform_at_zero`` the other nodes get the centres at which zero scores give the
+        uniform distribution over the allowed categories.
+        """
+        if self.uniform_at_zero:
+            left, right = subtree_sums(self._by_leaf(mask.astype(jnp.int32)))
+            every = sum(subtree_sums(jnp.ones(self.num_categories, jnp.int32)))
+            moves = (left > 0) & (right > 0) & (left + right < every)
+            # Half and half where nothing moves, and the result is not used.
+            number = jnp.where(moves, left + right, 2).astype(scores.dtype)
+            sides = (jnp.where(moves, each, 1).astype(scores.dtype) for each in (left, right))
+            one, other = (each / number for each in sides)
+            at_share = self.split.inverse(one, other, self._constants(scores.dtype)) - self.center
+            scores = scores + jnp.where(moves, at_share, 0.0).astype(scores.dtype)
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Array, mask: Array) -> Array:
         left, right = (each > 0 for each in subtree_sums(self._by_leaf(mask.astype(jnp.int32))))
         one_sided = jnp.where(left, -jnp.inf, jnp.where(right, jnp.inf, 0.0))
         return jnp.where(left & right, scores, one_sided.astype(scores.dtype))
