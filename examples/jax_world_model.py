@@ -5,6 +5,7 @@ a mix of 1 %. A decoder draws the frames, the dynamics predict the next latents,
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
@@ -12,10 +13,12 @@ import numpy as np
 
 from catnat.jax import make_head
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--out", default="jax_world_model.png", help="picture file")
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
+parser.add_argument("--out", type=Path, default=Path("jax_world_model.png"), help="picture file")
 parser.add_argument("--steps", type=int, default=2000, help="updates with each head")
 args = parser.parse_args()
+if not args.out.parent.is_dir():
+    parser.error(f"--out must be in a folder that exists, got {str(args.out)!r}")
 N, K, SIZE, LENGTH, PAIR = 8, 8, 8, 12, 2 * 8**2  # PAIR: pixels of two frames
 
 
@@ -27,11 +30,6 @@ def bouncing_balls(rng, count):  # (count, LENGTH, PAIR): two frames show where 
     return np.concatenate((frames[:, :-1], frames[:, 1:]), -1).astype(np.float32)
 
 
-def init(key, *sizes):
-    pairs = zip(jax.random.split(key), sizes[:-1], sizes[1:], strict=True)
-    return [jax.random.normal(key, (n, m)) / n**0.5 for key, n, m in pairs]
-
-
 def network(weights, x):
     return jax.nn.elu(x @ weights[0]) @ weights[1]
 
@@ -40,9 +38,9 @@ def latents(head, weights, x):
     return head(network(weights, x).reshape(*x.shape[:-1], N, head.num_scores))
 
 
-def loss(params, head, frames, key):
+def loss(params, head, frames, step):
     q = latents(head, params["encoder"], frames)
-    z = q.rsample_straight_through(seed=key).reshape(*frames.shape[:2], N * K)
+    z = q.rsample_straight_through(seed=jax.random.key(step)).reshape(*frames.shape[:2], N * K)
     error = ((network(params["decoder"], z) - frames) ** 2).sum(-1).mean()
     prior, after = latents(head, params["dynamics"], z[:, :-1]), head(q.scores[:, 1:])
     return error + 0.1 * after.kl_divergence(prior).sum(-1).mean(), error
@@ -50,8 +48,7 @@ def loss(params, head, frames, key):
 
 @jax.jit
 def adam(head, step, params, m, v, frames):
-    noise = jax.random.fold_in(jax.random.key(1), step)
-    (_, error), grad = jax.value_and_grad(loss, has_aux=True)(params, head, frames, noise)
+    (_, error), grad = jax.value_and_grad(loss, has_aux=True)(params, head, frames, step)
     m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grad)
     v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, grad)
     rate = 2e-3 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
@@ -61,8 +58,11 @@ def adam(head, step, params, m, v, frames):
 rows = {"what happens": bouncing_balls(np.random.default_rng(1), 1)[0]}
 for head in (make_head("softmax", K, mix=0.01), make_head("natural", K, tail=0.05, mix=0.01)):
     rng, S = np.random.default_rng(0), N * head.num_scores
-    sizes = {"encoder": (PAIR, 128, S), "decoder": (N * K, 128, PAIR), "dynamics": (N * K, 128, S)}
-    params = {k: init(jax.random.key(i), *size) for i, (k, size) in enumerate(sizes.items())}
+    sizes = {"encoder": (PAIR, S), "decoder": (N * K, PAIR), "dynamics": (N * K, S)}
+    params = {
+        name: [rng.normal(size=(n, m)) / n**0.5 for n, m in ((inputs, 128), (128, outputs))]
+        for name, (inputs, outputs) in sizes.items()
+    }
     m = v = jax.tree.map(lambda p: 0 * p, params)
     for step in range(1, args.steps + 1):
         params, m, v, error = adam(head, step, params, m, v, bouncing_balls(rng, 16))
