@@ -26,8 +26,7 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
   --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
   --save_every N       steps between checkpoints, and --val_check_interval N
                        between validations: 500, or a 60th of a longer run
-  --config FILE        options from a YAML file; other options win
-  --print_config       print all options as such a file, and stop
+  --config FILE        options from a YAML file, as --print_config prints one
   --import MODULE      import it first: heads it defines can be chosen
 
 Full names are --model.X, --data.X, --trainer.X, --fisher.X; the first three

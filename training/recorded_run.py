@@ -105,7 +105,7 @@ def thinned(curve: Curve, most: int = 400) -> Curve:
     """At most so many points of a curve: the lowest and the highest of each stretch of steps.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, math.nan), (3, 0.0), (4, 2.0), (5, 3.0)], 4)
-    [(0, 1.0), (1, 5.0), (3, 0.0), (5, 3.0)]
+    [(1, 5.0), (3, 0.0), (4, 2.0), (5, 3.0)]
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     if len(finite) <= most:
