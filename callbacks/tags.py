@@ -18,7 +18,7 @@ _FISHER = {
     "off_diagonal_mass_sampled": "The first share again, of a Fisher matrix estimated from drawn "
     "categories: noise keeps it above 0 for every head. Compare it with other code that draws.",
     "condition_number": "Largest over smallest eigenvalue of the Fisher matrix, on its support. "
-    "Near 1: one learning rate suits all scores.",
+    "Follow it within one head: a tree of K categories begins at K/2, because deep nodes are rare.",
     "saturated": "Share of the scores in a flat region of the head, where they get no gradient.",
     "mean": "The mean Fisher matrix G in the scores: red positive, blue negative, one colour scale "
     "for the run. Lines mark the levels of the tree of a catnat head.",
@@ -90,6 +90,14 @@ _PICTURES = {
     "right. An edge goes from the row's node to the column's.",
     "game": "A game played at the end of training.",
 }
+_SHOWN_BY: dict[str, Kind] = {
+    "images/reconstructions": "vae",
+    "images/prior": "vae",
+    "latents/usage": "vae",
+    "graph/theta": "graph",
+    "game": "policy",
+}
+_TESTED_ONLY = ("nll", "saturated", "information", "collapsed")  # of a VAE
 _WHERE = {"val": "Validation", "test": "Test at the end", "eval": "Evaluation during training"}
 _ALL_EVALUATED = {name: said for names in reversed(_EVALUATED.values()) for name, said in
                   names.items()}  # fmt: skip
@@ -155,16 +163,24 @@ def explanation(tag: str) -> str:
 
 def guide(kind: Kind) -> str:
     """A page in Markdown: the tags of a kind of model, with what each means."""
-    evaluated = {f"(val, test)/{name}": said for name, said in _EVALUATED[kind].items()}
+    tested = _TESTED_ONLY if kind == "vae" else ()
+    evaluated = {
+        f"{'test' if name in tested else '(val, test)'}/{name}": said
+        for name, said in _EVALUATED[kind].items()
+    }
     trained = {"train/loss": _TRAINING["loss"]}
+    if kind == "vae":
+        trained["train/temperature"] = _TRAINING["temperature"]
     if kind == "policy":
         evaluated = {f"(eval, test)/{name}": said for name, said in _EVALUATED[kind].items()}
-        trained = {f"train/{name}": _TRAINING[name] for name in _TRAINING if name != "loss"}
+        others = ("loss", "temperature")
+        trained = {f"train/{name}": _TRAINING[name] for name in _TRAINING if name not in others}
         trained |= {f"rollout/{name}": said for name, said in _ROLLOUT.items()}
     tables = {
         "Fisher": {f"fim/{name}": said for name, said in _FISHER.items()},
         "Training": trained,
         "Evaluation": evaluated,
+        "Pictures": {tag: said for tag, said in _PICTURES.items() if _SHOWN_BY[tag] == kind},
     }
     lines = [
         "# How to read this run",
@@ -173,6 +189,8 @@ def guide(kind: Kind) -> str:
         "Started with `--load_fast=false`, TensorBoard shows the line of a tag on its card, too.",
     ]
     for title, table in tables.items():
+        if not table:
+            continue
         rows = [f"| `{tag}` | {said.replace('|', '&#124;')} |" for tag, said in table.items()]
         lines += [f"## {title}", "\n".join(["| tag | meaning |", "|---|---|", *rows])]
     return "\n\n".join(lines)

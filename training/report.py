@@ -59,8 +59,8 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
     sentences = []
     if metrics.get("test/collapsed"):
         sentences.append(
-            "The run COLLAPSED: its latents tell nothing about an image. "
-            "Try a smaller learning rate or another seed."
+            "The run COLLAPSED: its latents tell nothing about an image. Train longer if it was "
+            "short; otherwise try a smaller learning rate or another seed."
         )
     if dead := metrics.get("test/dead_edges", 0):
         sentences.append(
