@@ -13,7 +13,7 @@ from catnat.callbacks.terminal import duration
 class TimeSpent(Callback):
     """Measures the seconds of training steps, validations, checkpoints and the test.
 
-    ``seconds`` has them by name. ``first`` is when the first of them began; before, a run starts.
+    ``seconds`` has them by name. ``first`` is when the first of them began.
 
     Args:
         clock: gives the present time in seconds.
@@ -25,9 +25,15 @@ class TimeSpent(Callback):
         self._clock = clock
         self._began: dict[str, float] = {}
 
-    def line(self, began: float) -> str:
-        """A line of text: the time of each part of a run that began at a time of the clock."""
-        parts = {"start": (self.first or began) - began, **self.seconds}
+    def line(self, began: float, imported: float) -> str:
+        """A line of text with the time of each part of a run.
+
+        Args:
+            began: when the run began, by the clock.
+            imported: when all libraries were there; what follows up to ``first`` is the start.
+        """
+        start = (self.first or imported) - imported
+        parts = {"imports": imported - began, "start": start, **self.seconds}
         said = (f"{name} {duration(each)}" for name, each in parts.items() if each > 0)
         return "time: " + ", ".join(said)
 

@@ -95,7 +95,7 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
 
 
-def right_shares(num_categories: int) -> Tensor:
+def right_shares(num_categories: int, device: torch.device | str = "cpu") -> Tensor:
     """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
 
     These are the a of the uniform distribution; all 1/2 where K is a power of two.
@@ -103,7 +103,7 @@ def right_shares(num_categories: int) -> Tensor:
     >>> right_shares(3)
     tensor([0.3333, 0.5000], dtype=torch.float64)
     """
-    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device="cpu"))
+    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device=device))
     return right / (left + right)
 
 

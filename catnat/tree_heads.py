@@ -137,7 +137,8 @@ class CatnatHead(CategoricalHead):
             left, right = subtree_sums(self._to_leaves(mask).double())  # numbers of allowed leaves
             both = (left > 0) & (right > 0)
             share = torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
-            shares = right_shares(self.num_categories).to(share.device)
+            # Computed where the mask is: a captured step cannot copy from the host.
+            shares = right_shares(self.num_categories, share.device)
             moved = self._at_share(share) - self._at_share(shares)  # exactly 0 if all are allowed
             scores = scores + moved.to(scores.dtype)
         return self._filled(scores, mask)
@@ -269,7 +270,7 @@ class CatnatHead(CategoricalHead):
 
     def _centre(self, device: torch.device) -> Tensor:
         """The centre C of every node, (S,) in float64."""
-        shares = right_shares(self.num_categories).to(device)
+        shares = right_shares(self.num_categories, device)
         if not self.uniform_at_zero:
             return torch.full_like(shares, self.center)
         return self.center - self._at_share(shares)

@@ -253,14 +253,18 @@ def test_a_run_says_where_its_seconds_went():
     spent.on_test_start(Run, None)
     passes(180)
     spent.on_test_end(Run, None)
-    wanted = "time: start 10 s, steps 21 s, validation 5.0 s, checkpoints 3.0 s, test 3 min"
-    assert spent.line(began=90.0) == wanted
+    parts = (
+        "imports 7.0 s, start 3.0 s, steps 21 s, validation 5.0 s, checkpoints 3.0 s, test 3 min"
+    )
+    assert spent.line(began=90.0, imported=97.0) == f"time: {parts}"
 
 
 def test_the_command_line_ends_with_where_the_seconds_went(workspace, capfd):
     assert run(*workspace) == 0
     last = capfd.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"time: start \S+ \w+, steps .*, validation .*, test .*", last), last
+    assert re.fullmatch(
+        r"time: imports \S+ \w+, start \S+ \w+, steps .*, validation .*, test .*", last
+    ), last
 
 
 def test_a_run_without_a_terminal_prints_lines_while_it_tests(workspace, capfd, monkeypatch):

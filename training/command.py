@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from typing import Any
 
 from jsonargparse import Namespace
@@ -39,6 +40,7 @@ def load_program(names: Names) -> Program:
 def configure(names: Names, options: list[str]) -> tuple[Program, cli.Parser, Namespace]:
     """The program with its checkpoint, the parser, and all options."""
     program, record = load_program(names), None
+    program.imported = time.monotonic()
     if names.ckpt_path is not None:
         with usage_errors():
             path = program.ckpt_path = find_checkpoint(names.home, names.ckpt_path)
@@ -105,6 +107,6 @@ def run(names: Names, options: list[str], began: float) -> int:
         made.close()
     if made.is_first_process:
         show_metrics(metrics, made.folder, config.trainer.default_root_dir, keep=fit)
-        if line := made.time_spent(began):
+        if line := made.time_spent(began, program.imported):
             print(line)
     return 0

@@ -25,7 +25,7 @@ Trains a model and tests it (fit, the default), or only tests a checkpoint.
   --devices N --strategy ddp ...   any flag of Lightning's Trainer
   --ckpt_path PATH     continue (or test) a checkpoint: a file, last or best
   --save_every N       steps between checkpoints, and --val_check_interval N
-                       between validations: 500, or a 60th of a longer run
+                       between validations: 500, or a 30th of a longer run
   --config FILE        options from a YAML file, as --print_config prints one
   --import MODULE      import it first: heads it defines can be chosen
 

@@ -193,11 +193,11 @@ class LightningRun(Run):
         """Test the checkpoint."""
         return self._record(self._tested(self.ckpt_path))
 
-    def time_spent(self, began: float) -> str:
-        """Seconds of the start, the steps, validations, checkpoints and the test."""
+    def time_spent(self, began: float, imported: float) -> str:
+        """Seconds of imports, the start, the steps, validations, checkpoints and the test."""
         callbacks: list[Callback] = getattr(self.trainer, "callbacks", [])
         clocks = (each for each in callbacks if isinstance(each, TimeSpent))
-        return next((clock.line(began) for clock in clocks), "")
+        return next((clock.line(began, imported) for clock in clocks), "")
 
     def _tested(self, ckpt_path: Path | None) -> dict[str, float]:
         """Metrics of a checkpoint, or of the model as it is; none with --limit_test_batches 0."""
@@ -229,12 +229,12 @@ def set_validation_interval(options: dict[str, Any]) -> None:
 
 
 def default_interval(max_steps: int) -> int:
-    """Steps between validations, and between checkpoints: 500, but not over 60 in a run.
+    """Steps between validations, and between checkpoints: 500, but not over 30 in a run.
 
     >>> default_interval(2_000), default_interval(60_000)
-    (500, 1000)
+    (500, 2000)
     """
-    return max(500, max_steps // 60)
+    return max(500, max_steps // 30)
 
 
 def check_numbers(trainer: Namespace) -> None:

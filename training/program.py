@@ -34,8 +34,13 @@ class Run(ABC):
     def test(self) -> dict[str, float]:
         """Test the checkpoint; returns metrics."""
 
-    def time_spent(self, began: float) -> str:
-        """A line that says where the seconds went since the monotonic clock's began; or nothing."""
+    def time_spent(self, began: float, imported: float) -> str:
+        """A line that says where the seconds went; or nothing.
+
+        Args:
+            began: when the command began, by the monotonic clock.
+            imported: when all libraries were there.
+        """
         return ""
 
     def close(self) -> None:  # noqa: B027 - a run of Lightning holds nothing
@@ -46,6 +51,7 @@ class Program(ABC):
     """A model on the command line: its options, their defaults, and how it is run.
 
     ``ckpt_path`` and ``checkpoint`` are the file to continue from or to test, and its content.
+    ``imported`` is when all libraries were there, by the monotonic clock.
 
     Args:
         names: from the command line; a program sets a head or data that the line leaves open.
@@ -58,6 +64,7 @@ class Program(ABC):
         self.names = names
         self.ckpt_path: Path | None = None
         self.checkpoint: dict[str, Any] = {}
+        self.imported = 0.0
 
     @abstractmethod
     def build_parser(self, argv: list[str]) -> cli.Parser:
