@@ -9,20 +9,18 @@ no convolution of cuDNN in it: with the models as groups these are many times sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from patches import Patches, Spread
 from torch import Tensor
 
 from catnat import CategoricalHead
 from catnat.estimators import gumbel_like
 from catnat.lit_modules import DiscreteVAE
 from catnat.losses import kl_to_uniform
-
-if torch.cuda.is_available():  # which needs Triton
-    import triton_patches
 
 BETAS, EPS, CLIP = (0.9, 0.999), 1e-8, 1.0
 _ALIGNED = 4  # numbers
@@ -176,7 +174,7 @@ def linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
 def conv(x: Tensor, w: dict[str, Tensor], name: str, padding: int) -> Tensor:
     """A convolution with kernel 3 and stride 2, (M, B, n, n, C) -> (M, B, m, m, C')."""
     weight = w[f"{name}.weight"]  # (M, C', C, 3, 3)
-    columns = _Patches.apply(x, padding)  # (M, B, m, m, 9 C)
+    columns = Patches.apply(x, padding)  # (M, B, m, m, 9 C)
     matrix = weight.permute(0, 3, 4, 2, 1).flatten(1, 3)  # (M, 9 C, C')
     out = _Product.apply(columns.flatten(1, 3), matrix).view(*columns.shape[:-1], -1)
     return out + w[f"{name}.bias"][:, None, None, None]
@@ -187,7 +185,7 @@ def upsample(x: Tensor, w: dict[str, Tensor], name: str, padding: int) -> Tensor
     weight = w[f"{name}.weight"]  # (M, C, C', 3, 3)
     matrix = weight.permute(0, 1, 3, 4, 2).flatten(2)  # (M, C, 9 C')
     columns = _Product.apply(x.flatten(1, 3), matrix).view(*x.shape[:-1], -1)
-    return _Spread.apply(columns, padding) + w[f"{name}.bias"][:, None, None, None]
+    return Spread.apply(columns, padding) + w[f"{name}.bias"][:, None, None, None]
 
 
 def norm(x: Tensor, w: dict[str, Tensor], name: str, seen: dict[str, Tensor]) -> Tensor:
@@ -224,60 +222,3 @@ class _Product(torch.autograd.Function):
         parts = _PARTS if R % _PARTS == 0 else 1
         x, grad = (each.reshape(M * parts, R // parts, -1) for each in (x, grad))
         return of_x, torch.bmm(x.mT, grad).view(M, parts, *matrix.shape[1:]).sum(1)
-
-
-# -- patches and their adjoint ---------------------------------------------------------------------
-
-
-def patches(x: Tensor, padding: int) -> Tensor:
-    """3 x 3 patches at every second place, (*, n, n, C) -> (*, m, m, 9 C), in plain torch.
-
-    ``padding`` zeros come before the first row and column; after the last one no patch needs any.
-    """
-    x = F.pad(x, (0, 0, padding, 0, padding, 0))
-    x = x.unfold(-3, 3, 2).unfold(-3, 3, 2)  # (*, m, m, C, 3, 3)
-    return x.movedim(-3, -1).flatten(-3)
-
-
-def spread(columns: Tensor, padding: int) -> Tensor:
-    """The adjoint of :func:`patches`, (*, m, m, 9 C) -> (*, n, n, C), n = 2 m + 1 - padding."""
-    *batch, m, _, width = columns.shape
-    taps = columns.unflatten(-1, (3, 3, -1))
-    out = columns.new_zeros(*batch, 2 * m + 1, 2 * m + 1, width // 9)
-    for row in range(3):
-        for column in range(3):
-            place = (..., slice(row, row + 2 * m - 1, 2), slice(column, column + 2 * m - 1, 2))
-            out[(*place, slice(None))] += taps[..., row, column, :]
-    return out[..., padding:, padding:, :]
-
-
-def _kernels(x: Tensor) -> tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]:
-    if x.is_cuda:
-        return triton_patches.patches, triton_patches.spread
-    return patches, spread
-
-
-class _Patches(torch.autograd.Function):
-    """:func:`patches`, by one Triton kernel on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: int) -> Tensor:
-        ctx.padding = padding
-        return _kernels(x)[0](x, padding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _kernels(grad)[1](grad, ctx.padding), None
-
-
-class _Spread(torch.autograd.Function):
-    """:func:`spread`, by one Triton kernel on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, columns: Tensor, padding: int) -> Tensor:
-        ctx.padding = padding
-        return _kernels(columns)[1](columns, padding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _kernels(grad)[0](grad, ctx.padding), None

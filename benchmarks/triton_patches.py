@@ -1,4 +1,4 @@
-"""Triton kernels for patches of images and for their adjoint; see ``many_vaes.py``."""
+"""Triton kernels for patches of images and for their adjoint; see ``patches.py``."""
 
 # mypy: ignore-errors
 # Triton's own language, in Python's clothes.

@@ -64,14 +64,14 @@ def test_a_batched_step_is_the_step_of_each_model(many_vaes, heads, monkeypatch)
 
 PATCHES = """
 import torch
-import many_vaes
+import patches
 import triton_patches
 
 for n, padding in ((28, 1), (14, 1), (7, 0)):
     x = torch.randn(2, n, n, 3)
-    columns = many_vaes.patches(x, padding)
+    columns = patches.patches(x, padding)
     assert torch.equal(triton_patches.patches(x, padding), columns)
-    image = many_vaes.spread(columns, padding)
+    image = patches.spread(columns, padding)
     assert image.shape == x.shape
     assert torch.allclose(triton_patches.spread(columns, padding), image, atol=1e-6)
 """
