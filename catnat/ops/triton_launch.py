@@ -82,5 +82,5 @@ def _is_usual(addresses: list[int], device: int) -> bool:
 def _has_hooks() -> bool:
     """Whether a profiler, such as Proton, asked Triton to be told of every launch."""
     runtime = triton.knobs.runtime
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return any(getattr(each, "calls", each) for each in hooks)
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
