@@ -39,6 +39,8 @@ fall linearly, go lower.
 
 def at_least_float32(x: Tensor) -> Tensor:
     """``x`` in float32 if its dtype is narrower, and unchanged otherwise."""
+    if x.dtype in (torch.float32, torch.float64):
+        return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

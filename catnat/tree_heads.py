@@ -261,7 +261,9 @@ class CatnatHead(CategoricalHead):
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Leaves of the classes and classes of the leaves, on the device of x."""
-        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
+        if self.order is None:
+            return None, None
+        if self.leaves is None or self.leaves.device != x.device:
             tables = leaves_and_classes(self.order, x.device)
             if not is_plain(x):
                 return tables
@@ -295,7 +297,9 @@ class CatnatHead(CategoricalHead):
         """``split.node_constants`` in the dtype and on the device of the scores, or None."""
         custom = isinstance(self.split, CustomSplit)
         known = self.constants32
-        if custom if known is None else known.device != scores.device:
+        if known is None and not custom:
+            return None
+        if known is None or known.device != scores.device:
             if not is_plain(scores) or (custom and self._has_tensors()):
                 return self.split.node_constants(self._centre(scores.device), scores.dtype)
             self._set_constants(scores.device)

@@ -9,7 +9,7 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
   number of times;
 - ``native.py``, the C kernels of ``_native.c``: CPU, float32, one pass forward and one backward;
 - ``triton_tree.py``, ``triton_path.py`` with ``triton_splits.py``, and ``triton_sparsemax.py``:
-  CUDA, float32, one kernel for each pass.
+  CUDA, float32, one kernel for each pass; ``triton_launch.py`` launches them.
 """
 
 from catnat.ops.dispatch import (

@@ -28,13 +28,11 @@ def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None
         split: how a score divides the probability of its node.
         constants: ``split.node_constants`` of the nodes, or None where all are centred at 0.
     """
-    K = scores.shape[-1] + 1
     fused = _tree_kernels(scores, split)
     if fused is None:
         return reference.tree_log_probs(scores, split, constants)
-    flat = scores.reshape(-1, K - 1)
-    out: Tensor = _TreeLogProbs.apply(flat, split, constants, fused)
-    return out.view(*scores.shape[:-1], K)
+    out: Tensor = _TreeLogProbs.apply(scores, split, constants, fused)
+    return out
 
 
 def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor | None:
@@ -43,18 +41,15 @@ def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -
     (*, K-1) -> (*, K), without gradient, for float32 scores; None where there is no fused kernel.
     Arguments as in :func:`tree_log_probs`.
     """
-    K = scores.shape[-1] + 1
     fused = _tree_kernels(scores, split)
     if fused is None or (scores.requires_grad and torch.is_grad_enabled()):
         return None
-    flat = scores.detach().reshape(-1, K - 1)
     if fused == "triton":
         from catnat.ops import triton_tree
 
-        out = triton_tree.fisher(flat, split, constants)
-    else:
-        out = native.tree_fisher(flat, split, constants)
-    return out.view(*scores.shape[:-1], K)
+        return triton_tree.fisher(scores.detach(), split, constants)
+    out = native.tree_fisher(_rows(scores.detach()), split, constants)
+    return out.view(*scores.shape[:-1], scores.shape[-1] + 1)
 
 
 def tree_log_prob(
@@ -99,12 +94,11 @@ def tree_sample(
 
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
-    K = scores.shape[-1]
-    fused = kernels_for(scores, K, SPARSEMAX_TRITON_LIMIT)
+    fused = kernels_for(scores, scores.shape[-1], SPARSEMAX_TRITON_LIMIT)
     if fused is None:
         return safe_log(reference.sparsemax_probs(scores))
-    out: Tensor = _SparsemaxLogProbs.apply(scores.reshape(-1, K), fused)
-    return out.view(scores.shape)
+    out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
+    return out
 
 
 def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
@@ -116,12 +110,12 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
     """
     if scores.dtype != torch.float32:
         return None
-    compiling = torch.compiler.is_compiling() and not _is_exporting()
-    if scores.is_cuda and HAS_TRITON and num_categories <= triton_limit:
-        return "triton" if compiling or is_plain(scores) else None
-    if scores.device.type == "cpu" and not compiling and is_plain(scores):
-        return "native" if native.library() is not None else None
-    return None
+    on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
+    if torch.compiler.is_compiling():
+        return "triton" if on_gpu and not _is_exporting() else None
+    if not (on_gpu or scores.is_cpu) or not is_plain(scores):
+        return None
+    return "triton" if on_gpu else "native" if native.library() is not None else None
 
 
 def _tree_kernels(scores: Tensor, split: Split) -> str | None:
@@ -149,8 +143,13 @@ def _needs_reference(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or not is_plain(grad)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x with all of its leading dimensions in one, (*, K) -> (B, K)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 class _TreeLogProbs(torch.autograd.Function):
-    """scores (B, K-1) -> log-probabilities (B, K), by fused kernels."""
+    """scores (*, K-1) -> log-probabilities (*, K), by fused kernels."""
 
     @staticmethod
     def forward(
@@ -162,7 +161,8 @@ class _TreeLogProbs(torch.autograd.Function):
             from catnat.ops import triton_tree
 
             return triton_tree.forward(scores, split, constants)
-        return native.tree_forward(scores, split, constants)
+        out = native.tree_forward(_rows(scores), split, constants)
+        return out.view(*scores.shape[:-1], scores.shape[-1] + 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -174,7 +174,8 @@ class _TreeLogProbs(torch.autograd.Function):
 
             out = triton_tree.backward(scores, grad, ctx.split, constants)
         else:
-            out = native.tree_backward(scores, grad, ctx.split, constants)
+            out = native.tree_backward(_rows(scores), _rows(grad), ctx.split, constants)
+            out = out.view(scores.shape)
         return out, None, None, None
 
 
@@ -213,7 +214,7 @@ class _TreeLogProb(torch.autograd.Function):
 
 
 class _SparsemaxLogProbs(torch.autograd.Function):
-    """scores (B, K) -> log-probabilities (B, K), by fused kernels."""
+    """scores (*, K) -> log-probabilities (*, K), by fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
@@ -223,7 +224,7 @@ class _SparsemaxLogProbs(torch.autograd.Function):
 
             log_probs = triton_sparsemax.forward(scores)
         else:
-            log_probs = native.sparsemax_forward(scores)
+            log_probs = native.sparsemax_forward(_rows(scores)).view(scores.shape)
         ctx.save_for_backward(scores, log_probs)
         return log_probs
 
@@ -236,4 +237,5 @@ class _SparsemaxLogProbs(torch.autograd.Function):
             from catnat.ops import triton_sparsemax
 
             return triton_sparsemax.backward(log_probs, grad), None
-        return native.sparsemax_backward(log_probs, grad), None
+        out = native.sparsemax_backward(_rows(log_probs), _rows(grad))
+        return out.view(scores.shape), None

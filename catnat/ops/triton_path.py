@@ -7,13 +7,15 @@ limit. Tensors in a program are (1, R): for the functions of ``triton_splits.py`
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.ops.triton_splits import _log_split, _slopes
-from catnat.ops.triton_tree import _settings, on_device_of
+from catnat.ops.triton_launch import Launch
+from catnat.ops.triton_splits import _log_split, _slopes, split_constants, split_numbers
 from catnat.splits import Split
 
 _BLOCK = 128
@@ -146,7 +148,7 @@ def _sample_kernel(
 def forward(scores: Tensor, leaf: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
     out = scores.new_empty(leaf.shape)
-    _launch(_forward_kernel, scores, (leaf.contiguous(), out), split, constants)
+    _launch("forward", scores, (leaf.contiguous(), out), split, constants)
     return out
 
 
@@ -156,43 +158,56 @@ def backward(
     """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
     out = scores.new_zeros(scores.shape)
     tensors = (leaf.contiguous(), grad.contiguous(), out)
-    _launch(_backward_kernel, scores, tensors, split, constants)
+    _launch("backward", scores, tensors, split, constants)
     return out
 
 
 def sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
     out = uniforms.new_empty(uniforms.shape[0], dtype=torch.int64)
-    _launch(_sample_kernel, scores, (uniforms.contiguous(), out), split, constants)
+    _launch("sample", scores, (uniforms.contiguous(), out), split, constants)
     return out
 
 
+# Kernels of this file by the name of the function that launches them.
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel, "sample": _sample_kernel}
+
+
 def _launch(
-    kernel: triton.JITFunction,
+    name: str,
     scores: Tensor,
     tensors: tuple[Tensor, ...],
     split: Split,
     constants: Tensor | None,
 ) -> None:
-    rows, S = scores.shape
-    count = tensors[0].shape[0]
+    (rows, S), count = scores.shape, tensors[0].shape[0]
     if not count:
         return
-    _, settings = _settings(rows, S + 1, split, constants, elements=1, small_warps=1)
-    for unused in ("rows", "R", "P", "HEIGHT", "REST", "num_warps"):  # of whole trees
-        del settings[unused]
     scores = scores.contiguous()
-    given = scores if constants is None else constants
-    with on_device_of(scores):
-        kernel[(triton.cdiv(count, _BLOCK),)](
-            scores,
-            given,
-            *tensors,
-            count,
-            rows,
-            S + 1,
-            **settings,
-            R=_BLOCK,
-            HEIGHT=S.bit_length(),
-            num_warps=4,
-        )
+    tensors = (scores, scores if constants is None else constants, *tensors)
+    if not torch.compiler.is_compiling():
+        _kept_launch(name, count, rows, S + 1, split, constants is None)(*tensors)
+        return
+    programs, settings = _settings(count, rows, S + 1, split, constants is None)
+    _KERNELS[name][(programs,)](*tensors, **settings)
+
+
+@lru_cache(maxsize=1024)
+def _kept_launch(name: str, count: int, rows: int, K: int, split: Split, centred: bool) -> Launch:
+    return Launch(_KERNELS[name], *_settings(count, rows, K, split, centred))
+
+
+def _settings(
+    count: int, rows: int, K: int, split: Split, centred: bool
+) -> tuple[int, dict[str, int | float | bool]]:
+    """Number of programs, and the arguments of a kernel after its tensors."""
+    return triton.cdiv(count, _BLOCK), {
+        "count": count,
+        "rows": rows,
+        "K": K,
+        **split_numbers(split),
+        "R": _BLOCK,
+        "HEIGHT": (K - 1).bit_length(),
+        **split_constants(split, centred),
+        "num_warps": 4,
+    }

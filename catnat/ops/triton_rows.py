@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.ops.triton_tree import on_device_of
+from catnat.ops.triton_launch import on_device_of
 
 
 @triton.jit

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from catnat.numerics import LOG_ZERO
-from catnat.ops.triton_tree import on_device_of
+from catnat.ops.triton_launch import Launch
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 
@@ -73,29 +75,43 @@ def _backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexp
 
 
 def forward(scores: Tensor) -> Tensor:
-    """Log-probabilities, (B, K) -> (B, K)."""
+    """Log-probabilities, (*, K) -> (*, K)."""
     scores = scores.contiguous()
     out = torch.empty_like(scores)
-    if scores.shape[0]:
-        grid, settings = _settings(*scores.shape)
-        with on_device_of(scores):
-            _forward_kernel[grid](scores, out, **settings)
+    _launch("forward", scores, out)
     return out
 
 
 def backward(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from that in the log-probabilities, (B, K) -> (B, K)."""
+    """Gradient in the scores from that in the log-probabilities, (*, K) -> (*, K)."""
     grad = grad.contiguous()
     out = torch.empty_like(grad)
-    if grad.shape[0]:
-        grid, settings = _settings(*grad.shape)
-        with on_device_of(grad):
-            _backward_kernel[grid](log_probs, grad, out, **settings)
+    _launch("backward", log_probs, grad, out)
     return out
 
 
-def _settings(rows: int, K: int) -> tuple[tuple[int], dict[str, int]]:
+_KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
+
+
+def _launch(name: str, *tensors: Tensor) -> None:
+    K = tensors[0].shape[-1]
+    rows = tensors[0].numel() // K
+    if not rows:
+        return
+    if not torch.compiler.is_compiling():
+        _kept_launch(name, rows, K)(*tensors)
+        return
+    programs, settings = _settings(rows, K)
+    _KERNELS[name][(programs,)](*tensors, **settings)
+
+
+@lru_cache(maxsize=1024)
+def _kept_launch(name: str, rows: int, K: int) -> Launch:
+    return Launch(_KERNELS[name], *_settings(rows, K))
+
+
+def _settings(rows: int, K: int) -> tuple[int, dict[str, int]]:
     P = triton.next_power_of_2(K)
     R = max(1, (1024 if P <= 64 else 512) // P)
     warps = 4 if P <= 64 else min(16, max(1, R * P // 512))
-    return (triton.cdiv(rows, R),), {"rows": rows, "K": K, "R": R, "P": P, "num_warps": warps}
+    return triton.cdiv(rows, R), {"rows": rows, "K": K, "R": R, "P": P, "num_warps": warps}

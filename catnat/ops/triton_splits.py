@@ -12,9 +12,30 @@ import triton
 import triton.language as tl
 
 from catnat.numerics import LOG_ZERO, largest_score
+from catnat.splits import NaturalSplit, Split
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LARGEST = tl.constexpr(largest_score(torch.float32))
+
+
+def split_numbers(split: Split) -> dict[str, float]:
+    """The numbers of a split, which kernels take; those of sigmoid are not used."""
+    natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
+    high, low = natural.half_width(torch.float32)
+    return {
+        "rate": natural.rate,
+        "high": high,
+        "low": low,
+        "joint": natural.joint,
+        "slope": natural.steepness,
+        "edge": natural.log_at_edge,
+    }
+
+
+def split_constants(split: Split, centred: bool) -> dict[str, int | bool]:
+    """``NATURAL`` and ``CENTRED`` of a split."""
+    natural = isinstance(split, NaturalSplit)
+    return {"NATURAL": 0 if not natural else 2 if split.tail else 1, "CENTRED": centred}
 
 
 @triton.jit

@@ -7,16 +7,22 @@ added. Only the scores are kept for the backward pass.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.ops.triton_splits import _information, _log_split, _slopes
-from catnat.splits import NaturalSplit, Split
+from catnat.ops.triton_launch import Launch
+from catnat.ops.triton_splits import (
+    _information,
+    _log_split,
+    _slopes,
+    split_constants,
+    split_numbers,
+)
+from catnat.splits import Split
 
 
 @triton.jit
@@ -234,74 +240,77 @@ def _fisher_kernel(
     tl.store(target + S, count[:, None] / S, mask=alive)
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Make the device of x the current one: Triton launches kernels there."""
-    here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
-    if here or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device_of(x)
-
-
 def forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
-    return _from_scores(_forward_kernel, scores, split, constants)
+    """Log-probabilities of the leaves, (*, K-1) -> (*, K)."""
+    return _from_scores("forward", scores, split, constants)
 
 
 def fisher(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Fisher diagonal and, in the last column, share of flat splits, (B, K-1) -> (B, K)."""
-    return _from_scores(_fisher_kernel, scores, split, constants)
+    """Fisher diagonal and, in the last column, share of flat splits, (*, K-1) -> (*, K)."""
+    return _from_scores("fisher", scores, split, constants)
 
 
-def _from_scores(kernel: Any, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
+def _from_scores(name: str, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     scores = scores.contiguous()
-    B, S = scores.shape
-    out = scores.new_empty(B, S + 1)
-    if B:
-        grid, settings = _settings(B, S + 1, split, constants, elements=1024, small_warps=1)
-        given = scores if constants is None else constants
-        with on_device_of(scores):
-            kernel[grid](scores, given, out, **settings)
+    *batch, S = scores.shape
+    out = scores.new_empty((*batch, S + 1))
+    given = scores if constants is None else constants
+    _launch(name, out.numel() // (S + 1), S + 1, split, constants is None, scores, given, out)
     return out
 
 
 def backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Gradient in the scores, (B, K-1), from that in the log-probabilities, (B, K)."""
+    """Gradient in the scores, (*, K-1), from that in the log-probabilities, (*, K)."""
     scores, grad = scores.contiguous(), grad.contiguous()
-    B, K = grad.shape
     out = torch.empty_like(scores)
-    if B:
-        grid, settings = _settings(B, K, split, constants, elements=512, small_warps=2)
-        given = scores if constants is None else constants
-        with on_device_of(scores):
-            _backward_kernel[grid](scores, given, grad, out, **settings)
+    K = grad.shape[-1]
+    given = scores if constants is None else constants
+    _launch("backward", grad.numel() // K, K, split, constants is None, scores, given, grad, out)
     return out
 
 
+# Kernels, with the elements and the warps of a program that were fastest on an H200.
+_KERNELS = {
+    "forward": (_forward_kernel, 1024, 1),
+    "fisher": (_fisher_kernel, 1024, 1),
+    "backward": (_backward_kernel, 512, 2),
+}
+
+
+def _launch(name: str, rows: int, K: int, split: Split, centred: bool, *tensors: Tensor) -> None:
+    if not rows:
+        return
+    if not torch.compiler.is_compiling():
+        _kept_launch(name, rows, K, split, centred)(*tensors)
+        return
+    kernel, elements, small_warps = _KERNELS[name]
+    programs, settings = _settings(rows, K, split, centred, elements, small_warps)
+    kernel[(programs,)](*tensors, **settings)
+
+
+@lru_cache(maxsize=1024)
+def _kept_launch(name: str, rows: int, K: int, split: Split, centred: bool) -> Launch:
+    kernel, elements, small_warps = _KERNELS[name]
+    return Launch(kernel, *_settings(rows, K, split, centred, elements, small_warps))
+
+
 def _settings(
-    rows: int, K: int, split: Split, constants: Tensor | None, elements: int, small_warps: int
-) -> tuple[tuple[int], dict[str, int | float | bool]]:
-    """Grid and arguments common to all kernels; block sizes that were fastest on an H200."""
+    rows: int, K: int, split: Split, centred: bool, elements: int, small_warps: int
+) -> tuple[int, dict[str, int | float | bool]]:
+    """Number of programs, and the arguments of a kernel after its tensors."""
     height = K.bit_length() - 1
     P = 1 << height
     R = max(2, min(16, elements // P))  # one row alone leads Triton to a far slower layout
     while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
         R //= 2
     warps = min(16, small_warps if P <= 64 else max(1, R * P // (1024 * small_warps)))
-    natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
-    high, low = natural.half_width(torch.float32)
-    return (triton.cdiv(rows, R),), {
+    return triton.cdiv(rows, R), {
         "rows": rows,
-        "rate": natural.rate,
-        "high": high,
-        "low": low,
-        "joint": natural.joint,
-        "slope": natural.steepness,
-        "edge": natural.log_at_edge,
+        **split_numbers(split),
         "R": R,
         "P": P,
         "HEIGHT": height,
         "REST": K - P,
-        "NATURAL": 0 if natural is not split else 2 if natural.tail else 1,
-        "CENTRED": constants is None,
+        **split_constants(split, centred),
         "num_warps": warps,
     }
