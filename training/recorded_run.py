@@ -97,7 +97,8 @@ def _read_events(run: RecordedRun) -> None:
     for tag in sorted(tags["images"]):
         run.pictures[tag] = [(each.step, each.encoded_image_string) for each in events.Images(tag)]
     for tag in (*run.curves, *run.pictures):
-        run.explanations[tag] = events.SummaryMetadata(tag).summary_description
+        known = events.summary_metadata.get(tag)  # none for tags that have no explanation
+        run.explanations[tag] = known.summary_description if known else ""
     run.seconds = max(times) - min(times) if times else 0.0
 
 

@@ -106,12 +106,17 @@ class _PathScores(torch.autograd.Function):
         of_hidden = of_weight = of_bias = None
         if wants_hidden:
             of_hidden = _grad_of_hidden(hidden, weight, nodes, grad, ctx.upper)
-        if wants_weight or wants_bias:
+        if not (wants_weight or wants_bias):
+            return of_hidden, None, None, None, None, None
+        if ctx.sparse or _has_kernels(hidden, weight, grad):
             rows, of_weight, of_bias = _grad_of_rows(hidden, weight, nodes, grad, ctx.upper)
             place = _as_sparse if ctx.sparse else _as_dense
             of_weight = place(rows, of_weight, weight) if wants_weight else None
             of_bias = place(rows, of_bias, bias) if wants_bias else None
-        return of_hidden, of_weight, of_bias, None, None, None
+        else:
+            of_weight, of_bias = _grad_of_all_rows(hidden, weight, nodes, grad, ctx.upper)
+            of_bias = of_bias.to(bias.dtype) if wants_bias else None
+        return of_hidden, of_weight if wants_weight else None, of_bias, None, None, None
 
 
 def _rows_at_once(levels: int, width: int) -> int:
@@ -166,6 +171,28 @@ def _grad_of_rows(
     bias = near.new_zeros(len(weight)).index_add_(0, below, grad[:, upper:].flatten())
     first = torch.arange(n, device=rows.device)
     return torch.cat((first, rows)), values, torch.cat((near.sum(0), bias[rows]))
+
+
+def _grad_of_all_rows(
+    hidden: Tensor, weight: Tensor, nodes: Tensor, grad: Tensor, upper: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the weight and of the bias, dense; never waits for a device."""
+    near = _spread(grad, nodes, upper, weight)
+    n, below = near.shape[1], nodes[:, upper:].flatten()
+    ranked, pairs = below.sort()
+    bounds = torch.searchsorted(ranked, torch.arange(n, len(weight) + 1, device=ranked.device))
+    g, tokens = grad[:, upper:].flatten(), pairs // max(1, nodes.shape[1] - upper)
+    sums, dtype = _segment_sums, torch.promote_types(weight.dtype, torch.float32)
+    if _has_triton(hidden, weight):
+        from catnat.ops import triton_rows
+
+        sums, dtype = triton_rows.segment_sums, weight.dtype
+    values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    values[:n] = _narrowed(near, hidden.dtype).T @ hidden
+    sums(values[n:], hidden, g[pairs], tokens, bounds[:-1], bounds[1:])
+    bias = near.new_zeros(len(weight)).index_add_(0, below, g)
+    bias[:n] = near.sum(0)  # paths that end early name the root once more, with gradient 0
+    return values.to(weight.dtype), bias
 
 
 def _segment_sums(

@@ -47,15 +47,18 @@ def _sums_kernel(weight, nodes, grad, out, H, D, P: tl.constexpr, B: tl.constexp
 
 
 @triton.jit
-def _segments_kernel(hidden, grad, tokens, starts, ends, out, D, B: tl.constexpr):
+def _segments_kernel(hidden, grad, tokens, starts, ends, out, D, T: tl.constexpr, B: tl.constexpr):
     segment = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros((B,), tl.float32)
     first, last = tl.load(starts + segment), tl.load(ends + segment)
-    for i in range(first, last):
-        token, g = tl.load(tokens + i), tl.load(grad + i)
-        h = tl.load(hidden + token * D + d, mask=d < D, other=0.0)
-        total += g * h.to(tl.float32)
+    for start in range(first, last, T):  # T tokens at a time: a frequent word has thousands
+        i = start + tl.arange(0, T)
+        token = tl.load(tokens + i, mask=i < last, other=0)
+        g = tl.load(grad + i, mask=i < last, other=0.0)
+        here = (i < last)[:, None] & (d < D)[None, :]
+        h = tl.load(hidden + token[:, None] * D + d[None, :], mask=here, other=0.0)
+        total += tl.sum(g[:, None] * h.to(tl.float32), axis=0)
     tl.store(out + segment * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -107,10 +110,10 @@ def segment_sums(
     hidden, grad = hidden.contiguous(), grad.float().contiguous()
     if out.numel():
         D = out.shape[1]
-        B = _block(D, 1024)
+        B = _block(D, 256)
         with on_device_of(out):
             grid = (out.shape[0], triton.cdiv(D, B))
-            _segments_kernel[grid](hidden, grad, tokens, starts, ends, out, D, B=B)
+            _segments_kernel[grid](hidden, grad, tokens, starts, ends, out, D, T=16, B=B)
 
 
 def adam_rows(

@@ -1,21 +1,41 @@
 """Any text as sequences of tokens: words, or byte pairs."""
 
+import hashlib
+import os
 import random
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+
+from catnat.orders import by_cooccurrence
 
 WORD = re.compile(r"\w+|[^\w\s]")
 PIECE = 20_000  # characters: longer documents are cut, so that each split has parts of them
 SHARES = {"train": 0.9, "val": 0.05, "test": 0.05}
+
+
+class Windows(Dataset[Tensor]):
+    """Batches (B, T + 1) of B long rows: each row of a batch goes on where the last batch ended.
+
+    The last token of a batch is the first of the next one. What does not fill B rows is left out.
+    """
+
+    def __init__(self, stream: Tensor, rows: int, length: int) -> None:
+        self.rows, self.length = stream[: len(stream) // rows * rows].view(rows, -1), length
+
+    def __len__(self) -> int:
+        return (self.rows.shape[1] - 1) // self.length
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.rows[:, place * self.length : (place + 1) * self.length + 1].long()
 
 
 class TextData(LightningDataModule):
@@ -32,8 +52,9 @@ class TextData(LightningDataModule):
         tokens: "words", or "bpe" for byte pairs, which needs the library ``tokenizers``.
         vocabulary: K. The K - 1 most frequent words are tokens, all others are one token together.
         length: T, tokens in a sequence.
-        batch_size: B.
+        batch_size: B. Each of the B sequences of a batch continues one of the batch before.
         seed: of the split.
+        cache: a folder that keeps tokens and the order of words for the next run with this text.
     """
 
     def __init__(
@@ -44,41 +65,72 @@ class TextData(LightningDataModule):
         length: int = 64,
         batch_size: int = 32,
         seed: int = 0,
+        cache: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.stream: dict[str, Tensor] = {}  # all tokens of a split
         self.words_per_token: dict[str, float] = {}
+        self._key = ""  # of the text and the options that decide its tokens
 
     def setup(self, stage: str | None = None) -> None:
         """Read the text, make the vocabulary, and turn text into tokens."""
         if self.stream:
             return
-        pieces = list(self._pieces())
+        documents = list(self._documents())
+        given = (self.hparams.tokens, self.hparams.vocabulary, self.hparams.seed, *documents)
+        self._key = hashlib.sha256("\0".join(map(str, given)).encode()).hexdigest()[:16]
+        kept = self._kept("tokens", lambda: self._tokenized(documents))
+        self.stream, self.words_per_token = kept["stream"], kept["words_per_token"]
+        for name, stream in self.stream.items():
+            if len(stream) <= self.hparams.length * self.hparams.batch_size:
+                few = f"{len(stream)} tokens in {name}, less than a batch"
+                raise ValueError(f"{self.hparams.path} has too little text: {few}")
+
+    def counts(self) -> Tensor:
+        """How often each token occurs in the training text, (K,)."""
+        return torch.bincount(self.stream["train"], minlength=self.hparams.vocabulary)
+
+    def order(self) -> Tensor:
+        """The order of the tokens by what comes before them, see ``catnat.orders``."""
+        stream, K = self.stream["train"], self.hparams.vocabulary
+        return self._kept("order", lambda: {"order": by_cooccurrence(stream, K)})["order"]
+
+    def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the cache has under this name; made and put there if the cache has none."""
+        if self.hparams.cache is None:
+            return make()
+        path = Path(self.hparams.cache, f"{name}-{self._key}.pt")
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            torch.save(make(), partial)
+            os.replace(partial, path)
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        return found
+
+    def _tokenized(self, documents: Iterable[str]) -> dict[str, Any]:
+        pieces = [d[n : n + PIECE] for d in documents for n in range(0, len(d), PIECE)]
         random.Random(self.hparams.seed).shuffle(pieces)
         ends = [round(len(pieces) * share) for share in (0.9, 0.95)]
         parts = [pieces[: ends[0]], pieces[ends[0] : ends[1]], pieces[ends[1] :]]
         split = dict(zip(SHARES, parts, strict=True))
         if not all(split.values()):
             raise ValueError(f"{self.hparams.path} has too little text to split")
-        encode = self._bpe(split["train"]) if self.hparams.tokens == "bpe" else word_list
-        counts = Counter(token for piece in split["train"] for token in encode(piece))
-        known = [token for token, _ in counts.most_common(self.hparams.vocabulary - 1)]
+        encode = self._bpe(split["train"]) if self.hparams.tokens == "bpe" else WORD.findall
+        listed = {
+            name: [t for piece in texts for t in encode(piece)] for name, texts in split.items()
+        }
+        known = [t for t, _ in Counter(listed["train"]).most_common(self.hparams.vocabulary - 1)]
         number = {token: place for place, token in enumerate(known)}
-        unknown = len(known)
-        for name, texts in split.items():
-            ids = [number.get(token, unknown) for piece in texts for token in encode(piece)]
-            self.stream[name] = torch.tensor(ids)
-            if len(ids) <= self.hparams.length:
-                raise ValueError(f"{self.hparams.path} has too little text: {len(ids)} in {name}")
-            words = len(ids)
+        stream, words_per_token = {}, {}
+        for name, tokens in listed.items():
+            stream[name] = torch.tensor([number.get(t, len(known)) for t in tokens]).int()
+            words = len(tokens)
             if self.hparams.tokens == "bpe":
-                words = sum(len(WORD.findall(piece)) for piece in texts)
-            self.words_per_token[name] = words / len(ids)
-
-    def _pieces(self) -> Iterator[str]:
-        for document in self._documents():
-            yield from (document[n : n + PIECE] for n in range(0, len(document), PIECE))
+                words = sum(len(WORD.findall(piece)) for piece in split[name])
+            words_per_token[name] = words / max(1, len(tokens))
+        return {"stream": stream, "words_per_token": words_per_token}
 
     def _documents(self) -> Iterator[str]:
         if self.hparams.path is None:
@@ -92,10 +144,11 @@ class TextData(LightningDataModule):
         for file in found:
             try:
                 yield file.read_text()
-            except UnicodeDecodeError:
-                continue
+            except UnicodeDecodeError as error:
+                if len(found) == 1:
+                    raise ValueError(f"--data.path {file} is no text in UTF-8: {error}") from error
 
-    def _bpe(self, texts: Iterable[str]) -> Any:
+    def _bpe(self, texts: Iterable[str]) -> Callable[[str], list[int]]:
         """A function from text to byte pairs, learned from these texts."""
         from tokenizers import ByteLevelBPETokenizer
 
@@ -105,8 +158,8 @@ class TextData(LightningDataModule):
         return lambda text: tokenizer.encode(text).ids
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled sequences."""
-        return self._loader("train", shuffle=True, drop_last=True)
+        """Sequences to train on."""
+        return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Sequences to select by."""
@@ -116,11 +169,8 @@ class TextData(LightningDataModule):
         """Sequences to report."""
         return self._loader("test")
 
-    def _loader(self, split: str, **options: Any) -> DataLoader[Tensor]:
-        sequences = self.stream[split].unfold(0, self.hparams.length + 1, self.hparams.length)
-        return DataLoader(sequences, self.hparams.batch_size, **options)  # type: ignore[arg-type]
-
-
-def word_list(text: str) -> list[str]:
-    """Words and signs of punctuation."""
-    return WORD.findall(text)
+    def _loader(self, split: str) -> DataLoader[Tensor]:
+        stream = self.stream[split]
+        if self.trainer is not None:  # all tokens go to the device at once, and no batch waits
+            stream = stream.to(self.trainer.strategy.root_device)
+        return DataLoader(Windows(stream, self.hparams.batch_size, self.hparams.length), None)

@@ -1,16 +1,18 @@
 """An LSTM language model with a tree, a softmax or an adaptive softmax as output."""
 
 import inspect
+import itertools
 import time
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from catnat import CatnatHead, TreeLinear, make_head
 from catnat.optim import RowAdam
-from catnat.orders import by_cooccurrence, by_embedding
+from catnat.orders import by_embedding
 
 SAMPLED_STEPS, SAMPLED_TOKENS = 16, 8192  # hidden states for which a rebuilt tree is fitted
 
@@ -30,10 +32,16 @@ class LinearOutput(nn.Linear):
         super().__init__(width, made.num_scores)
         self.head = made
 
+    def start_from(self, counts: Tensor) -> None:
+        """Let the biases say how frequent words are."""
+        self.bias.data.copy_(self.head.scores_from_frequencies(counts))
+
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Mean negative log-likelihood."""
-        logs = self.head.log_probs(self(hidden))
-        return -logs.gather(-1, target[..., None]).mean()
+        scores = self(hidden)
+        if self.head.name == "softmax":
+            return F.cross_entropy(scores, target)  # torch's own: the fastest
+        return -self.head.log_probs(scores).gather(-1, target[..., None]).mean()
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""
@@ -43,6 +51,11 @@ class LinearOutput(nn.Linear):
 class TreeOutput(TreeLinear):
     """A tree: the scores on one path for every token."""
 
+    def start_from(self, counts: Tensor) -> None:
+        """Let the biases say how frequent words are."""
+        of_leaf = counts if self.classes is None else counts.to(self.classes.device)[self.classes]
+        self.bias.data.copy_(self.head.scores_from_frequencies(of_leaf))
+
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""
         return self.topk(hidden, 1).indices[..., 0]
@@ -51,8 +64,14 @@ class TreeOutput(TreeLinear):
 class AdaptiveOutput(nn.AdaptiveLogSoftmaxWithLoss):
     """Torch's adaptive softmax: few scores for frequent words, more for others."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__(width, vocabulary, [vocabulary // 16, vocabulary // 4])
+    def __init__(self, width: int, vocabulary: int, cutoffs: list[int]) -> None:
+        super().__init__(width, vocabulary, cutoffs, head_bias=True)
+
+    def start_from(self, counts: Tensor) -> None:
+        """Let the biases say how frequent the first words and the groups of others are."""
+        groups = [counts[a:b].sum()[None] for a, b in itertools.pairwise(self.cutoffs)]
+        smoothed = torch.cat((counts[: self.cutoffs[0]], *groups)) + 1.0
+        self.head.bias.data.copy_((smoothed / smoothed.sum()).log())
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Mean negative log-likelihood."""
@@ -70,6 +89,7 @@ class LanguageModel(LightningModule):
         head: a tree head (natural, sigmoid) makes the output a tree, any other one a linear layer.
         vocabulary: K, the number of tokens; follows from the data.
         output: "adaptive" for torch's adaptive softmax instead of the head.
+        cutoffs: of adaptive softmax; None for K / 16 and K / 4.
         order: which words share a subtree: those that follow the same words, or those that are
             about equally frequent.
         tail: option of natural, below which probability a split has logarithmic tails; 0 for none.
@@ -80,7 +100,7 @@ class LanguageModel(LightningModule):
         learning_rate: its peak.
         warmup: steps to the peak; the rate then falls linearly to 0.
         sparse: sparse gradients of a tree, for the rows in use.
-        rebuild_at: step at which the tree is built anew from the learned embedding; 0 for never.
+        rebuild_at: step at which the tree is built anew from what it has learned; 0 for never.
         fisher_every_n_steps: how often a tree's Fisher diagonal is shown to the monitor.
         fisher_rows: of how many tokens.
         accuracy_rows: tokens of each batch for which the likeliest word is looked for.
@@ -93,6 +113,7 @@ class LanguageModel(LightningModule):
         head: str = "natural",
         vocabulary: int = 32768,
         output: Literal["head", "adaptive"] = "head",
+        cutoffs: list[int] | None = None,
         order: Literal["cooccurrence", "frequency"] = "cooccurrence",
         tail: float | None = None,
         width: int = 256,
@@ -111,25 +132,43 @@ class LanguageModel(LightningModule):
         self.embedding = nn.Embedding(vocabulary, width)
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
         self.dropout = nn.Dropout(dropout)
+        self._memory: dict[bool, Any] = {}  # of the LSTM, in training and else
         self.output: Any
         options = head_options(head, tail)
         if output == "adaptive":
-            self.output = AdaptiveOutput(width, vocabulary)
+            self.output = AdaptiveOutput(
+                width, vocabulary, cutoffs or [vocabulary // 16, vocabulary // 4]
+            )
         elif isinstance(make_head(head, 2, **options), CatnatHead):
             first = range(vocabulary)  # until setup knows the text
             self.output = TreeOutput(width, vocabulary, head, first, sparse=sparse, **options)
         else:
             self.output = LinearOutput(width, vocabulary, head)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Hidden states (B, T, width) from tokens (B, T)."""
-        return self.dropout(self.lstm(self.dropout(self.embedding(tokens)))[0])
+    def hidden(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        """Hidden states (B * T, width) of tokens (B, T), which continue those of the last batch."""
+        kept = self._memory.get(self.training) if batch_idx else None
+        last = kept and [each.to(self.device) for each in kept]
+        hidden, memory = self.lstm(self.dropout(self.embedding(tokens)), last)
+        self._memory[self.training] = [each.detach() for each in memory]
+        return self.dropout(hidden).flatten(0, 1)
 
     def setup(self, stage: str) -> None:
-        """Build the tree from the training tokens; a checkpoint brings its own."""
-        if stage == "fit" and isinstance(self.output, TreeLinear) and self.hparams.order[0] == "c":
-            tokens = self.trainer.datamodule.stream["train"]
-            self.output.set_order(by_cooccurrence(tokens, self.hparams.vocabulary))
+        """Build the tree from the training tokens, and start from how frequent they are."""
+        if stage != "fit":  # a checkpoint brings everything
+            return
+        data = self.trainer.datamodule
+        if isinstance(self.output, TreeLinear) and self.hparams.order == "cooccurrence":
+            self.output.set_order(data.order())
+        self.output.start_from(data.counts())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save what the LSTM remembers of the text so far."""
+        checkpoint["memory"] = self._memory.get(True)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where the text was left."""
+        self._memory[True] = checkpoint["memory"]
 
     def on_train_start(self) -> None:
         """Start the clock."""
@@ -138,7 +177,7 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of a batch (B, T + 1)."""
-        hidden, target = self.hidden(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        hidden, target = self.hidden(batch[:, :-1], batch_idx), batch[:, 1:].flatten()
         if 0 <= self.hparams.rebuild_at - self.global_step < SAMPLED_STEPS:
             self._sample.append(hidden.detach())
             if self.global_step == self.hparams.rebuild_at > 0:
@@ -148,13 +187,22 @@ class LanguageModel(LightningModule):
         self._tokens += target.numel()
         self._show(hidden)
         if (self.global_step + 1) % (self.trainer.log_every_n_steps or 1) == 0:
-            rate = self._tokens / (time.perf_counter() - self._clock)
+            now = time.perf_counter()
+            rate = self._tokens / (now - self._clock)
+            self._clock, self._tokens = now, 0
             self.log_dict({"train/loss": loss.detach(), "train/tokens_per_second": rate})
         return loss
 
     def rebuild(self, hidden: Tensor) -> None:
-        """Build the tree anew: words whose embeddings are alike share a subtree."""
-        self.output.reorder(by_embedding(self.embedding.weight), hidden)
+        """Build the tree anew: words that the tree finds likely in the same places are neighbours.
+
+        The vector of a word is its log-probability at some hidden states, in 64 dimensions. The
+        input embedding is no such vector: rare words have hardly left their random start there.
+        """
+        logs = self.output.log_probs(hidden[-1024:]).detach().float()  # (places, K)
+        logs -= logs.mean(0)
+        main = torch.linalg.eigh(logs @ logs.mT).eigenvectors[:, -64:]
+        self.output.reorder(by_embedding(logs.mT @ main), hidden)
         self._sample = []
         for parameter in self.output.parameters():
             self.optimizers(use_pl_optimizer=False).state.pop(parameter, None)
@@ -168,14 +216,14 @@ class LanguageModel(LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Loss and accuracy of a batch."""
-        self._evaluate(batch, "val")
+        self._evaluate(batch, batch_idx, "val")
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         """Loss and accuracy of a batch."""
-        self._evaluate(batch, "test")
+        self._evaluate(batch, batch_idx, "test")
 
-    def _evaluate(self, batch: Tensor, split: str) -> None:
-        hidden, target = self.hidden(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+    def _evaluate(self, batch: Tensor, batch_idx: int, split: str) -> None:
+        hidden, target = self.hidden(batch[:, :-1], batch_idx), batch[:, 1:].flatten()
         rows = slice(self.hparams.accuracy_rows)
         right = (self.output.best(hidden[rows]) == target[rows]).float().mean()
         loss = self.output.nll(hidden, target)
