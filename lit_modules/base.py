@@ -173,4 +173,5 @@ class StepModule(LightningModule):
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:
+            self._replay.release()
             self._replay, self.automatic_optimization = None, True
