@@ -26,8 +26,7 @@ from catnat.callbacks.checkpoints import LastCheckpoint
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-pytestmark = needs_fork
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 class SmoothVAE(MLPDiscreteVAE):
@@ -68,7 +67,9 @@ MODELS = {
     "gsl": lambda: GraphStructureLearner(
         num_nodes=6, estimator="local_expectation", lr_schedule="linear", psi_warmup_steps=3
     ),
-    "smooth-vae": lambda: SmoothVAE(num_latents=2, num_categories=4, gradient_clip=0.1),
+    "smooth-vae": lambda: SmoothVAE(  # not Adam, which makes much of rounding errors
+        num_latents=2, num_categories=4, optimizer="sgd", learning_rate=0.1, gradient_clip=0.1
+    ),
     "same-noise": lambda: SameNoise(num_nodes=6),
     "odd-vae": OddVAE,
 }
@@ -166,8 +167,8 @@ def ranks(folder, name, n=2):
 
 
 def assert_close(one, other, *keys):
-    for key in keys or ("parameters", "fisher", "logged"):
-        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-6)
+    for key in keys:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", ["vae", "mlp-vae", "gsl"])
