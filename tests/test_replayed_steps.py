@@ -343,6 +343,24 @@ def test_on_cuda_one_line_says_why_steps_are_not_replayed(capture, monkeypatch, 
     )
 
 
+def clips(root):
+    """Clip the gradients of a model, which FSDP has made into ``root``."""
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=0.5)
+    model.trainer = SimpleNamespace(strategy=on_cuda(FSDPStrategy, _model=root))
+    model.configure_gradient_clipping(None)
+
+
+def test_fsdp_clips_the_gradient_of_the_whole_model():
+    asked = []
+    clips(SimpleNamespace(clip_grad_norm_=asked.append))
+    assert asked == [0.5]
+
+
+def test_fsdp_refuses_to_clip_by_name_where_parts_alone_are_wrapped():
+    with pytest.raises(ValueError, match="gradient_clip 0.5: set gradient_clip to 0"):
+        clips(nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
 def test_bf16_mixed_steps_are_replayed(without_cuda, data, model_class):
     """The backward pass and the update run without autocast, as in an eager run."""
@@ -403,3 +421,52 @@ def test_options_of_the_trainer_count_steps_on_cuda(data, case):
     assert watch.ends == ends and watch.validated == watched.validated
     assert trainer.global_step == one.global_step
     assert data_many.state_dict() == data_one.state_dict()
+
+
+@cuda
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+def test_bf16_mixed_gives_the_same_curve_as_eager_on_cuda(model_class, data):
+    options = {"accelerator": "gpu", "batch_size": 20, "precision": "bf16-mixed"}
+    _, _, eager = train(model_class, False, 60, data, **options)
+    _, trainer, graph = train(model_class, None, 60, data, **options)
+    want, got = eager.series("train/loss"), graph.series("train/loss")
+    assert trainer.global_step == 60
+    for step in (2, 20, 59):
+        assert got[step] == pytest.approx(want[step], rel=1e-2)
+
+
+@cuda
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs NCCL")
+def test_one_rank_with_nccl_takes_the_steps_of_one_process(data):
+    """The all-reduce is part of the graph."""
+    options = {"accelerator": "gpu", "batch_size": 20}
+    _, _, plain = train(DiscreteVAE, None, 60, data, **options)
+    model, _, ranked = train(DiscreteVAE, None, 60, data, strategy="ddp", **options)
+    try:
+        want, got = plain.series("train/loss"), ranked.series("train/loss")
+        assert list(got) == list(want)
+        for step in (2, 20, 59):
+            assert got[step] == pytest.approx(want[step], rel=1e-3)
+        assert not model.replays and model.automatic_optimization
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@cuda
+def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=1e-3, optimizer="sgd")
+    model.learning_rate, watch, images = 1.0, Watch(), MNISTDataModule(str(data), download=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    images.batch_size = 20
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, strategy="fsdp", max_steps=5, logger=False, callbacks=[watch],
+        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
+    )  # fmt: skip
+    try:
+        with pytest.warns(UserWarning, match="the strategy is FSDPStrategy, not one device or ddp"):
+            trainer.fit(model, datamodule=images)
+    finally:
+        torch.distributed.destroy_process_group()
+    moved = [(p.detach().cpu() - q).norm() for p, q in zip(model.parameters(), before, strict=True)]
+    assert watch.ends == [1, 2, 3, 4, 5] and not watch.replayed
+    assert 0 < torch.stack(moved).norm() <= 5 * 1e-3 + 1e-5, "five steps of norm 0.001 at most"
