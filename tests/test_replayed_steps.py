@@ -357,7 +357,7 @@ def test_fsdp_clips_the_gradient_of_the_whole_model():
 
 
 def test_fsdp_refuses_to_clip_by_name_where_parts_alone_are_wrapped():
-    with pytest.raises(ValueError, match="gradient_clip 0.5: set gradient_clip to 0"):
+    with pytest.raises(ValueError, match="set gradient_clip to 0"):
         clips(nn.Linear(2, 2))
 
 
@@ -467,6 +467,9 @@ def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
             trainer.fit(model, datamodule=images)
     finally:
         torch.distributed.destroy_process_group()
-    moved = [(p.detach().cpu() - q).norm() for p, q in zip(model.parameters(), before, strict=True)]
+    moved = [
+        (p.detach().cpu().flatten() - q.flatten()).norm()
+        for p, q in zip(model.parameters(), before, strict=True)
+    ]
     assert watch.ends == [1, 2, 3, 4, 5] and not watch.replayed
     assert 0 < torch.stack(moved).norm() <= 5 * 1e-3 + 1e-5, "five steps of norm 0.001 at most"
