@@ -69,7 +69,9 @@ def compare(args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for name in runs:  # each in processes of its own
             command = [sys.executable, *sys.argv, "--run", name]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr)
             rounds[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"  {name}: {rounds[name][-1]['step'] * 1e3:.3f} ms", flush=True)
     report(args, rounds)

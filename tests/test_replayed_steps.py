@@ -467,9 +467,7 @@ def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
             trainer.fit(model, datamodule=images)
     finally:
         torch.distributed.destroy_process_group()
-    moved = [
-        (p.detach().cpu().flatten() - q.flatten()).norm()
-        for p, q in zip(model.parameters(), before, strict=True)
-    ]
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = [(p.detach().cpu().flatten() - q.flatten()).norm() for p, q in pairs]
     assert watch.ends == [1, 2, 3, 4, 5] and not watch.replayed
     assert 0 < torch.stack(moved).norm() <= 5 * 1e-3 + 1e-5, "five steps of norm 0.001 at most"
