@@ -4,9 +4,12 @@ CPU: ``DiscreteVAE`` in Lightning with ``FisherMonitor`` at every step, against 
 write by hand: a torchvision dataset, a ``DataLoader``, and the same network, with torch's layers
 and with ours.
 CUDA: steps replayed as graphs against eager ones, with and without the monitor.
+Several processes on one device: replayed steps against eager ones, and the parts of a step.
 
     python benchmarks/bench_vae.py --root DATA
     python benchmarks/bench_vae.py --root DATA --device cuda
+    python benchmarks/bench_vae.py --root DATA --device cuda --processes 2
+    python benchmarks/bench_vae.py --root DATA --device cuda --processes 1 --backend nccl
 """
 
 from __future__ import annotations
@@ -178,10 +181,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of a run (CPU 120, CUDA 4000)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--processes", type=int, help="ranks of DDP that share the device")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of DDP")
     parser.add_argument("--run", help="only this one; prints seconds per step")
     args = parser.parse_args()
     args.torchvision_root = args.torchvision_root or args.root
     args.steps = args.steps or (120 if args.device == "cpu" else 4000)
+    if args.processes:
+        from bench_ranks import compare
+
+        compare(args)
+        return
     runs: dict[str, Callable[[], float]]
     if args.device == "cpu":
         runs = {

@@ -86,6 +86,36 @@ class StepGraph(Generic[Output]):
             self._output = self.step(batch)
 
 
+class StepInParts(Generic[Output]):
+    """A step of two captured parts, with work between them that cannot be captured.
+
+    Args:
+        first: takes the batch; its output is that of the step.
+        between: what the host does after the first part.
+        second: takes no batch.
+    """
+
+    def __init__(
+        self,
+        first: StepGraph[Output],
+        between: Callable[[], None],
+        second: StepGraph[tuple[()]],
+    ) -> None:
+        self.first, self.between, self.second = first, between, second
+
+    def __call__(self, batch: Any) -> Output:
+        """Take one step and return its output, which the next call overwrites."""
+        output = self.first(batch)
+        self.between()
+        self.second(())
+        return output
+
+    def reset(self) -> None:
+        """Capture both parts again at the next call."""
+        self.first.reset()
+        self.second.reset()
+
+
 def why_not_captured(
     capture: bool | None, device: torch.device, obstacles: Mapping[str, bool]
 ) -> str | None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -143,7 +144,11 @@ class StepModule(LightningModule):
         """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
         if gradient_clip_val is None:
             gradient_clip_val = self.gradient_clip
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        algorithm, strategy = gradient_clip_algorithm or "norm", self.trainer.strategy
+        if gradient_clip_val and algorithm == "norm" and isinstance(strategy, FSDPStrategy):
+            clip_sharded_gradients(strategy.model, gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, algorithm)
 
     def on_train_end(self) -> None:
         """Log the last loss of replayed steps."""
@@ -173,4 +178,20 @@ class StepModule(LightningModule):
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:
+            self._replay.release()
             self._replay, self.automatic_optimization = None, True
+
+
+def clip_sharded_gradients(root: Any, most: float) -> None:
+    """Clip the gradients of a model that FSDP has cut up; each process holds a part of them.
+
+    Args:
+        root: what FSDP made of the model.
+        most: largest norm of the whole gradient.
+    """
+    if not hasattr(root, "clip_grad_norm_"):
+        raise ValueError(
+            "FSDP clips the gradients of a model only if it wraps the whole model; "
+            f"got gradient_clip {most:g}: set gradient_clip to 0"
+        )
+    root.clip_grad_norm_(most)

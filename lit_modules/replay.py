@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.replay import Backlog, StepGraph, send, why_not_captured
+from catnat.ranks import MeanGradients, send_buffers
+from catnat.replay import Backlog, StepGraph, StepInParts, send, why_not_captured
 
 if TYPE_CHECKING:
     from catnat.lit_modules.base import StepModule
 
 STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a replayed step
 _STEPS_AHEAD = 2 * STEPS_AT_ONCE  # the host writes logs while the device works on these
+_PRECISIONS = ("32-true", "bf16-mixed")  # others change weights, or scale losses on the host
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+Result = tuple[Tensor, list[Any]]  # the loss of a step, and what its observers saw
 
 
 class StepObserver(Protocol):
@@ -42,13 +50,18 @@ class ReplayedSteps:
     end the epoch, end the run) no further batch is drawn. Lightning's counters count every step,
     so the options of the Trainer and checkpoints mean the same as in an eager run.
 
+    With several processes, gradients are averaged between the backward pass and the update, all of
+    them with one call. NCCL's call is part of the graph; with another backend a step is two graphs.
+    Buffers are those of rank 0 after each batch of Lightning's.
+
     Args:
         module: whose steps are taken.
     """
 
     def __init__(self, module: StepModule) -> None:
         self._module, self._trainer = module, module.trainer
-        self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
+        self._graph: StepGraph[Result] | StepInParts[Result] = StepGraph(self._optimize)
+        self._gradients: MeanGradients | None = None  # with several processes
         self._backlog: Backlog | None = None
         self._one_by_one = False  # whether Lightning hands over every single batch
         # The last loss on its way to the host: its step, a function that waits for it, settings.
@@ -58,7 +71,8 @@ class ReplayedSteps:
     def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
         """The replayed steps of a module; None if they cannot be replayed, or must not be.
 
-        If ``capture`` is True and the steps cannot be replayed, a warning says why.
+        If the steps cannot be replayed, a warning says why; but not if ``capture`` is None and
+        nobody would expect replayed steps.
 
         Args:
             module: the module, about to be trained.
@@ -66,13 +80,17 @@ class ReplayedSteps:
         """
         reason = f"{type(module).__name__} has a training_step of its own" if own_step else None
         reason = reason or why_not(module)
-        if module.capture and reason:
+        on_cuda = module.trainer.strategy.root_device.type == "cuda"
+        expected = module.capture or (module.capture is None and on_cuda and not own_step)
+        if expected and reason:
             rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
         return None if reason else cls(module)
 
     def start(self) -> None:
-        """Continue to count where a resumed run stopped; decide whether to draw batches."""
+        """Continue to count where a resumed run stopped; decide how steps are taken."""
         count_steps(self._trainer, 0)
+        if isinstance(self._trainer.strategy, DDPStrategy):
+            self._average_gradients(self._trainer.strategy)
         data = getattr(self._trainer, "datamodule", None)
         changed = any(
             is_overridden(hook, owner)
@@ -86,8 +104,18 @@ class ReplayedSteps:
         if self._trainer.strategy.root_device.type == "cuda":
             self._backlog = Backlog(_STEPS_AHEAD // (1 if self._one_by_one else STEPS_AT_ONCE))
 
+    def release(self) -> None:
+        """Free the graphs: NCCL ends only after the graphs that hold its calls."""
+        atexit.unregister(self.release)
+        self._graph.reset()
+
     def take(self, batch: Any) -> Tensor:
         """Take the step of this batch, and of the batches that follow; return the last loss."""
+        # Lightning calls this with autocast on, which belongs around the loss alone.
+        with torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
+            return self._take(batch)
+
+    def _take(self, batch: Any) -> Tensor:
         module = self._module
         first = step = module.global_step
         for each in (batch, *self._further_batches()):
@@ -98,6 +126,8 @@ class ReplayedSteps:
             step += 1
             self._step_scheduler()
         count_steps(self._trainer, step - first)
+        if self._gradients is not None:
+            send_buffers(module.buffers())
         if self._backlog is not None:
             self._backlog.add()
         every: int = getattr(self._trainer, "log_every_n_steps", 0)
@@ -135,19 +165,49 @@ class ReplayedSteps:
             limits.append(int(every) - batch % int(every))
         return max(1, min(limits))
 
-    def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:
-        """One step from loss to update, computed on the device alone."""
-        module = self._module
-        optimizer = module.optimizers(use_pl_optimizer=False)
+    def _average_gradients(self, strategy: DDPStrategy) -> None:
+        """Average the gradients of all ranks in each step from now on, instead of DDP."""
+        strategy.model = self._module  # out of DDP's wrapper, whose hooks would average as well
+        self._gradients = MeanGradients(parameters_of(self._optimizer))
+        if not self._gradients.can_be_captured:
+            parts = StepGraph(self._backward), self._gradients.reduce, StepGraph(self._update)
+            self._graph = StepInParts(*parts)
+        atexit.register(self.release)  # before Lightning's own, which ends NCCL
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._module.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
-        optimizer.zero_grad()
-        loss = module.step_loss(batch)
+        return optimizer
+
+    def _optimize(self, batch: Any) -> Result:
+        """One step from loss to update, computed on the device alone."""
+        result = self._backward(batch)
+        if self._gradients is not None:
+            self._gradients.reduce()
+        self._update(())
+        return result
+
+    def _backward(self, batch: Any) -> Result:
+        """The first part of a step: loss and gradients."""
+        module = self._module
+        self._optimizer.zero_grad()
+        with self._trainer.strategy.precision_plugin.train_step_context():
+            loss = module.step_loss(batch)
         seen = [observer.look() for observer in module.step_observers]
         loss.backward()
-        if module.gradient_clip:
-            clip_grad_norm_(module.parameters(), module.gradient_clip)
-        optimizer.step()
+        if self._gradients is not None:
+            self._gradients.collect()
         return loss.detach(), seen
+
+    def _update(self, _: tuple[()]) -> tuple[()]:
+        """The second part of a step: parameters move along the gradients."""
+        if self._gradients is not None:
+            self._gradients.spread()
+        if self._module.gradient_clip:
+            clip_grad_norm_(parameters_of(self._optimizer), self._module.gradient_clip)
+        self._optimizer.step()
+        return ()
 
     def _step_scheduler(self) -> None:
         scheduler: Any = self._module.lr_schedulers()
@@ -158,20 +218,44 @@ class ReplayedSteps:
                 self._graph.reset()  # the learning rate is a constant of the captured step
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def why_not(module: StepModule) -> str | None:
     """Why the steps of a module are not replayed; None if they are."""
-    trainer = module.trainer
+    trainer, strategy = module.trainer, module.trainer.strategy
     host = module.why_host_needed()
+    precisions = " or ".join(_PRECISIONS)
     obstacles = {
         str(host): host is not None,
-        "there is more than one process": trainer.world_size > 1,
-        f"the precision is {trainer.precision}, not 32-true": trainer.precision != "32-true",
+        f"the precision is {trainer.precision}, not {precisions}": (
+            trainer.precision not in _PRECISIONS
+        ),
         "gradients are accumulated over batches": trainer.accumulate_grad_batches > 1,
         "the Trainer clips gradients; use the model's gradient_clip": (
             trainer.gradient_clip_val is not None
         ),
+        "an embedding has sparse gradients": any(
+            isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+            for each in module.modules()
+        ),
+        **_obstacles_of_strategy(strategy, len({p.dtype for p in module.parameters()})),
     }
-    return why_not_captured(module.capture, trainer.strategy.root_device, obstacles)
+    return why_not_captured(module.capture, strategy.root_device, obstacles)
+
+
+def _obstacles_of_strategy(strategy: Any, dtypes: int) -> dict[str, bool]:
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+        return {
+            "DDP has a communication hook": strategy._ddp_comm_hook is not None,
+            "batch norms are synchronized": strategy._layer_sync is not None,
+            "the parameters have more than one dtype": dtypes > 1,
+        }
+    name = type(strategy).__name__
+    known = isinstance(strategy, SingleDeviceStrategy)
+    return {f"the strategy is {name}, not one device or ddp": not known}
 
 
 def count_steps(trainer: Trainer, steps: int) -> None:

@@ -4,8 +4,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import HEADS
+from cases_replay import Curve, Watch, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_capture import Curve, Watch, without_cuda  # noqa: F401 - a fixture
 from torch import nn
 
 from catnat.callbacks import FisherMonitor, GraphFigures

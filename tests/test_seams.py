@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases_cli import run
-from test_capture import Curve, Watch, without_cuda  # noqa: F401 - a fixture
+from cases_replay import Curve, Watch, without_cuda  # noqa: F401 - a fixture
 
 from catnat.callbacks import FisherMonitor, GraphFigures
 from catnat.callbacks.images import figures_for

@@ -1,123 +1,28 @@
-"""Replayed training steps: on the CPU the bookkeeping, on CUDA the graphs themselves."""
+"""ReplayedSteps: on the CPU the bookkeeping, on CUDA the same curves as eager steps."""
+# ruff: noqa: F811 - a fixture is an argument
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from cases_replay import Curve, Watch, equal, train, without_cuda  # noqa: F401 - a fixture
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from catnat import replay as graphs
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.terminal import StepBar
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class EagerGraph:
-    """Stands in for a StepGraph where there is no CUDA: what it gives, the next call overwrites."""
-
-    def __init__(self, step):
-        self.step, self.output = step, None
-
-    def __call__(self, batch):
-        output = self.step(batch)
-        if self.output is None:
-            self.output = tree_map(torch.clone, output)
-        return tree_map(lambda mine, new: mine.copy_(new), self.output, output)
-
-    def reset(self):
-        pass
-
-
-class Curve(pl.loggers.logger.Logger):
-    """Keeps what is logged."""
-
-    name = version = None
-
-    def __init__(self):
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def series(self, tag):
-        return {step: row[tag] for step, row in self.rows if tag in row}
-
-
-class Watch(pl.Callback):
-    """Notes whether steps are replayed, and the steps at which batches end and validation comes."""
-
-    def __init__(self):
-        self.replayed, self.ends, self.validated, self.epochs = None, [], [], []
-
-    def on_train_start(self, trainer, module):
-        self.replayed = module.replays
-
-    def on_train_batch_end(self, trainer, *args):
-        self.ends.append(trainer.global_step)
-
-    def on_train_epoch_end(self, trainer, module):
-        self.epochs.append(trainer.global_step)
-
-    def on_validation_end(self, trainer, module):
-        if not trainer.sanity_checking:
-            self.validated.append(trainer.global_step)
-
-
-def train(
-    model_class,
-    replayed,
-    steps,
-    root,
-    ckpt_path=None,
-    accelerator="cpu",
-    monitor=None,
-    batch_size=2,
-    **options,
-):
-    pl.seed_everything(1, verbose=False)
-    model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
-    data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
-    logger, watch = Curve(), Watch()
-    monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accelerator=accelerator,
-        devices=1,
-        logger=logger,
-        callbacks=[monitor, watch],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=1,
-    )
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
-    assert watch.replayed is (replayed is None)
-    return model, trainer, logger
-
-
-@pytest.fixture
-def without_cuda(monkeypatch):
-    monkeypatch.setattr(
-        replay, "why_not_captured", lambda capture, *_: "no" if capture is False else None
-    )
-    monkeypatch.setattr(replay, "StepGraph", EagerGraph)
-    monkeypatch.setattr(graphs, "CAPTURABLE", {"fused": True})
-
-
-def equal(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -215,14 +120,6 @@ def test_batches_with_labels_stay_whole(without_cuda):
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=10))
     assert watch.replayed and trainer.global_step == 4
     assert seen == [(10,)] * 4
-
-
-def test_what_can_be_captured():
-    x, y = torch.zeros(3, 2), torch.zeros(3)
-    assert graphs.tensors_of(x)[0] is x and graphs.tensors_of({"x": x}) is None
-    pair = graphs.tensors_of([x, y])
-    assert graphs.same_shapes(pair, [x, y]) and not graphs.same_shapes(pair, [x, x])
-    assert not graphs.same_shapes(None, None)
 
 
 # -- where Lightning has something to do, a block of steps ends ----------------------------------
@@ -324,7 +221,9 @@ def test_a_run_may_be_resumed_after_any_step(without_cuda, data, tmp_path, steps
 
 
 def test_a_checkpoint_that_counted_blocks_as_batches_validates_at_the_same_steps(
-    without_cuda, data, tmp_path
+    without_cuda,
+    data,
+    tmp_path,
 ):
     options = {"val_check_interval": 20, "check_val_every_n_epoch": None}
     *_, trainer, _, _ = counted(data, True, max_steps=20, **options)
@@ -371,32 +270,118 @@ def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data,
         assert not model.replays and model.automatic_optimization
 
 
+CUDA = torch.device("cuda", 0)
+
+
+def on_cuda(kind, **options):
+    """A strategy of a kind that would run on CUDA."""
+    strategy = object.__new__(kind)
+    if isinstance(strategy, SingleDeviceStrategy):
+        strategy._root_device = CUDA
+        return strategy
+    strategy._ddp_comm_hook = strategy._layer_sync = strategy.cluster_environment = None
+    strategy.parallel_devices = [CUDA]
+    vars(strategy).update(options)
+    return strategy
+
+
 REASONS = {
-    "the host": {"why_host_needed": lambda: "the host is needed"},
-    "more than one process": {"world_size": 2},
-    "bf16-mixed, not 32-true": {"precision": "bf16-mixed"},
+    "the host is needed": {"why_host_needed": lambda: "the host is needed"},
+    "16-mixed, not 32-true or bf16-mixed": {"precision": "16-mixed"},
+    "64-true": {"precision": "64-true"},
     "accumulated": {"accumulate_grad_batches": 2},
     "the Trainer clips gradients": {"gradient_clip_val": 1.0},
     "capture is False": {"capture": False},
+    "the strategy is FSDPStrategy, not one device or ddp": {"strategy": on_cuda(FSDPStrategy)},
+    "the strategy is DeepSpeedStrategy": {"strategy": on_cuda(DeepSpeedStrategy)},
+    "communication hook": {"strategy": on_cuda(DDPStrategy, _ddp_comm_hook=print)},
+    "batch norms are synchronized": {"strategy": on_cuda(DDPStrategy, _layer_sync=print)},
+    "an embedding has sparse gradients": {"net": nn.Embedding(2, 2, sparse=True)},
 }
 
 
+@pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy])
 @pytest.mark.parametrize("reason", REASONS)
-def test_each_reason_not_to_replay_is_told(reason):
+def test_each_reason_not_to_replay_is_told(reason, kind):
+    def why(options):
+        net = options["net"]
+        model = SimpleNamespace(**options, modules=net.modules, parameters=net.parameters)
+        model.trainer = SimpleNamespace(**options)
+        return replay.why_not(model)
+
     options = {
-        "strategy": SimpleNamespace(root_device=torch.device("cuda")),
-        "world_size": 1,
+        "strategy": on_cuda(kind),
         "precision": "32-true",
         "accumulate_grad_batches": 1,
         "gradient_clip_val": None,
         "capture": None,
         "why_host_needed": lambda: None,
+        "net": nn.Linear(2, 2),
     }
-    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
-    assert replay.why_not(model) is None
-    options |= REASONS[reason]
-    model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
-    assert reason in replay.why_not(model)
+    assert why(options) is None and why(options | {"precision": "bf16-mixed"}) is None
+    assert reason in why(options | REASONS[reason])
+
+
+def test_gradients_of_several_dtypes_are_not_averaged_in_one_call():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    dtypes = len({p.dtype for p in net.parameters()})
+    obstacles = replay._obstacles_of_strategy(on_cuda(DDPStrategy), dtypes)
+    assert [name for name, applies in obstacles.items() if applies] == [
+        "the parameters have more than one dtype"
+    ]
+
+
+@pytest.mark.parametrize("capture", [None, True, False])
+def test_on_cuda_one_line_says_why_steps_are_not_replayed(capture, monkeypatch, recwarn):
+    monkeypatch.setattr(replay, "why_not", lambda module: "of a reason")
+    model = DiscreteVAE(num_latents=2, num_categories=2, capture=capture)
+    model.trainer = SimpleNamespace(strategy=on_cuda(SingleDeviceStrategy))
+    assert replay.ReplayedSteps.where_possible(model, own_step=False) is None
+    said = [str(warning.message) for warning in recwarn]
+    assert said == (
+        [] if capture is False else ["steps are not replayed as CUDA graphs: of a reason"]
+    )
+
+
+def clips(root):
+    """Clip the gradients of a model, which FSDP has made into ``root``."""
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=0.5)
+    model.trainer = SimpleNamespace(strategy=on_cuda(FSDPStrategy, _model=root))
+    model.configure_gradient_clipping(None)
+
+
+def test_fsdp_clips_the_gradient_of_the_whole_model():
+    asked = []
+    clips(SimpleNamespace(clip_grad_norm_=asked.append))
+    assert asked == [0.5]
+
+
+def test_fsdp_refuses_to_clip_by_name_where_parts_alone_are_wrapped():
+    with pytest.raises(ValueError, match="set gradient_clip to 0"):
+        clips(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+def test_bf16_mixed_steps_are_replayed(without_cuda, data, model_class):
+    """The backward pass and the update run without autocast, as in an eager run."""
+    dtypes = []
+
+    class Seen(model_class):
+        def step_loss(self, batch):
+            dtypes.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+            return super().step_loss(batch)
+
+        def logged_settings(self):
+            dtypes.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+            return super().logged_settings()
+
+    options = {"precision": "bf16-mixed", "optimizer": "sgd"}
+    one, _, log_one = train(model_class, False, 20, data, **options)
+    many, _, log_many = train(model_class, None, 20, data, **options)
+    assert log_many.series("train/loss")[19] == pytest.approx(log_one.series("train/loss")[19])
+    torch.testing.assert_close(dict(many.named_parameters()), dict(one.named_parameters()))
+    train(Seen, None, 2, data, **options)
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
 def test_without_capture_there_are_no_replayed_steps(without_cuda, data, monkeypatch):
@@ -439,121 +424,50 @@ def test_options_of_the_trainer_count_steps_on_cuda(data, case):
 
 
 @cuda
-def test_a_graph_is_captured_once_and_again_after_reset():
-    net = nn.Linear(3, 1).cuda()
-    calls = []
-
-    def step(x):
-        calls.append(1)
-        return net(x).sum()
-
-    graph = graphs.StepGraph(step)
-    x = torch.randn(5, 3, device="cuda")
-    for k in range(10):
-        assert torch.allclose(graph(x * k), net(x * k).sum(), rtol=1e-4, atol=1e-5)
-    assert len(calls) == graphs.WARM_UP + 1
-    graph.reset()
-    graph(x)
-    assert len(calls) == graphs.WARM_UP + 2
-    graph(torch.randn(4, 3, device="cuda"))  # another shape
-    assert len(calls) == graphs.WARM_UP + 3
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+def test_bf16_mixed_gives_the_same_curve_as_eager_on_cuda(model_class, data):
+    options = {"accelerator": "gpu", "batch_size": 20, "precision": "bf16-mixed"}
+    _, _, eager = train(model_class, False, 60, data, **options)
+    _, trainer, graph = train(model_class, None, 60, data, **options)
+    want, got = eager.series("train/loss"), graph.series("train/loss")
+    assert trainer.global_step == 60
+    for step in (2, 20, 59):
+        assert got[step] == pytest.approx(want[step], rel=1e-2)
 
 
 @cuda
-def test_a_sequence_of_tensors_is_captured_too():
-    graph = graphs.StepGraph(lambda batch: (batch[0] * batch[1]).sum())
-    for k in range(8):
-        x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
-        assert graph([x, y]).item() == 3 * k
-
-
-@cuda
-def test_garbage_does_not_spoil_a_capture():
-    x = torch.ones(3, device="cuda")
-
-    def captured():
-        graph = graphs.StepGraph(lambda batch: [batch * k for k in range(50)][-1])
-        for _ in range(graphs.WARM_UP):
-            graph(x)
-        return graph
-
-    old, new = captured(), captured()
-    old(x)
-    old.itself = old  # only the collector can free it
-    before = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs NCCL")
+def test_one_rank_with_nccl_takes_the_steps_of_one_process(data):
+    """The all-reduce is part of the graph."""
+    options = {"accelerator": "gpu", "batch_size": 20}
+    _, _, plain = train(DiscreteVAE, None, 60, data, **options)
+    model, _, ranked = train(DiscreteVAE, None, 60, data, strategy="ddp", **options)
     try:
-        del old
-        assert new(x).tolist() == [49.0] * 3
+        want, got = plain.series("train/loss"), ranked.series("train/loss")
+        assert list(got) == list(want)
+        for step in (2, 20, 59):
+            assert got[step] == pytest.approx(want[step], rel=1e-3)
+        assert not model.replays and model.automatic_optimization
     finally:
-        gc.set_threshold(*before)
-    assert gc.isenabled()
+        torch.distributed.destroy_process_group()
 
 
-def test_a_backlog_waits_for_the_oldest(monkeypatch):
-    class Event:
-        waited: list = []
-
-        def __init__(self, blocking):
-            assert blocking, "the host is to sleep"
-
-        def record(self):
-            pass
-
-        def synchronize(self):
-            self.waited.append(self)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    backlog = graphs.Backlog(2)
-    for number in range(4):
-        backlog.add()
-        assert len(Event.waited) == max(0, number - 1)
-
-
-# -- numbers and optimizers of captured steps ------------------------------------------------------
-
-
-def test_a_device_scalar_changes_in_place_and_is_no_part_of_a_checkpoint():
-    model = nn.Module()
-    model.number = graphs.DeviceScalar(1.0)
-    place = model.number().data_ptr()
-    model.number.set(0.25)
-    assert model.number().item() == float(model.number) == 0.25
-    assert model.number().data_ptr() == place and not model.state_dict()
-    assert model.double().number().dtype == torch.float64, "it moves with its module"
-
-
-def test_an_optimizer_gets_the_options_that_its_kind_knows():
-    assert graphs.capturable_options(torch.optim.Adam) == {"capturable": True, "fused": True}
-    assert graphs.capturable_options(torch.optim.SGD) == {"fused": True}
-    assert graphs.capturable_options(torch.optim.LBFGS) == {}
-
-
-def test_a_learning_rate_changes_in_place_where_steps_are_captured():
-    group, device = {"lr": 0.1}, torch.device("cpu")
-    graphs.set_learning_rate(group, 0.2, None)
-    assert group == {"lr": 0.2}
-    graphs.set_learning_rate(group, 0.3, device)
-    place = group["lr"]
-    graphs.set_learning_rate(group, 0.4, device)
-    assert group["lr"] is place and place.item() == pytest.approx(0.4)
-    graphs.set_learning_rate(group, 0.5, None)
-    assert group == {"lr": 0.5}
-
-
-def test_the_first_reason_not_to_capture_is_told():
-    why, cuda_device = graphs.why_not_captured, torch.device("cuda")
-    assert why(False, cuda_device, {}) == "capture is False"
-    assert why(True, torch.device("cpu"), {"a": True}) == "the device is not a CUDA device"
-    assert why(None, cuda_device, {"a": False, "b": True, "c": True}) == "b"
-    assert why(None, cuda_device, {"a": False}) is None
-
-
-def test_batches_of_another_dtype_are_not_alike():
-    from catnat.replay import same_shapes
-
-    one = [torch.zeros(2, 3), torch.zeros(2)]
-    assert same_shapes(one, [torch.ones(2, 3), torch.ones(2)])
-    assert not same_shapes(one, [torch.ones(2, 3), torch.ones(3)])
-    assert not same_shapes(one, [torch.ones(2, 3), torch.ones(2, dtype=torch.int64)])
-    assert not same_shapes(one, None) and not same_shapes(one, one[:1])
+@cuda
+def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=1e-3, optimizer="sgd")
+    model.learning_rate, watch, images = 1.0, Watch(), MNISTDataModule(str(data), download=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    images.batch_size = 20
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, strategy="fsdp", max_steps=5, logger=False, callbacks=[watch],
+        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
+    )  # fmt: skip
+    try:
+        with pytest.warns(UserWarning, match="the strategy is FSDPStrategy, not one device or ddp"):
+            trainer.fit(model, datamodule=images)
+    finally:
+        torch.distributed.destroy_process_group()
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = [(p.detach().cpu().flatten() - q.flatten()).norm() for p, q in pairs]
+    assert watch.ends == [1, 2, 3, 4, 5] and not watch.replayed
+    assert 0 < torch.stack(moved).norm() <= 5 * 1e-3 + 1e-5, "five steps of norm 0.001 at most"

@@ -1,0 +1,121 @@
+"""Replayed training steps where there is no CUDA, a logger that remembers, and short runs."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from catnat import replay as graphs
+from catnat.callbacks import FisherMonitor
+from catnat.datamodules import MNISTDataModule
+from catnat.lit_modules import replay
+
+
+class EagerGraph:
+    """Stands in for a StepGraph where there is no CUDA: what it gives, the next call overwrites."""
+
+    def __init__(self, step):
+        self.step, self.output = step, None
+
+    def __call__(self, batch):
+        output = self.step(batch)
+        if self.output is None:
+            self.output = tree_map(torch.clone, output)
+        return tree_map(lambda mine, new: mine.copy_(new), self.output, output)
+
+    def reset(self):
+        pass
+
+
+class Curve(pl.loggers.logger.Logger):
+    """Keeps what is logged."""
+
+    name = version = None
+
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def series(self, tag):
+        return {step: row[tag] for step, row in self.rows if tag in row}
+
+
+class Watch(pl.Callback):
+    """Notes whether steps are replayed, and the steps at which batches end and validation comes."""
+
+    def __init__(self):
+        self.replayed, self.ends, self.validated, self.epochs = None, [], [], []
+
+    def on_train_start(self, trainer, module):
+        self.replayed = module.replays
+
+    def on_train_batch_end(self, trainer, *args):
+        self.ends.append(trainer.global_step)
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs.append(trainer.global_step)
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validated.append(trainer.global_step)
+
+
+def train(
+    model_class,
+    replayed,
+    steps,
+    root,
+    ckpt_path=None,
+    accelerator="cpu",
+    monitor=None,
+    batch_size=2,
+    precision="32-true",
+    strategy="auto",
+    **options,
+):
+    pl.seed_everything(1, verbose=False)
+    model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
+    data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
+    logger, watch = Curve(), Watch()
+    monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator=accelerator,
+        devices=1,
+        precision=precision,
+        strategy=strategy,
+        logger=logger,
+        callbacks=[monitor, watch],
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=1,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    assert watch.replayed is (replayed is None)
+    return model, trainer, logger
+
+
+def replay_on_the_cpu(setattr=setattr):
+    """Replay steps without CUDA, by stand-ins for the graphs."""
+    setattr(replay, "why_not_captured", lambda capture, *_: "no" if capture is False else None)
+    setattr(replay, "StepGraph", EagerGraph)
+    setattr(graphs, "CAPTURABLE", {"fused": True})
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    replay_on_the_cpu(monkeypatch.setattr)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))

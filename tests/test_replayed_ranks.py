@@ -1,0 +1,215 @@
+"""Replayed steps of two processes on the CPU: those of eager ones, and those of one process.
+
+The ranks are forks of a process of their own: a process that has used OpenMP cannot fork. Stand-ins
+take the place of CUDA graphs.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+if __name__ == "__main__":  # what pytest does for the others
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from cases_mnist import write_mnist
+from cases_replay import replay_on_the_cpu
+
+from catnat.callbacks import FisherMonitor
+from catnat.callbacks.checkpoints import LastCheckpoint
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+class SmoothVAE(MLPDiscreteVAE):
+    """Without noise and batch norm, so that one process and two must agree."""
+
+    def loss(self, batch, q):
+        return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
+
+
+class OddVAE(SmoothVAE):
+    """One parameter is used by rank 1 alone, one by nobody, one has no place in the optimizer."""
+
+    def __init__(self):
+        super().__init__(num_latents=2, num_categories=4, optimizer="sgd")
+        self.sometimes, self.never = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        self.apart = torch.nn.Parameter(torch.ones(2))
+
+    def loss(self, batch, q):
+        used = self.sometimes.sum() if self.trainer.global_rank else 0
+        return super().loss(batch, q) + used + self.apart.sum()
+
+    def configure_optimizers(self):
+        of_others = [p for p in self.parameters() if p is not self.apart]
+        return self.make_optimizer(torch.optim.SGD, of_others, lr=0.1, weight_decay=0.1)
+
+
+class SameNoise(GraphStructureLearner):
+    """All ranks draw the same graphs: then one process with all pairs learns the same."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        torch.manual_seed(5)
+
+
+MODELS = {
+    "vae": lambda: DiscreteVAE(num_latents=2, num_categories=4),
+    "mlp-vae": lambda: MLPDiscreteVAE(num_latents=2, num_categories=4),
+    "gsl": lambda: GraphStructureLearner(
+        num_nodes=6, estimator="local_expectation", lr_schedule="linear", psi_warmup_steps=3
+    ),
+    "smooth-vae": lambda: SmoothVAE(  # not Adam, which makes much of rounding errors
+        num_latents=2, num_categories=4, optimizer="sgd", learning_rate=0.1, gradient_clip=0.1
+    ),
+    "same-noise": lambda: SameNoise(num_nodes=6),
+    "odd-vae": OddVAE,
+}
+
+
+class Record(Callback):
+    """Each rank writes what it validated with, what it ended with, and a checkpoint."""
+
+    def __init__(self, folder, monitor):
+        self.folder, self.monitor, self.blocks, self.buffers = folder, monitor, [], {}
+
+    def on_train_batch_end(self, trainer, *args):
+        self.blocks.append(trainer.global_step)
+
+    def on_validation_end(self, trainer, module):
+        self.buffers = {name: each.clone() for name, each in module.named_buffers()}
+
+    def on_train_end(self, trainer, module):
+        fisher = {tag: x for tag, x in self.monitor.latest.items() if "sampled" not in tag}
+        logged = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        values = {
+            "parameters": dict(module.named_parameters()), "buffers": self.buffers,
+            "replays": module.replays, "blocks": self.blocks, "fisher": fisher, "logged": logged,
+        }  # fmt: skip
+        torch.save(values, self.folder / f"rank{trainer.global_rank}.pt")
+        trainer.save_checkpoint(self.folder / "end.ckpt")
+
+
+class Terminated(Callback):
+    """Rank 1 is told to stop at a step."""
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(folder, model, ranks, replayed, name, steps=17, ckpt_path=None, callbacks=(), **options):
+    place = folder / name
+    place.mkdir()
+    seed_everything(1 if ckpt_path is None else 99, verbose=False)
+    module = MODELS[model]()
+    module.capture = None if replayed else False
+    data = MNISTDataModule(str(folder / "data"), batch_size=10 // ranks, download=False)
+    if isinstance(module, GraphStructureLearner):
+        data = CommunityGraphDataModule(
+            communities=1, num_pairs=60, batch_size=6 // ranks, root=str(folder / "data")
+        )
+    unused = "_find_unused_parameters_true" if model == "odd-vae" else ""
+    monitor = FisherMonitor(write_every_n_steps=4)
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, strategy=f"ddp_fork{unused}" if ranks > 1 else "auto",
+        max_steps=steps, max_epochs=-1, logger=False, enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=2,
+        callbacks=[monitor, Record(place, monitor), *callbacks],
+        **{"val_check_interval": 7, "check_val_every_n_epoch": None} | options,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+
+
+def work(folder):
+    """All runs; one process last, because forking after a backward pass may hang."""
+    torch.set_num_threads(1)
+    replay_on_the_cpu()
+    write_mnist(folder / "data", 67, 11)
+    for model in ("vae", "mlp-vae", "gsl", "odd-vae"):
+        for how in ("eager", "replayed"):
+            run(folder, model, 2, how == "replayed", f"{model}-{how}")
+    for model in ("smooth-vae", "same-noise"):
+        run(folder, model, 2, True, f"{model}-two")
+    run(folder, "vae", 2, True, "first-half", steps=9)
+    run(folder, "vae", 2, True, "both-halves", ckpt_path=folder / "first-half" / "end.ckpt")
+    stop = [LastCheckpoint(folder / "stopped"), Terminated()]
+    often = {"val_check_interval": 1}  # ranks ask each other after every tenth block of steps
+    try:
+        run(folder, "vae", 2, True, "stopped", steps=40, callbacks=stop, **often)
+    except Exception as error:
+        assert "stopped by SIGTERM after step 10" in str(error), error
+    run(folder, "vae", 2, True, "after-stop", ckpt_path=folder / "stopped" / "last.ckpt")
+    for model in ("smooth-vae", "same-noise"):
+        run(folder, model, 1, False, f"{model}-one")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What :func:`work` leaves behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    argv = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def ranks(folder, name, n=2):
+    return [torch.load(folder / name / f"rank{r}.pt", weights_only=True) for r in range(n)]
+
+
+def assert_close(one, other, *keys):
+    for key in keys:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["vae", "mlp-vae", "gsl"])
+def test_replayed_ranks_take_the_steps_of_eager_ranks(folder, model):
+    eager, replayed = ranks(folder, f"{model}-eager"), ranks(folder, f"{model}-replayed")
+    for one, other in zip(eager, replayed, strict=True):
+        assert other["replays"] and not one["replays"]
+        assert len(other["blocks"]) < len(one["blocks"]) == 17, "several steps for each batch"
+        assert_close(one, other, "parameters", "fisher", "logged")
+    assert replayed[0]["blocks"] == replayed[1]["blocks"]
+    assert_close(*replayed, "parameters", "buffers", "fisher")
+
+
+def test_validation_uses_the_batch_norms_of_the_first_rank(folder):
+    eager, replayed = (ranks(folder, f"vae-{how}")[0] for how in ("eager", "replayed"))
+    assert any("running_mean" in name for name in eager["buffers"])
+    assert_close(eager, replayed, "buffers")
+
+
+@pytest.mark.parametrize("model", ["smooth-vae", "same-noise"])
+def test_two_replayed_ranks_take_the_steps_of_one_process(folder, model):
+    """Gradients are clipped after they were averaged."""
+    (one,), two = ranks(folder, f"{model}-one", 1), ranks(folder, f"{model}-two")
+    for rank in two:
+        assert_close(one, rank, "parameters", "fisher")
+
+
+def test_parameters_that_some_ranks_do_not_use_are_averaged_as_by_ddp(folder):
+    eager, replayed = ranks(folder, "odd-vae-eager"), ranks(folder, "odd-vae-replayed")
+    for one, other in zip(eager, replayed, strict=True):
+        assert_close(one, other, "parameters")
+        assert other["parameters"]["never"].tolist() == [1, 1], "no weight decay either"
+        assert other["parameters"]["sometimes"][0] < 0.9
+
+
+@pytest.mark.parametrize("name", ["both-halves", "after-stop"])
+def test_replayed_ranks_resume_exactly(folder, name):
+    for straight, resumed in zip(ranks(folder, "vae-replayed"), ranks(folder, name), strict=True):
+        torch.testing.assert_close(straight["parameters"], resumed["parameters"], rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    work(Path(sys.argv[1]))
