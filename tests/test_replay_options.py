@@ -1,0 +1,190 @@
+"""Where steps are replayed: precisions and strategies; elsewhere one line says why not."""
+# ruff: noqa: F811 - a fixture is an argument
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from cases_replay import Watch, train, without_cuda  # noqa: F401 - a fixture
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
+from torch import nn
+
+from catnat.datamodules import MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda", 0)
+
+
+def on_cuda(kind, **options):
+    """A strategy of a kind that would run on CUDA."""
+    strategy = object.__new__(kind)
+    if isinstance(strategy, SingleDeviceStrategy):
+        strategy._root_device = CUDA
+        return strategy
+    strategy._ddp_comm_hook = strategy._layer_sync = strategy.cluster_environment = None
+    strategy.parallel_devices = [CUDA]
+    vars(strategy).update(options)
+    return strategy
+
+
+REASONS = {
+    "the host is needed": {"why_host_needed": lambda: "the host is needed"},
+    "16-mixed, not 32-true or bf16-mixed": {"precision": "16-mixed"},
+    "64-true": {"precision": "64-true"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "the Trainer clips gradients": {"gradient_clip_val": 1.0},
+    "capture is False": {"capture": False},
+    "the strategy is FSDPStrategy, not one device or ddp": {"strategy": on_cuda(FSDPStrategy)},
+    "the strategy is DeepSpeedStrategy": {"strategy": on_cuda(DeepSpeedStrategy)},
+    "communication hook": {"strategy": on_cuda(DDPStrategy, _ddp_comm_hook=print)},
+    "batch norms are synchronized": {"strategy": on_cuda(DDPStrategy, _layer_sync=print)},
+    "an embedding has sparse gradients": {"net": nn.Embedding(2, 2, sparse=True)},
+}
+
+
+@pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy])
+@pytest.mark.parametrize("reason", REASONS)
+def test_each_reason_not_to_replay_is_told(reason, kind):
+    def why(options):
+        net = options["net"]
+        model = SimpleNamespace(**options, modules=net.modules, parameters=net.parameters)
+        model.trainer = SimpleNamespace(**options)
+        return replay.why_not(model)
+
+    options = {
+        "strategy": on_cuda(kind),
+        "precision": "32-true",
+        "accumulate_grad_batches": 1,
+        "gradient_clip_val": None,
+        "capture": None,
+        "why_host_needed": lambda: None,
+        "net": nn.Linear(2, 2),
+    }
+    assert why(options) is None and why(options | {"precision": "bf16-mixed"}) is None
+    assert reason in why(options | REASONS[reason])
+
+
+def test_gradients_of_several_dtypes_are_not_averaged_in_one_call():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    dtypes = len({p.dtype for p in net.parameters()})
+    obstacles = replay._obstacles_of_strategy(on_cuda(DDPStrategy), dtypes)
+    assert [name for name, applies in obstacles.items() if applies] == [
+        "the parameters have more than one dtype"
+    ]
+
+
+@pytest.mark.parametrize("capture", [None, True, False])
+def test_on_cuda_one_line_says_why_steps_are_not_replayed(capture, monkeypatch, recwarn):
+    monkeypatch.setattr(replay, "why_not", lambda module: "of a reason")
+    model = DiscreteVAE(num_latents=2, num_categories=2, capture=capture)
+    model.trainer = SimpleNamespace(strategy=on_cuda(SingleDeviceStrategy))
+    assert replay.ReplayedSteps.where_possible(model, own_step=False) is None
+    said = [str(warning.message) for warning in recwarn]
+    assert said == (
+        [] if capture is False else ["steps are not replayed as CUDA graphs: of a reason"]
+    )
+
+
+def clips(root):
+    """Clip the gradients of a model, which FSDP has made into ``root``."""
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=0.5)
+    model.trainer = SimpleNamespace(strategy=on_cuda(FSDPStrategy, _model=root))
+    model.configure_gradient_clipping(None)
+
+
+def test_fsdp_clips_the_gradient_of_the_whole_model():
+    asked = []
+    clips(SimpleNamespace(clip_grad_norm_=asked.append))
+    assert asked == [0.5]
+
+
+def test_fsdp_refuses_to_clip_by_name_where_parts_alone_are_wrapped():
+    with pytest.raises(ValueError, match="set gradient_clip to 0"):
+        clips(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+def test_bf16_mixed_steps_are_replayed(without_cuda, data, model_class):
+    """The backward pass and the update run without autocast, as in an eager run."""
+    dtypes = []
+
+    class Seen(model_class):
+        def step_loss(self, batch):
+            dtypes.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+            return super().step_loss(batch)
+
+        def logged_settings(self):
+            dtypes.append(torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype)
+            return super().logged_settings()
+
+    options = {"precision": "bf16-mixed", "optimizer": "sgd"}
+    one, _, log_one = train(model_class, False, 20, data, **options)
+    many, _, log_many = train(model_class, None, 20, data, **options)
+    assert log_many.series("train/loss")[19] == pytest.approx(log_one.series("train/loss")[19])
+    torch.testing.assert_close(dict(many.named_parameters()), dict(one.named_parameters()))
+    train(Seen, None, 2, data, **options)
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_says_why_not(data):
+    with pytest.warns(UserWarning, match="not replayed as CUDA graphs: the device is not a CUDA"):
+        train(DiscreteVAE, True, 1, data)
+
+
+@cuda
+@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
+def test_bf16_mixed_gives_the_same_curve_as_eager_on_cuda(model_class, data):
+    options = {"accelerator": "gpu", "batch_size": 20, "precision": "bf16-mixed"}
+    _, _, eager = train(model_class, False, 60, data, **options)
+    _, trainer, graph = train(model_class, None, 60, data, **options)
+    want, got = eager.series("train/loss"), graph.series("train/loss")
+    assert trainer.global_step == 60
+    for step in (2, 20, 59):
+        assert got[step] == pytest.approx(want[step], rel=1e-2)
+
+
+@cuda
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs NCCL")
+def test_one_rank_with_nccl_takes_the_steps_of_one_process(data):
+    """The all-reduce is part of the graph."""
+    options = {"accelerator": "gpu", "batch_size": 20}
+    _, _, plain = train(DiscreteVAE, None, 60, data, **options)
+    model, _, ranked = train(DiscreteVAE, None, 60, data, strategy="ddp", **options)
+    try:
+        want, got = plain.series("train/loss"), ranked.series("train/loss")
+        assert list(got) == list(want)
+        for step in (2, 20, 59):
+            assert got[step] == pytest.approx(want[step], rel=1e-3)
+        assert not model.replays and model.automatic_optimization
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@cuda
+def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
+    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=1e-3, optimizer="sgd")
+    model.learning_rate, watch, images = 1.0, Watch(), MNISTDataModule(str(data), download=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    images.batch_size = 20
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, strategy="fsdp", max_steps=5, logger=False, callbacks=[watch],
+        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
+    )  # fmt: skip
+    try:
+        with pytest.warns(UserWarning, match="the strategy is FSDPStrategy, not one device or ddp"):
+            trainer.fit(model, datamodule=images)
+    finally:
+        torch.distributed.destroy_process_group()
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = [(p.detach().cpu().flatten() - q.flatten()).norm() for p, q in pairs]
+    assert watch.ends == [1, 2, 3, 4, 5] and not watch.replayed
+    assert 0 < torch.stack(moved).norm() <= 5 * 1e-3 + 1e-5, "five steps of norm 0.001 at most"
