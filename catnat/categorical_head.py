@@ -312,7 +312,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
 
-    def _checked_value(self, value: Tensor) -> Tensor:
+    def _checked_value(self, value: Tensor, name: str = "value") -> Tensor:
         """Categories as int64, after checking them where that does not wait for a device."""
         index = value.long()
         if can_branch_on(value) and value.numel():
@@ -321,7 +321,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
             if broken or low < 0 or high >= self.num_categories:
                 wrong = value[(index != value) | (index < 0) | (index >= self.num_categories)]
                 raise ValueError(
-                    f"value must be a category from 0 to {self.num_categories - 1}, "
+                    f"{name} must be a category from 0 to {self.num_categories - 1}, "
                     f"got {wrong[0].item()}"
                 )
         return index

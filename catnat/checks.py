@@ -56,6 +56,12 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
             raise ValueError(f"{name} must lie in {shown}, got {value!r}")
 
 
+def require_tail(tail: float) -> None:
+    """The tail of a natural split is 0, or so large that its steepness is finite in float32."""
+    if tail != 0 and not 1e-30 <= tail < 0.5:
+        raise ValueError(f"tail must be 0 or lie in [1e-30, 0.5), got {tail}")
+
+
 def require_finite(**values: float) -> None:
     """Every value is a number, not infinite and not NaN."""
     for name, value in values.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from catnat.categorical_head import CategoricalHead
-from catnat.checks import require_finite, require_within
+from catnat.checks import require_finite, require_tail, require_within
 from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
@@ -376,8 +376,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         order: Sequence[int] | Tensor | None = None,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
-        if tail != 0:
-            require_within(1e-30, 0.5, "[)", tail=tail)
+        require_tail(tail)
         split = NaturalSplit(float(amplitude), float(tail))
         super().__init__(num_categories, center, uniform_at_zero, order, split=split)
         self.amplitude, self.tail = split.amplitude, split.tail

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from catnat.checks import require_finite, require_within
+from catnat.checks import require_finite, require_tail, require_within
 from catnat.jax.categorical_head import CategoricalHead
 from catnat.jax.numerics import pick, uniform
 from catnat.jax.splits import NaturalSplit, SigmoidSplit, Split, log_split
@@ -243,8 +243,7 @@ class NaturalHead(CatnatHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
-        if self.tail != 0:
-            require_within(1e-30, 0.5, "[)", tail=self.tail)
+        require_tail(self.tail)
         object.__setattr__(self, "amplitude", float(self.amplitude))
         object.__setattr__(self, "tail", float(self.tail))
 
