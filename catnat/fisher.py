@@ -54,21 +54,6 @@ def score_fisher(
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
-def sampled_mean_fisher(
-    head: CategoricalHead,
-    scores: Tensor,
-    num_samples: int = 1,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Mean over all rows of :func:`score_fisher` with ``kind="sampled"``, (*, S) -> (S, S).
-
-    The matrices of single rows are never formed, and the host does not wait for the device.
-    """
-    gradients = sampled_scores(head, scores, num_samples, generator).flatten(0, -2)  # (M B, S)
-    with torch.autocast(gradients.device.type, enabled=False):
-        return gradients.t() @ gradients / gradients.shape[0]
-
-
 def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
 

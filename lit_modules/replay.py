@@ -39,8 +39,8 @@ class ReplayedSteps:
     launched as a whole. Lightning hands over one batch. The next ones, up to ``STEPS_AT_ONCE`` in
     all, are drawn from the loader itself, if the loader has a method ``next_batches(most)`` and no
     hook changes batches on their way to the device. Where Lightning has something to do (validate,
-    end the epoch, end the run) no further batch is drawn. Lightning's counters count every step,
-    so the options of the Trainer and checkpoints mean the same as in an eager run.
+    save, end the epoch, end the run) no further batch is drawn. Lightning's counters count every
+    step, so the options of the Trainer and checkpoints mean the same as in an eager run.
 
     Args:
         module: whose steps are taken.
@@ -123,7 +123,7 @@ class ReplayedSteps:
         return batches
 
     def _steps_at_once(self) -> int:
-        """Steps from here to where Lightning validates, ends the epoch or ends the run."""
+        """Steps from here to where Lightning validates, saves, ends the epoch or ends the run."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         limits = [STEPS_AT_ONCE, int(trainer.num_training_batches) - loop.batch_idx]
         if trainer.max_steps > 0:
@@ -133,7 +133,7 @@ class ReplayedSteps:
             whole_run = trainer.check_val_every_n_epoch is None
             batch = loop.total_batch_idx if whole_run else loop.batch_idx
             limits.append(int(every) - batch % int(every))
-        return max(1, min(limits))
+        return max(1, min(limits + _steps_to_checkpoints(trainer)))
 
     def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:
         """One step from loss to update, computed on the device alone."""
@@ -156,6 +156,12 @@ class ReplayedSteps:
             scheduler.step()
             if scheduler.get_last_lr() != before:
                 self._graph.reset()  # the learning rate is a constant of the captured step
+
+
+def _steps_to_checkpoints(trainer: Trainer) -> list[int]:
+    """Steps from here to where each ``ModelCheckpoint(every_n_train_steps=...)`` saves."""
+    every = (getattr(each, "_every_n_train_steps", 0) for each in trainer.checkpoint_callbacks)
+    return [n - trainer.global_step % n for n in every if n > 0]
 
 
 def why_not(module: StepModule) -> str | None:

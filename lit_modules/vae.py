@@ -117,6 +117,7 @@ class DiscreteVAE(StepModule):
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
+        self._seen_parts: set[str] = set()  # parts of the data whose first batch was checked
         self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -176,6 +177,30 @@ class DiscreteVAE(StepModule):
         step -= step % self.temperature_steps
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
+    def setup(self, stage: str) -> None:
+        """Look at the images of the first batch of each part again."""
+        super().setup(stage)
+        self._seen_parts = set()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check the first batch."""
+        self._check_first(batch, "train")
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _check_first(self, batch: Any, part: str) -> None:
+        """Raise a ValueError if images are no probabilities of pixels: they have no likelihood.
+
+        Checked once, because the host waits for the device. A subclass with a
+        :meth:`reconstruction` of its own may take other images.
+        """
+        own = type(self).reconstruction is not DiscreteVAE.reconstruction
+        if own or part in self._seen_parts or not len(x := images(batch)):
+            return
+        self._seen_parts.add(part)
+        low, high = (float(each) for each in x.aminmax())
+        if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
+            raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
+
     def prepare_step(self, step: int) -> None:
         """Set the temperature of a step."""
         self.temperature.set(self.annealed_temperature(step))
@@ -210,6 +235,7 @@ class DiscreteVAE(StepModule):
         """One sample per image."""
         if not len(images(batch)):
             return  # this rank's share of the last batch is empty
+        self._check_first(batch, "val")
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss = self.loss(batch, q)
@@ -230,6 +256,7 @@ class DiscreteVAE(StepModule):
         """``nll_samples`` samples per image."""
         if not len(images(batch)):
             return  # this rank's share of the last batch is empty
+        self._check_first(batch, "test")
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):

@@ -46,7 +46,7 @@ class Names:
         ckpt_path: a file, "last" or "best"; None for a new run.
         root: the folder of all runs.
         print_config: print the configuration, do not run.
-        help: print help, do not run.
+        help: print this page of help, "" for that of the model, and do not run; None: run.
         given: which of model.head and data.name the command line or its files set.
     """
 
@@ -58,7 +58,7 @@ class Names:
     ckpt_path: str | None = None
     root: str = "runs"
     print_config: bool = False
-    help: bool = False
+    help: str | None = None
     given: set[str] = field(default_factory=set)
 
     @property
@@ -84,7 +84,7 @@ def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     root = ("--default_root_dir", "--default-root-dir", "--trainer.default_root_dir")
     parser.add_argument(*root, dest="root")
     parser.add_argument("--print_config", "--print-config", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", nargs="?", const="")
     command = "fit" if argv[0].startswith("-") else argv[0]
     check_choice("command", command, ("fit", "test", "report"))
     found, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
