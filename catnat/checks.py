@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 
@@ -80,6 +81,16 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
             raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """; did you mean the closest choice? Empty if no choice is close.
+
+    >>> did_you_mean("naturl", ("softmax", "natural"))
+    '; did you mean natural?'
+    """
+    close = difflib.get_close_matches(value, list(choices), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def require_precision(precision: object) -> None:

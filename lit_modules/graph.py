@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_positive
+from catnat.checks import require_at_least, require_choice, require_positive
 from catnat.graphs import (
     GCN,
     as_predictor,
@@ -124,8 +124,7 @@ class GraphStructureLearner(StepModule):
         require_positive(or_zero=True, psi_warmup_steps=psi_warmup_steps)
         if psi_learning_rate is not None:
             require_positive(psi_learning_rate=psi_learning_rate)
-        if num_samples < 3:
-            raise ValueError(f"num_samples must be at least 3, got {num_samples}")
+        require_at_least(3, num_samples=num_samples)
         if estimator == "local_expectation" and flip_samples > num_samples:
             raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
         assert learning_rate is not None
@@ -330,13 +329,8 @@ class GraphStructureLearner(StepModule):
 
 
 def _check_choices(estimator: str, lr_schedule: str, theta_init: tuple[float, float]) -> None:
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("lr_schedule", lr_schedule, Schedule),
-    ):
-        if value not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise ValueError(f"unknown {name} {value!r}; choose from {choices}")
+    require_choice(get_args(Estimator), estimator=estimator)
+    require_choice(get_args(Schedule), lr_schedule=lr_schedule)
     low, high = theta_init
     if not 0 <= low <= high <= 1:
         raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")

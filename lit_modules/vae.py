@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_positive
+from catnat.checks import require_choice, require_positive
 from catnat.lit_modules.base import StepModule
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
@@ -86,8 +86,7 @@ class DiscreteVAE(StepModule):
         capture: bool | None = None,
     ) -> None:
         super().__init__(capture, gradient_clip)
-        if optimizer not in _OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {optimizer!r}; choose from adam, sgd")
+        require_choice(_OPTIMIZERS, optimizer=optimizer)
         require_positive(
             num_latents=num_latents,
             learning_rate=learning_rate,

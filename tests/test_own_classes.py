@@ -255,19 +255,6 @@ def test_the_options_of_own_data_have_a_help_page(capsys):
     assert "--count" in capsys.readouterr().out
 
 
-def test_a_configuration_of_older_versions_has_no_name_of_the_data(workspace, capfd):
-    assert run("--model=vae", *workspace, "--limit_test_batches=1") == 0
-    path = Path("runs/vae/natural/version_0/config.yaml")
-    record = yaml.safe_load(path.read_text())
-    del record["data"]["name"]
-    path.write_text(yaml.safe_dump(record))
-    capfd.readouterr()
-    assert run("--ckpt_path=last", "--data=kmnist", "--max_steps=5") == 2
-    assert "has data mnist, the command line kmnist" in capfd.readouterr().err
-    assert run("--ckpt_path=last", "--max_steps=5") == 0
-    assert last()["global_step"] == 5
-
-
 def test_layers_made_late_and_extra_state_are_resumed():
     own = ["--model=own_classes.Late", "--data=own_classes.Noise"]
     assert run(*own, *QUICK) == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import importlib
 import importlib.util
 import os
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from catnat.checks import did_you_mean
 from catnat.training.errors import UsageError
 
 _IMAGES = ("mnist", "fashion-mnist", "kmnist")
@@ -67,14 +67,17 @@ class Names:
         return Path(self.root, self.model, self.head or "no_head")
 
 
-class _NameParser(argparse.ArgumentParser):
+class PlainParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise what is wrong."""
         raise UsageError(message)
 
 
 def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     """The names, from options or files; and the options that are left."""
-    parser = _NameParser(add_help=False, allow_abbrev=False)
+    parser = PlainParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", "--model.name")
     parser.add_argument("--head", "--model.head")
     parser.add_argument("--data", "--data.name")
@@ -217,10 +220,4 @@ def check_choice(what: str, value: str, choices: Collection[str], other: str = "
     """
     if value not in choices:
         listed = ", ".join(choices) + (f", or {other}" if other else "")
-        raise UsageError(f"{what} {value!r} is not one of {listed}{hint(value, choices)}")
-
-
-def hint(value: str, choices: Collection[str]) -> str:
-    """; did you mean the closest choice? Empty if no choice is close."""
-    close = difflib.get_close_matches(value, list(choices), 1)
-    return f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"{what} {value!r} is not one of {listed}{did_you_mean(value, choices)}")
