@@ -16,7 +16,7 @@ from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
 from catnat.files import write_whole
 from catnat.graphs import GCN, sample_graphs
-from catnat.metrics import prediction_metrics
+from catnat.metrics import prediction_errors, prediction_means
 from catnat.noise import forked_random_state
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
@@ -182,12 +182,12 @@ def _score(
     model: GCN, theta: Tensor, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> dict[str, float]:
     """Metrics of the true model, over several passes."""
-    metrics = prediction_metrics(sync_on_compute=False)  # only one rank computes them
+    means = prediction_means(sync_on_compute=False)  # only one rank computes them
     for _ in range(_PASSES):
         for one, other in zip(x.split(_SHARED_BY), y.split(_SHARED_BY), strict=True):
             graphs = sample_graphs(theta, _NUM_SAMPLES, generator)
-            metrics.update(model(one, graphs), other)
-    values = {name: float(value) for name, value in metrics.compute().items()}
+            means.add_rows(**prediction_errors(model(one, graphs), other))
+    values = {name: float(value.float()) for name, value in means.compute().items()}
     return values | {"energy_score_2x": 2 * values["energy_score"]}
 
 

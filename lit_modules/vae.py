@@ -240,8 +240,7 @@ class DiscreteVAE(StepModule):
             loss = self.loss(batch, q)
             reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
-        self._val_means.update(len(kl), **_sums(rows))
+        self._val_means.add_rows(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
 
     def on_validation_epoch_end(self) -> None:
         """Log means over all images of all ranks."""
@@ -263,7 +262,7 @@ class DiscreteVAE(StepModule):
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
         rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
-        self._test_means.update(len(kl), **_sums(rows | {"usage": q.probs}))
+        self._test_means.add_rows(**rows, usage=q.probs)
 
     def on_test_epoch_end(self) -> None:
         """Log means over all images of all ranks, and metrics that follow from the means."""
@@ -297,11 +296,6 @@ class DiscreteVAE(StepModule):
 
     def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
-
-
-def _sums(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each value summed over the images, (B, *) -> (*)."""
-    return {name: each.double().sum(0) for name, each in rows.items()}
 
 
 def images(batch: Any) -> Tensor:
