@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 _SIXTEEN_BITS = ("16-true", "bf16-true")
 
@@ -55,6 +57,34 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
             closed = f"{low:g}..{high:g}"
             shown = closed if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
             raise ValueError(f"{name} must lie in {shown}, got {value!r}")
+
+
+def checked_categories(num_categories: Any) -> int:
+    """The number K of categories of a head, an integer from 2 on."""
+    if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
+        raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
+    require_at_least(2, num_categories=num_categories)
+    return operator.index(num_categories)
+
+
+def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
+    """The leaves of the classes as integers, after checking that every leaf occurs once."""
+    given = order.tolist() if hasattr(order, "tolist") else order
+    leaves = list(given) if isinstance(given, Sequence) else []
+    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
+    if not integers or sorted(leaves) != list(range(num_categories)):
+        raise ValueError(
+            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(given)}"
+        )
+    return tuple(int(leaf) for leaf in leaves)
+
+
+def shown_order(order: Any) -> str:
+    """The first few leaves of an order."""
+    if not isinstance(order, (list, tuple)):
+        return repr(order)
+    first = ", ".join(str(leaf) for leaf in order[:8])
+    return f"[{first}{', ...' if len(order) > 8 else ''}]"
 
 
 def require_tail(tail: float) -> None:

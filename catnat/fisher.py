@@ -345,19 +345,6 @@ def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
     return torch.where(largest <= 0, 1.0, largest / smallest)
 
 
-def natural_gradient(
-    head: CategoricalHead, scores: Tensor, grad: Tensor, damping: float = 0.0
-) -> Tensor:
-    """(G(s) + damping I)^-1 grad, the natural gradient in score space, (*, S) -> (*, S).
-
-    Without damping it is G(s)^+ grad, with the pseudo-inverse. It costs O(S) for all built-in
-    heads: a division for catnat, closed forms for the others.
-    """
-    if grad.shape != scores.shape:
-        raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
-    return head.natural_gradient(scores, grad, damping)
-
-
 def _times_fisher(head: CategoricalHead, scores: Tensor, direction: Tensor) -> Tensor:
     """G v for every row: sum_k p_k (grad log p_k . v) grad log p_k, in O(K) memory per row."""
 
