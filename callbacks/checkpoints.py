@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import signal
 import threading
@@ -18,6 +17,9 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+
+from catnat.checks import require_at_least
+from catnat.files import write_whole
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
@@ -77,7 +79,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content = io.BytesIO()  # a copy: training may change the tensors before they are written
         torch.save(checkpoint, content)
         self.finish()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
         self._writing = self._thread.submit(write_whole, Path(path), content.getbuffer())
         self.seconds += time.monotonic() - began
@@ -108,19 +109,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load with ``weights_only=True``, whatever the argument says."""
         self.finish()
         return load_checkpoint(path, map_location)
-
-
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file; if that fails, the file that was there before is untouched."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -158,8 +146,7 @@ class LastCheckpoint(Checkpoint):
     """
 
     def __init__(self, dirpath: str | Path, every_n_steps: int = 500) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        require_at_least(1, every_n_steps=every_n_steps)
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
@@ -199,14 +186,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.state.fn == "validate":
             self._signals.listen()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
         self._stop = self._must_stop(trainer)
@@ -222,27 +202,11 @@ class LastCheckpoint(Checkpoint):
             self._due = self._due or self._saved_step == trainer.global_step
             self._save_if_due(trainer)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came."""
         self._stop_if_asked(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came; within training that waits for the end of a step."""
         if trainer.state.fn == "validate":
             self._stop_if_asked(trainer)

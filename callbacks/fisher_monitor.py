@@ -149,20 +149,13 @@ class FisherMonitor(Callback):
         """Count steps on from where a resumed run stopped."""
         self._step = trainer.global_step
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
         assert self._probe is not None
         self._probe.scores = {}
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
         """Keep the scores of a step, and write once a block of steps is complete."""
         stepped = trainer.global_step > self._step  # not while gradients accumulate

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib import colormaps
 from torch import Tensor
 
@@ -65,7 +66,8 @@ class VAEFigures(Callback):
     each latent (rows) over the validation set, black = never, white = always. Images are
     (C, H, W), with three channels in colour.
 
-    A model without ``reconstruct``, ``sample_prior`` or a head gets fewer images.
+    A model without ``reconstruct``, ``sample_prior`` or a head gets fewer images, and so does one
+    whose method raises an error, with a warning.
 
     Args:
         num_images: how many reconstructions and prior samples.
@@ -77,6 +79,7 @@ class VAEFigures(Callback):
         self._probe: HeadProbe | None = None
         self._usage: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None
+        self._failed: set[str] = set()  # methods of the model that raised an error
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call of a model that may be compiled."""
@@ -152,14 +155,32 @@ class VAEFigures(Callback):
             add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), step_of(trainer))
 
     def _draw_images(self, trainer: Trainer, model: Any) -> None:
-        if self._inputs is not None and hasattr(model, "reconstruct"):
-            images: Tensor = model.reconstruct(self._inputs)
-            inputs = self._inputs.reshape(images.shape).to(images.dtype)
-            both = tile(torch.cat([inputs, images]), images.shape[0])
-            add_image(trainer.loggers, "images/reconstructions", both, step_of(trainer))
-        if hasattr(model, "sample_prior"):
-            samples = tile(model.sample_prior(self.num_images), self.num_images)
-            add_image(trainer.loggers, "images/prior", samples, step_of(trainer))
+        pictures = {
+            "reconstruct": ("images/reconstructions", self._reconstructions),
+            "sample_prior": ("images/prior", self._prior_samples),
+        }
+        for method, (tag, draw) in pictures.items():
+            if not hasattr(model, method) or method in self._failed:
+                continue
+            try:
+                picture = draw(model)
+            except Exception as error:  # a method of the user's own must not end the run
+                self._failed.add(method)
+                name = f"{type(model).__name__}.{method}"
+                rank_zero_warn(f"no {tag}: {name} failed with {type(error).__name__}: {error}")
+            else:
+                if picture is not None:
+                    add_image(trainer.loggers, tag, picture, step_of(trainer))
+
+    def _reconstructions(self, model: Any) -> Tensor | None:
+        if self._inputs is None:
+            return None
+        images: Tensor = model.reconstruct(self._inputs)
+        inputs = self._inputs.reshape(images.shape).to(images.dtype)
+        return tile(torch.cat([inputs, images]), images.shape[0])
+
+    def _prior_samples(self, model: Any) -> Tensor:
+        return tile(model.sample_prior(self.num_images), self.num_images)
 
 
 class GraphFigures(Callback):

@@ -14,8 +14,9 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
 from catnat.callbacks.terminal import Bars, progress_line
+from catnat.files import write_whole
 from catnat.sb3.run_state import state_of
 
 Metrics = dict[str, float]

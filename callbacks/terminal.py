@@ -74,9 +74,7 @@ class StepBar(ProgressBar):
         self._total, self._titled = total_steps(trainer), -math.inf
         self._show_steps()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Move the bar."""
         self._show_steps()
 
@@ -86,9 +84,7 @@ class StepBar(ProgressBar):
         self._show_steps()
         self._stop()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Give the terminal back."""
         self._stop()
 
@@ -117,17 +113,6 @@ class StepBar(ProgressBar):
         self._show("test", batch_idx, trainer.num_test_batches, dataloader_idx)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the bar as it is."""
-        self._stop()
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
-        batch_idx: int, dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        """Move the bar of a prediction."""
-        self._show("prediction", batch_idx, trainer.num_predict_batches, dataloader_idx)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bar as it is."""
         self._stop()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, ABCMeta, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least, require_positive
+from catnat.checks import checked_categories, require_at_least, require_positive
 from catnat.distributions import HeadCategorical, draw
 from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
 from catnat.ops.reference import common_shape, take
@@ -73,10 +72,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
 
     def __init__(self, num_categories: int) -> None:
         super().__init__()
-        if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
-            raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
-        require_at_least(2, num_categories=num_categories)
-        self.num_categories = self.num_scores = operator.index(num_categories)
+        self.num_categories = self.num_scores = checked_categories(num_categories)
 
     @abstractmethod
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -267,6 +263,8 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         returned, in float32.
         """
         require_at_least(0, damping=damping)
+        if grad.shape != scores.shape:
+            raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
         with torch.autocast(scores.device.type, enabled=False):
             scores = self._checked(scores)
             return self._natural_gradient(scores, grad.to(scores.dtype), damping)
@@ -312,7 +310,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
 
-    def _checked_value(self, value: Tensor) -> Tensor:
+    def _checked_value(self, value: Tensor, name: str = "value") -> Tensor:
         """Categories as int64, after checking them where that does not wait for a device."""
         index = value.long()
         if can_branch_on(value) and value.numel():
@@ -321,7 +319,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
             if broken or low < 0 or high >= self.num_categories:
                 wrong = value[(index != value) | (index < 0) | (index >= self.num_categories)]
                 raise ValueError(
-                    f"value must be a category from 0 to {self.num_categories - 1}, "
+                    f"{name} must be a category from 0 to {self.num_categories - 1}, "
                     f"got {wrong[0].item()}"
                 )
         return index

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 _SIXTEEN_BITS = ("16-true", "bf16-true")
 
@@ -56,6 +59,40 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
             raise ValueError(f"{name} must lie in {shown}, got {value!r}")
 
 
+def checked_categories(num_categories: Any) -> int:
+    """The number K of categories of a head, an integer from 2 on."""
+    if isinstance(num_categories, bool) or not hasattr(num_categories, "__index__"):
+        raise ValueError(f"num_categories must be an integer, got {num_categories!r}")
+    require_at_least(2, num_categories=num_categories)
+    return operator.index(num_categories)
+
+
+def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
+    """The leaves of the classes as integers, after checking that every leaf occurs once."""
+    given = order.tolist() if hasattr(order, "tolist") else order
+    leaves = list(given) if isinstance(given, Sequence) else []
+    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
+    if not integers or sorted(leaves) != list(range(num_categories)):
+        raise ValueError(
+            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(given)}"
+        )
+    return tuple(int(leaf) for leaf in leaves)
+
+
+def shown_order(order: Any) -> str:
+    """The first few leaves of an order."""
+    if not isinstance(order, (list, tuple)):
+        return repr(order)
+    first = ", ".join(str(leaf) for leaf in order[:8])
+    return f"[{first}{', ...' if len(order) > 8 else ''}]"
+
+
+def require_tail(tail: float) -> None:
+    """The tail of a natural split is 0, or so large that its steepness is finite in float32."""
+    if tail != 0 and not 1e-30 <= tail < 0.5:
+        raise ValueError(f"tail must be 0 or lie in [1e-30, 0.5), got {tail}")
+
+
 def require_finite(**values: float) -> None:
     """Every value is a number, not infinite and not NaN."""
     for name, value in values.items():
@@ -74,6 +111,16 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
     for name, value in values.items():
         if value not in choices:
             raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """; did you mean the closest choice? Empty if no choice is close.
+
+    >>> did_you_mean("naturl", ("softmax", "natural"))
+    '; did you mean natural?'
+    """
+    close = difflib.get_close_matches(value, list(choices), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def require_precision(precision: object) -> None:

@@ -54,21 +54,6 @@ def score_fisher(
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
-def sampled_mean_fisher(
-    head: CategoricalHead,
-    scores: Tensor,
-    num_samples: int = 1,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Mean over all rows of :func:`score_fisher` with ``kind="sampled"``, (*, S) -> (S, S).
-
-    The matrices of single rows are never formed, and the host does not wait for the device.
-    """
-    gradients = sampled_scores(head, scores, num_samples, generator).flatten(0, -2)  # (M B, S)
-    with torch.autocast(gradients.device.type, enabled=False):
-        return gradients.t() @ gradients / gradients.shape[0]
-
-
 def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
 
@@ -358,19 +343,6 @@ def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
     inside = eigenvalues > rtol * largest[..., None]
     smallest = torch.where(inside, eigenvalues, torch.inf).amin(-1)
     return torch.where(largest <= 0, 1.0, largest / smallest)
-
-
-def natural_gradient(
-    head: CategoricalHead, scores: Tensor, grad: Tensor, damping: float = 0.0
-) -> Tensor:
-    """(G(s) + damping I)^-1 grad, the natural gradient in score space, (*, S) -> (*, S).
-
-    Without damping it is G(s)^+ grad, with the pseudo-inverse. It costs O(S) for all built-in
-    heads: a division for catnat, closed forms for the others.
-    """
-    if grad.shape != scores.shape:
-        raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
-    return head.natural_gradient(scores, grad, damping)
 
 
 def _times_fisher(head: CategoricalHead, scores: Tensor, direction: Tensor) -> Tensor:

@@ -180,8 +180,12 @@ def head_nll(
 ) -> Tensor:
     r"""Negative log-likelihood of labels under a head: ``F.cross_entropy`` for any head.
 
-    The scores are last, (\*, S), as everywhere in catnat; the layout (N, C, d1, ...) of
-    ``F.cross_entropy`` is not understood. Half precision is computed, and returned, in float32.
+    The scores are last, (\*, S), as everywhere in catnat: for the layout (N, C, d1, ...) of
+    ``F.cross_entropy`` give ``scores.movedim(1, -1)``. Half precision is computed, and returned, in
+    float32.
+
+    A label that is no category is a ValueError on the CPU. Elsewhere, and under torch.compile and
+    torch.func, its loss is NaN: the host does not wait for the device.
 
     Args:
         head: the head. It is called as a module, so that probes and monitors see the scores.
@@ -203,9 +207,16 @@ def head_nll(
     K, batch = head.num_categories, scores.shape[:-1]
     soft = target.is_floating_point()
     if target.shape != ((*batch, K) if soft else batch):
+        shapes = (scores.shape, target.shape if soft else (*target.shape[:1], K, *target.shape[1:]))
+        torch_layout = scores.dim() > 2 and len({(*each[:1], *each[2:]) for each in shapes}) == 1
         raise ValueError(
             f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores of "
             f"shape {tuple(scores.shape)}, got {target.dtype} of shape {tuple(target.shape)}"
+            + (
+                "; the scores of a category come last: scores.movedim(1, -1)"
+                if torch_layout
+                else ""
+            )
         )
     if weight is not None and weight.shape != (K,):
         raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
@@ -214,8 +225,10 @@ def head_nll(
         smooth = target * (1 - label_smoothing) + label_smoothing / K
         return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
     ignored = target == ignore_index
-    label = torch.where(ignored, 0, target.long())
-    loss = -q.log_prob(label)
+    label = head._checked_value(torch.where(ignored, 0, target), "target")
+    impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
+    label = torch.where(impossible, 0, label)
+    loss = torch.where(impossible, torch.nan, -q.log_prob(label))
     of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
     loss = loss * of_label
     if label_smoothing:

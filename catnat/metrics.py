@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
+from torchmetrics import Metric
 
 from catnat.fisher import off_diagonal_mass
 from catnat.losses import energy_score
@@ -31,8 +31,6 @@ class FisherOffDiagonalMass(Metric):
     tensor(0.5000)
     """
 
-    is_differentiable = False
-    higher_is_better = None
     full_state_update = False
 
     fisher_sum: Tensor
@@ -88,8 +86,6 @@ class RowMeans(Metric):
     {'loss': tensor(3., dtype=torch.float64)}
     """
 
-    is_differentiable = False
-    higher_is_better = None
     full_state_update = False
 
     count: Tensor
@@ -108,6 +104,11 @@ class RowMeans(Metric):
         for name, value in sums.items():
             getattr(self, f"sum_of_{name}").add_(value.detach())
 
+    def add_rows(self, **rows: Tensor) -> None:
+        """Add the values of B rows, (B, *) each."""
+        count = len(next(iter(rows.values())))
+        self.update(count, **{name: each.double().sum(0) for name, each in rows.items()})
+
     def reset(self) -> None:
         """Forget all rows. No row is a result too, so ``compute`` may follow at once."""
         super().reset()
@@ -120,177 +121,50 @@ class RowMeans(Metric):
         return {name: getattr(self, f"sum_of_{name}") / self.count for name in self.names}
 
 
-# -- what is predicted with M sampled graphs ---------------------------------------------------
+def prediction_errors(samples: Tensor, target: Tensor) -> dict[str, Tensor]:
+    r"""Errors of M predictions of each row, (M, B, \*) and (B, \*) -> (B,) each.
 
+    energy_score is the :func:`~catnat.losses.energy_score` of all predictions of a row as one
+    vector; pp_mae the absolute error of the median of the samples (for even M the lower middle
+    one); pp_mse the squared error of their mean.
 
-class _MeanOverRows(Metric):
-    """Mean of a value per row of the batch, over all rows of all batches and ranks."""
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    total: Tensor
-    count: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def values(self, samples: Tensor, target: Tensor) -> Tensor:
-        """The value of each row, (M, B, *) and (B, *) -> (B,)."""
-        raise NotImplementedError
-
-    def update(self, samples: Tensor, target: Tensor) -> None:
-        """Add a batch: M predictions (M, B, *) of a target (B, *)."""
-        values = self.values(samples.flatten(2), target.flatten(1))
-        self.total += values.double().sum()
-        self.count += len(values)
-
-    def compute(self) -> Tensor:
-        """The mean, a scalar."""
-        return (self.total / self.count).float()
-
-
-class EnergyScore(_MeanOverRows):
-    """Mean :func:`~catnat.losses.energy_score`; all predictions of a row are one vector.
-
-    >>> metric = EnergyScore()
-    >>> metric.update(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
-    >>> metric.compute()
-    tensor(1.)
+    >>> prediction_errors(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
+    {'energy_score': tensor([1.]), 'pp_mae': tensor([3.]), 'pp_mse': tensor([4.])}
     """
-
-    def values(self, samples: Tensor, target: Tensor) -> Tensor:
-        """(M, B, D) and (B, D) -> (B,)."""
-        return energy_score(samples, target)
-
-
-class PointMAE(_MeanOverRows):
-    """Mean absolute error of the median of the samples (for even M the lower middle one).
-
-    >>> metric = PointMAE()
-    >>> metric.update(torch.tensor([[[0.0]], [[1.0]], [[9.0]]]), torch.tensor([[3.0]]))
-    >>> metric.compute()
-    tensor(2.)
-    """
-
-    def values(self, samples: Tensor, target: Tensor) -> Tensor:
-        """(M, B, D) and (B, D) -> (B,)."""
-        # Sorting short rows that lie together in memory is many times faster than columns.
-        median = samples.movedim(0, -1).contiguous().median(-1).values
-        return (median - target).abs().mean(1)
-
-
-class PointMSE(_MeanOverRows):
-    """Mean squared error of the mean of the samples.
-
-    >>> metric = PointMSE()
-    >>> metric.update(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
-    >>> metric.compute()
-    tensor(4.)
-    """
-
-    def values(self, samples: Tensor, target: Tensor) -> Tensor:
-        """(M, B, D) and (B, D) -> (B,)."""
-        return (samples.mean(0) - target).square().mean(1)
-
-
-def prediction_metrics(**kwargs: Any) -> MetricCollection:
-    """energy_score, pp_mae and pp_mse, updated with samples (M, B, *) and a target (B, *).
-
-    Args:
-        kwargs: passed to every ``torchmetrics.Metric``.
-    """
-    metrics: dict[str, Metric | MetricCollection] = {
-        "energy_score": EnergyScore(**kwargs),
-        "pp_mae": PointMAE(**kwargs),
-        "pp_mse": PointMSE(**kwargs),
+    samples, target = samples.flatten(2), target.flatten(1)
+    # Sorting short rows that lie together in memory is many times faster than columns.
+    median = samples.movedim(0, -1).contiguous().median(-1).values
+    return {
+        "energy_score": energy_score(samples, target),
+        "pp_mae": (median - target).abs().mean(1),
+        "pp_mse": (samples.mean(0) - target).square().mean(1),
     }
-    return MetricCollection(metrics, compute_groups=False)
 
 
-# -- edge probabilities θ against the true θ* --------------------------------------------------
+def prediction_means(**kwargs: Any) -> RowMeans:
+    """An empty :class:`RowMeans` for :func:`prediction_errors`."""
+    return RowMeans(dict.fromkeys(("energy_score", "pp_mae", "pp_mse"), ()), **kwargs)
 
 
-class DeadEdges(Metric):
-    """How many true edges (θ* > 0) have θ = 0: never sampled, and without a gradient.
+def edge_errors(theta: Tensor, truth: Tensor, num_bins: int = 10) -> dict[str, Tensor]:
+    """Errors of edge probabilities θ against the true θ*, (*) and (*), scalars each.
 
-    >>> metric = DeadEdges()
-    >>> metric.update(torch.tensor([0.0, 0.0, 0.7]), torch.tensor([0.0, 0.75, 0.75]))
-    >>> metric.compute()
-    tensor(1.)
+    theta_mae is the mean absolute error; dead_edges how many true edges (θ* > 0) have θ = 0, which
+    are never sampled and without a gradient. calibration is the expected calibration error: edges
+    are sorted into ``num_bins`` equal bins of θ, for each bin the mean θ is compared with the mean
+    θ*, and the absolute differences are averaged over all edges. It is at most theta_mae: within a
+    bin, errors of different sign cancel.
+
+    >>> edge_errors(torch.tensor([0.71, 0.79, 0.1]), torch.tensor([0.75, 0.75, 0.4]))
+    {'calibration': tensor(0.1000), 'dead_edges': tensor(0.), 'theta_mae': tensor(0.1267)}
     """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    dead: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("dead", torch.zeros(()), dist_reduce_fx="max")  # θ is equal on all ranks
-
-    def update(self, theta: Tensor, truth: Tensor) -> None:
-        """Replace the count by that of θ and θ*, (*) each."""
-        self.dead = ((theta == 0) & (truth > 0)).sum().float()
-
-    def compute(self) -> Tensor:
-        """The number."""
-        return self.dead
-
-
-class EdgeCalibrationError(Metric):
-    """Expected calibration error of θ: the mean θ against the mean θ*, for edges of similar θ.
-
-    Edges are sorted into equal bins of θ. For each bin the mean θ is compared with the mean θ*, and
-    the absolute differences are averaged over all edges. The result is at most the mean absolute
-    error of θ: within a bin, errors of different sign cancel.
-
-    Args:
-        num_bins: how many bins of [0, 1].
-        kwargs: passed to ``torchmetrics.Metric``.
-
-    >>> metric = EdgeCalibrationError()
-    >>> metric.update(torch.tensor([0.71, 0.79, 0.1]), torch.tensor([0.75, 0.75, 0.4]))
-    >>> metric.compute()
-    tensor(0.1000)
-    """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    difference: Tensor
-    count: Tensor
-
-    def __init__(self, num_bins: int = 10, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.num_bins = num_bins
-        zeros = torch.zeros(num_bins, dtype=torch.float64)
-        self.add_state("difference", zeros, dist_reduce_fx="sum")
-        self.add_state("count", zeros.clone(), dist_reduce_fx="sum")
-
-    def update(self, theta: Tensor, truth: Tensor) -> None:
-        """Add edges, (*) and (*)."""
-        theta, truth = theta.detach().double().flatten(), truth.double().flatten()
-        # A NaN is put into the first bin, and makes the difference of this bin NaN.
-        bins = (theta * self.num_bins).nan_to_num(0.0).clamp(0, self.num_bins - 1).long()
-        self.difference.index_add_(0, bins, theta - truth)
-        self.count.index_add_(0, bins, torch.ones_like(theta))
-
-    def compute(self) -> Tensor:
-        """The error, a scalar."""
-        return (self.difference.abs().sum() / self.count.sum()).float()
-
-
-def edge_metrics() -> MetricCollection:
-    """theta_mae, dead_edges and calibration, updated with θ (N, N) and θ* (N, N)."""
-    metrics: dict[str, Metric | MetricCollection] = {
-        "theta_mae": MeanAbsoluteError(),
-        "dead_edges": DeadEdges(),
-        "calibration": EdgeCalibrationError(),
+    theta, truth = theta.detach().flatten(), truth.flatten()
+    # A NaN is put into the first bin, and makes the difference of this bin NaN.
+    bins = (theta.double() * num_bins).nan_to_num(0.0).clamp(0, num_bins - 1).long()
+    difference = theta.new_zeros(num_bins, dtype=torch.float64)
+    difference.index_add_(0, bins, theta.double() - truth.double())
+    return {
+        "calibration": (difference.abs().sum() / len(theta)).float(),
+        "dead_edges": ((theta == 0) & (truth > 0)).sum().float(),
+        "theta_mae": (theta - truth).abs().sum() / len(theta),
     }
-    return MetricCollection(metrics, compute_groups=False)

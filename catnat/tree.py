@@ -28,8 +28,7 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -107,18 +106,6 @@ def right_shares(num_categories: int, device: torch.device | str = "cpu") -> Ten
     return right / (left + right)
 
 
-def checked_order(order: Sequence[int] | Tensor, num_categories: int) -> tuple[int, ...]:
-    """The leaves of the classes as integers, after checking that every leaf occurs once."""
-    given = order.tolist() if hasattr(order, "tolist") else order
-    leaves = list(given) if isinstance(given, Sequence) else []
-    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
-    if not integers or sorted(leaves) != list(range(num_categories)):
-        raise ValueError(
-            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(given)}"
-        )
-    return tuple(int(leaf) for leaf in leaves)
-
-
 @torch.inference_mode(False)
 def leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The order as a tensor, and its inverse."""
@@ -132,11 +119,3 @@ def looked_up(index: Tensor, table: Tensor | None) -> Tensor:
         return index
     valid = (index >= 0) & (index < table.shape[0])
     return torch.where(valid, table[torch.where(valid, index, 0)], index)
-
-
-def shown_order(order: Any) -> str:
-    """The first few leaves of an order."""
-    if not isinstance(order, (list, tuple)):
-        return repr(order)
-    first = ", ".join(str(leaf) for leaf in order[:8])
-    return f"[{first}{', ...' if len(order) > 8 else ''}]"

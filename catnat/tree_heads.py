@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 
 from catnat.categorical_head import CategoricalHead
-from catnat.checks import require_finite, require_within
+from catnat.checks import (
+    checked_order,
+    require_finite,
+    require_tail,
+    require_within,
+    shown_order,
+)
 from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
 from catnat.ops import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
 from catnat.tree import (
-    checked_order,
     leaves_and_classes,
     looked_up,
     path_sums,
     right_shares,
-    shown_order,
     subtree_sums,
 )
 
@@ -381,8 +385,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         order: Sequence[int] | Tensor | None = None,
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
-        if tail != 0:
-            require_within(1e-30, 0.5, "[)", tail=tail)
+        require_tail(tail)
         split = NaturalSplit(float(amplitude), float(tail))
         super().__init__(num_categories, center, uniform_at_zero, order, split=split)
         self.amplitude, self.tail = split.amplitude, split.tail

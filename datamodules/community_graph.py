@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from torch import Tensor, nn
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
+from catnat.files import write_whole
 from catnat.graphs import GCN, sample_graphs
-from catnat.metrics import prediction_metrics
+from catnat.metrics import prediction_errors, prediction_means
 from catnat.noise import forked_random_state
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
@@ -122,7 +121,9 @@ class CommunityGraphDataModule(InMemoryDataModule):
         if _read(self.path) is None:
             if self.path.exists():
                 _say(f"{self.path} is damaged: its data are generated anew")
-            _write(self._generate(), self.path)
+            packed = io.BytesIO()  # on a full disk torch.save itself would fail without a reason
+            torch.save(self._generate(), packed)
+            write_whole(self.path, packed.getbuffer(), shared=True)
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the pairs."""
@@ -181,12 +182,12 @@ def _score(
     model: GCN, theta: Tensor, x: Tensor, y: Tensor, generator: torch.Generator
 ) -> dict[str, float]:
     """Metrics of the true model, over several passes."""
-    metrics = prediction_metrics(sync_on_compute=False)  # only one rank computes them
+    means = prediction_means(sync_on_compute=False)  # only one rank computes them
     for _ in range(_PASSES):
         for one, other in zip(x.split(_SHARED_BY), y.split(_SHARED_BY), strict=True):
             graphs = sample_graphs(theta, _NUM_SAMPLES, generator)
-            metrics.update(model(one, graphs), other)
-    values = {name: float(value) for name, value in metrics.compute().items()}
+            means.add_rows(**prediction_errors(model(one, graphs), other))
+    values = {name: float(value.float()) for name, value in means.compute().items()}
     return values | {"energy_score_2x": 2 * values["energy_score"]}
 
 
@@ -202,21 +203,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     whole = isinstance(content, dict) and {"psi", "x", "y", "optimal"} <= content.keys()
     return content if whole else None
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    """Write the whole file or none: a reader never sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    packed = io.BytesIO()  # on a full disk torch.save itself would fail without a reason
-    torch.save(content, packed)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(packed.getbuffer())
-        except OSError:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, 0o644)  # others may share the folder
-    os.replace(file.name, path)
 
 
 @rank_zero_only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
 
+from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, rom_of
 
 
@@ -32,8 +32,7 @@ class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
         space = env.action_space
         if not isinstance(space, Discrete):
             raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
-        if num_actions < space.n:
-            raise ValueError(f"num_actions must be at least {space.n}, got {num_actions}")
+        require_at_least(int(space.n), num_actions=num_actions)
         self._n = space.n
         self.action_space = Discrete(num_actions)
         self._repeated = num_actions
@@ -67,8 +66,7 @@ def is_atari(name: str) -> bool:
         if ":" in name:  # module:name, of a package that registers its environments
             return False
         known = [*game_names(), *(each for each in gymnasium.registry if "ALE/" not in each)]
-        near = difflib.get_close_matches(name, known, 1)
-        close = f"; did you mean {near[0]}?" if near else ""
+        close = did_you_mean(name, known)
         raise ValueError(
             f"{name!r} is neither an Atari game nor registered with Gymnasium{close}"
         ) from None
@@ -95,8 +93,7 @@ def make_env(
         if num_actions is not None:
             raise ValueError(f"num_actions is for environments other than Atari games, not {name}")
         return make_atari_vec_env(name, num_envs, backend, seed)
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    require_at_least(1, num_envs=num_envs)
     try:
         if num_actions is None:
             return make_vec_env(name, num_envs, seed)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 
+from catnat.checks import require_at_least, require_positive
 from catnat.datamodules.loader import InMemoryLoader
 
 
@@ -21,10 +22,8 @@ class InMemoryDataModule(LightningDataModule):
 
     def __init__(self, batch_size: int, seed: int) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+        require_positive(batch_size=batch_size)
+        require_at_least(0, seed=seed)
         self.batch_size, self.seed = batch_size, seed
         self._train_loader: InMemoryLoader | None = None
         self._train_state: dict[str, int] | None = None

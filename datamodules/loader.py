@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from catnat.checks import require_within
+
 Variant = Literal["gray", "binary", "stochastic"]
 
 SPLIT, _ORDER, _BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # the first number of a seed: its purpose
@@ -57,8 +59,7 @@ class InMemoryLoader(ABC):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
+        require_within(0, world_size - 1, rank=rank)
         self.size = len(items[0])
         if shuffle and batch_size * world_size > self.size:
             raise ValueError(

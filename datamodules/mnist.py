@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_choice
 from catnat.datamodules.idx import find_idx, read_idx_images
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.datamodules.loader import SPLIT, ImageLoader, Variant, mixed_seed
@@ -66,9 +66,7 @@ class MNISTDataModule(InMemoryDataModule):
         super().__init__(batch_size, seed)
         if eval_batch_size is not None:
             require_at_least(1, eval_batch_size=eval_batch_size)
-        if variant not in get_args(Variant):
-            choices = ", ".join(get_args(Variant))
-            raise ValueError(f"unknown variant {variant!r}; choose from {choices}")
+        require_choice(get_args(Variant), variant=variant)
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
         self.eval_batch_size = eval_batch_size
@@ -154,16 +152,8 @@ class FashionMNISTDataModule(MNISTDataModule):
     """FashionMNIST: pictures of clothes, as many and of the same size as MNIST's digits.
 
     The files lie in the folder FashionMNIST/raw of ``root``, or in a ``root`` of their own. If the
-    default root has none, they are downloaded; nothing stands in for them.
-
-    Args:
-        root: as for :class:`MNISTDataModule`.
-        variant: as for :class:`MNISTDataModule`.
-        batch_size: B, of each device.
-        seed: of the split into training and validation, the order, and the binarization.
-        download: try the network when there are no files in the default root.
-        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
-            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
+    default root has none, they are downloaded; nothing stands in for them. The arguments are those
+    of :class:`MNISTDataModule`.
     """
 
     dataset = "FashionMNIST"
@@ -181,17 +171,7 @@ class FashionMNISTDataModule(MNISTDataModule):
 class KMNISTDataModule(FashionMNISTDataModule):
     """KMNIST: cursive Japanese characters, as many and of the same size as MNIST's digits.
 
-    The files lie in the folder KMNIST/raw of ``root``, or in a ``root`` of their own. If the
-    default root has none, they are downloaded; nothing stands in for them.
-
-    Args:
-        root: as for :class:`MNISTDataModule`.
-        variant: as for :class:`MNISTDataModule`.
-        batch_size: B, of each device.
-        seed: of the split into training and validation, the order, and the binarization.
-        download: try the network when there are no files in the default root.
-        eval_batch_size: images at once in validation and test, on each device. None: 2,000 on an
-            accelerator; ``batch_size`` on a CPU, where larger batches take as long.
+    The files lie in the folder KMNIST/raw; the rest is as for :class:`FashionMNISTDataModule`.
     """
 
     dataset = "KMNIST"

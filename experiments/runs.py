@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from catnat.files import write_whole
 from experiments.plan import Run
 
 _RECORDS = ("failed.json", "stopped.json")
@@ -105,12 +106,12 @@ def _is_intact(path: Path) -> bool:
 def record_failure(run: Run, attempts: int, line: str) -> None:
     """Write down that a run was given up."""
     record = {"attempts": attempts, "line": line, "command": run.command}
-    _write_json(run.home / "failed.json", record)
+    write_json(run.home / "failed.json", record)
 
 
 def record_stop(run: Run, reason: str, **numbers: float) -> None:
     """Write down that a run of a search was stopped early."""
-    _write_json(run.home / "stopped.json", {"reason": reason, **numbers})
+    write_json(run.home / "stopped.json", {"reason": reason, **numbers})
 
 
 def forget_failures(runs: Iterable[Run]) -> None:
@@ -173,8 +174,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a record; a reader never sees a part of it."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -43,11 +43,12 @@ A plan is a YAML file with these keys:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from catnat.checks import did_you_mean
 
 Options = dict[str, Any]
 Better = Literal["lower", "higher"]
@@ -160,9 +161,8 @@ def build(kind: type[T], content: Any, where: str = "") -> T:
 
 def choices(value: str, known: Collection[str]) -> str:
     """What there is to choose from, and the nearest."""
-    close = difflib.get_close_matches(value, [str(each) for each in known], 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"choose from {', '.join(map(str, known)) or 'nothing'}{hint}"
+    listed = [str(each) for each in known]
+    return f"choose from {', '.join(listed) or 'nothing'}{did_you_mean(value, listed)}"
 
 
 def _join(where: str, key: object) -> str:

@@ -183,11 +183,8 @@ def trial_run(experiment: Experiment, cell: Options, settings: Options) -> Run:
 def open_trial(experiment: Experiment, cell: Options, settings: Options) -> Run:
     """Write down settings that TPE has drawn, before they are tried."""
     run = trial_run(experiment, cell, settings)
-    run.folder.mkdir(parents=True, exist_ok=True)
     path = run.folder / f"trial-{cell.get('head', 'any')}.json"
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps({"cell": cell, "settings": settings}, indent=1) + "\n")
-    partial.replace(path)
+    runs.write_json(path, {"cell": cell, "settings": settings})
     return run
 
 

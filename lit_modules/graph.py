@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_positive
+from catnat.checks import require_at_least, require_choice, require_positive
 from catnat.graphs import (
     GCN,
     as_predictor,
@@ -19,7 +19,7 @@ from catnat.graphs import (
 )
 from catnat.lit_modules.base import StepModule
 from catnat.losses import energy_from_terms, energy_terms
-from catnat.metrics import RowMeans, edge_metrics, prediction_metrics
+from catnat.metrics import RowMeans, edge_errors, prediction_errors, prediction_means
 from catnat.replay import DeviceScalar
 
 Estimator = Literal["score_function", "local_expectation"]
@@ -124,8 +124,7 @@ class GraphStructureLearner(StepModule):
         require_positive(or_zero=True, psi_warmup_steps=psi_warmup_steps)
         if psi_learning_rate is not None:
             require_positive(psi_learning_rate=psi_learning_rate)
-        if num_samples < 3:
-            raise ValueError(f"num_samples must be at least 3, got {num_samples}")
+        require_at_least(3, num_samples=num_samples)
         if estimator == "local_expectation" and flip_samples > num_samples:
             raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
         assert learning_rate is not None
@@ -149,7 +148,7 @@ class GraphStructureLearner(StepModule):
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._rate_factor: float | None = None  # on the learning rates, in the step before
         self._num_steps = 0.0
-        self._prediction, self._edges = prediction_metrics(), edge_metrics()
+        self._prediction = prediction_means()
         edges = (num_nodes, num_nodes)
         self._means = RowMeans({"loss": (), "saturated": (), "theta": edges})
         self._latest: Any = None  # the batch that was evaluated last
@@ -291,16 +290,13 @@ class GraphStructureLearner(StepModule):
         self._means.reset()
 
     def _is_empty(self, batch: Any) -> bool:
-        """Whether this rank has no pair; torchmetrics wants an update on every rank anyway."""
-        _, y = batch
-        if not len(y):
-            self._prediction.update(y.expand(self.num_samples, *y.shape), y)
-        return not len(y)
+        """Whether this rank has no pair."""
+        return not len(batch[1])
 
     def _predict(self, batch: Any, q: HeadCategorical) -> None:
         x, y = batch
         graphs = sample_graphs(q.probs[..., 1], self.num_samples)
-        self._prediction.update(self.predictor(x, graphs), y)
+        self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
 
     def _add(self, batch: Any, scores: Tensor, q: HeadCategorical, **values: Tensor) -> None:
         """Add values that are the same for all pairs of a batch to the means of this epoch."""
@@ -310,33 +306,26 @@ class GraphStructureLearner(StepModule):
         self._means.update(pairs, **{name: x.double() * pairs for name, x in values.items()})
 
     def _log_metrics(self, stage: str) -> None:
-        means = {name: each.float() for name, each in self._means.compute().items()}
-        if not means:
+        found = self._means.compute()
+        if not found:
             return  # a subclass evaluates in its own way
+        means = {name: each.float() for name, each in (self._prediction.compute() | found).items()}
         theta = means.pop("theta").reshape(self.num_nodes, self.num_nodes)
         if stage == "test":
             del means["loss"]
-        values: dict[str, Tensor] = self._prediction.compute() | means
-        values["energy_score_2x"] = 2 * values["energy_score"]
+        values = means | {"energy_score_2x": 2 * means["energy_score"]}
         data = getattr(self.trainer, "datamodule", None)
         optimal = getattr(data, "optimal", None)
         if stage == "test" and optimal is not None:
             values["gap_2x"] = values["energy_score_2x"] - optimal["energy_score_2x"]
         if (truth := getattr(data, "edge_probs", None)) is not None:
-            self._edges.reset()
-            self._edges.update(theta, truth.to(self.device))
-            values |= self._edges.compute()
+            values |= edge_errors(theta, truth.to(self.device))
         self.log_dict({f"{stage}/{name}": each for name, each in values.items()}, sync_dist=True)
 
 
 def _check_choices(estimator: str, lr_schedule: str, theta_init: tuple[float, float]) -> None:
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("lr_schedule", lr_schedule, Schedule),
-    ):
-        if value not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise ValueError(f"unknown {name} {value!r}; choose from {choices}")
+    require_choice(get_args(Estimator), estimator=estimator)
+    require_choice(get_args(Schedule), lr_schedule=lr_schedule)
     low, high = theta_init
     if not 0 <= low <= high <= 1:
         raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from catnat import HeadCategorical
-from catnat.checks import require_positive
+from catnat.checks import require_choice, require_positive
 from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
@@ -70,8 +70,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         head_options: dict[str, float | bool] | None = None,
         capture: bool | None = None,
     ) -> None:
-        if baseline not in ("constant", "leave-one-out"):
-            raise ValueError(f"unknown baseline {baseline!r}; choose from constant, leave-one-out")
+        require_choice(("constant", "leave-one-out"), baseline=baseline)
         require_positive(num_samples=num_samples)
         if baseline == "leave-one-out" and num_samples < 2:
             raise ValueError(

@@ -47,8 +47,8 @@ class ReplayedSteps:
     launched as a whole. Lightning hands over one batch. The next ones, up to ``STEPS_AT_ONCE`` in
     all, are drawn from the loader itself, if the loader has a method ``next_batches(most)`` and no
     hook changes batches on their way to the device. Where Lightning has something to do (validate,
-    end the epoch, end the run) no further batch is drawn. Lightning's counters count every step,
-    so the options of the Trainer and checkpoints mean the same as in an eager run.
+    save, end the epoch, end the run) no further batch is drawn. Lightning's counters count every
+    step, so the options of the Trainer and checkpoints mean the same as in an eager run.
 
     With several processes, gradients are averaged between the backward pass and the update, all of
     them with one call. NCCL's call is part of the graph; with another backend a step is two graphs.
@@ -153,7 +153,7 @@ class ReplayedSteps:
         return batches
 
     def _steps_at_once(self) -> int:
-        """Steps from here to where Lightning validates, ends the epoch or ends the run."""
+        """Steps from here to where Lightning validates, saves, ends the epoch or ends the run."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         limits = [STEPS_AT_ONCE, int(trainer.num_training_batches) - loop.batch_idx]
         if trainer.max_steps > 0:
@@ -163,7 +163,7 @@ class ReplayedSteps:
             whole_run = trainer.check_val_every_n_epoch is None
             batch = loop.total_batch_idx if whole_run else loop.batch_idx
             limits.append(int(every) - batch % int(every))
-        return max(1, min(limits))
+        return max(1, min(limits + _steps_to_checkpoints(trainer)))
 
     def _average_gradients(self, strategy: DDPStrategy) -> None:
         """Average the gradients of all ranks in each step from now on, instead of DDP."""
@@ -221,6 +221,12 @@ class ReplayedSteps:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _steps_to_checkpoints(trainer: Trainer) -> list[int]:
+    """Steps from here to where each ``ModelCheckpoint(every_n_train_steps=...)`` saves."""
+    every = (getattr(each, "_every_n_train_steps", 0) for each in trainer.checkpoint_callbacks)
+    return [n - trainer.global_step % n for n in every if n > 0]
 
 
 def why_not(module: StepModule) -> str | None:

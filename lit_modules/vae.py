@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_positive
+from catnat.checks import require_choice, require_positive
 from catnat.lit_modules.base import StepModule
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
@@ -86,8 +86,7 @@ class DiscreteVAE(StepModule):
         capture: bool | None = None,
     ) -> None:
         super().__init__(capture, gradient_clip)
-        if optimizer not in _OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {optimizer!r}; choose from adam, sgd")
+        require_choice(_OPTIMIZERS, optimizer=optimizer)
         require_positive(
             num_latents=num_latents,
             learning_rate=learning_rate,
@@ -117,6 +116,7 @@ class DiscreteVAE(StepModule):
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
+        self._seen_parts: set[str] = set()  # parts of the data whose first batch was checked
         self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -176,6 +176,30 @@ class DiscreteVAE(StepModule):
         step -= step % self.temperature_steps
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
+    def setup(self, stage: str) -> None:
+        """Look at the images of the first batch of each part again."""
+        super().setup(stage)
+        self._seen_parts = set()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check the first batch."""
+        self._check_first(batch, "train")
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _check_first(self, batch: Any, part: str) -> None:
+        """Raise a ValueError if images are no probabilities of pixels: they have no likelihood.
+
+        Checked once, because the host waits for the device. A subclass with a
+        :meth:`reconstruction` of its own may take other images.
+        """
+        own = type(self).reconstruction is not DiscreteVAE.reconstruction
+        if own or part in self._seen_parts or not len(x := images(batch)):
+            return
+        self._seen_parts.add(part)
+        low, high = (float(each) for each in x.aminmax())
+        if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
+            raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
+
     def prepare_step(self, step: int) -> None:
         """Set the temperature of a step."""
         self.temperature.set(self.annealed_temperature(step))
@@ -210,13 +234,13 @@ class DiscreteVAE(StepModule):
         """One sample per image."""
         if not len(images(batch)):
             return  # this rank's share of the last batch is empty
+        self._check_first(batch, "val")
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss = self.loss(batch, q)
             reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
-        self._val_means.update(len(kl), **_sums(rows))
+        self._val_means.add_rows(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
 
     def on_validation_epoch_end(self) -> None:
         """Log means over all images of all ranks."""
@@ -230,6 +254,7 @@ class DiscreteVAE(StepModule):
         """``nll_samples`` samples per image."""
         if not len(images(batch)):
             return  # this rank's share of the last batch is empty
+        self._check_first(batch, "test")
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
@@ -237,7 +262,7 @@ class DiscreteVAE(StepModule):
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
         rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
-        self._test_means.update(len(kl), **_sums(rows | {"usage": q.probs}))
+        self._test_means.add_rows(**rows, usage=q.probs)
 
     def on_test_epoch_end(self) -> None:
         """Log means over all images of all ranks, and metrics that follow from the means."""
@@ -271,11 +296,6 @@ class DiscreteVAE(StepModule):
 
     def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
-
-
-def _sums(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each value summed over the images, (B, *) -> (*)."""
-    return {name: each.double().sum(0) for name, each in rows.items()}
 
 
 def images(batch: Any) -> Tensor:

@@ -107,6 +107,28 @@ def test_colour_images_keep_their_colours():
     assert prior.reshape(-1, 3).tolist() == [[255, 0, 0]] * (32 * 64)
 
 
+class Conditional(Coloured):
+    """Its reconstructions need more than images."""
+
+    def reconstruct(self, x, label):
+        return x
+
+
+def test_a_method_that_fails_costs_its_image_and_one_warning_only():
+    logger, images = Recording(), torch.rand(4, 3, 32, 32)
+    trainer = L.Trainer(
+        max_steps=2, val_check_interval=1, limit_val_batches=1, logger=logger,
+        callbacks=[VAEFigures(num_images=2)], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, accelerator="cpu",
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4)
+    with pytest.warns(UserWarning, match="Conditional.reconstruct failed with TypeError") as told:
+        trainer.fit(Conditional("softmax"), loader(), data)
+    assert trainer.global_step == 2 and trainer.fit_loop.epoch_loop.val_loop._has_run
+    assert sum("no images/reconstructions: " in str(each.message) for each in told) == 1
+    assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
+
+
 def test_images_of_other_channels_are_shown_in_gray():
     images = torch.stack([torch.zeros(2, 2), torch.ones(2, 2)])[None].expand(3, 2, 2, 2)
     assert torch.equal(tile(images, 3), torch.full((2, 6, 1), 0.5))

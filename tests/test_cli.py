@@ -1,6 +1,7 @@
 """train.py as a user meets it: right and wrong command lines, and runs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -369,6 +370,28 @@ def test_collapse_and_saturation_are_said_in_plain_words(capsys):
     collapsed, saturated = warnings_of({"test/collapsed": 1.0, "test/saturated": 0.8})
     assert "COLLAPSED" in collapsed
     assert "80% of the scores" in saturated
+
+
+def test_the_order_of_help_and_other_options_does_not_matter(capsys):
+    lines = ["--help data", "--max_steps 4 --help data", "--help=data --max_steps 4",
+             "--max_steps=4 -h data --seed 3", "fit --seed 3 --help data"]  # fmt: skip
+    pages = set()
+    for line in lines:
+        assert train.main(line.split()) == 0
+        pages.add(capsys.readouterr().out)
+    assert len(pages) == 1 and "--batch_size" in pages.pop()
+    assert train.main(["--help", "--max_steps", "4"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--model", "vae", "--help", "model"]])
+def test_a_reader_who_leaves_early_hears_nothing(argv):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "train.py", *argv]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_the_order_of_help_and_model_does_not_matter(capsys):

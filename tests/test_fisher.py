@@ -14,7 +14,6 @@ from catnat.fisher import (
     fisher_trace,
     fisher_vector_product,
     module_scores,
-    natural_gradient,
     off_diagonal_mass,
     pullback_fisher,
     sampled_scores,
@@ -298,11 +297,11 @@ def test_damping_is_added_to_the_diagonal_in_every_head(name, damping):
     grad = torch.randn_like(scores)
     damped = head.fisher(scores) + damping * torch.eye(head.num_scores, dtype=torch.float64)
     want = torch.linalg.solve(damped, grad)
-    assert torch.allclose(natural_gradient(head, scores, grad, damping), want, rtol=1e-8)
+    assert torch.allclose(head.natural_gradient(scores, grad, damping), want, rtol=1e-8)
     base = CategoricalHead._natural_gradient  # CategoricalHead's own, for any other head
     assert torch.allclose(base(head, scores, grad, damping), want, rtol=1e-8)
     with pytest.raises(ValueError, match="damping must be at least 0, got -1"):
-        natural_gradient(head, scores, grad, -1)
+        head.natural_gradient(scores, grad, -1)
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
@@ -312,15 +311,15 @@ def test_natural_gradient_is_the_pseudo_inverse(name, K):
     scores = random_scores(head, scale=0.5)
     grad = torch.randn_like(scores)
     want = torch.linalg.pinv(head.fisher(scores), hermitian=True, rtol=1e-12) @ grad[..., None]
-    assert torch.allclose(natural_gradient(head, scores, grad), want[..., 0], atol=1e-8)
+    assert torch.allclose(head.natural_gradient(scores, grad), want[..., 0], atol=1e-8)
     with pytest.raises(ValueError, match=r"grad \(3,\) and scores"):
-        natural_gradient(head, scores, torch.zeros(3))
+        head.natural_gradient(scores, torch.zeros(3))
 
 
 def test_natural_gradient_is_damped_at_unreachable_nodes():
     head = make_head("natural", 4)
     scores = torch.tensor([10.0, 0.0, 0.0])  # node 1 cannot be reached
-    out = natural_gradient(head, scores, torch.tensor([0.0, 1e-12, 1.0]), damping=1e-6)
+    out = head.natural_gradient(scores, torch.tensor([0.0, 1e-12, 1.0]), damping=1e-6)
     assert out.isfinite().all()
     assert out[1] == pytest.approx(1e-6)
     assert out[2] == pytest.approx(1 / (0.25 + 1e-6))
@@ -332,6 +331,6 @@ def test_one_natural_gradient_step_points_at_the_target():
     target = torch.softmax(torch.randn(5, dtype=torch.float64), -1)
     scores = random_scores(head, rows=1)[0].requires_grad_()
     (grad,) = torch.autograd.grad(-(target * head.log_probs(scores)).sum(), scores)
-    step = natural_gradient(head, scores.detach(), grad)
+    step = head.natural_gradient(scores.detach(), grad)
     moved = torch.func.jvp(head.probs, (scores.detach(),), (-step,))[1]
     assert torch.allclose(moved, target - head.probs(scores.detach()), atol=1e-10)

@@ -14,7 +14,6 @@ from catnat.fisher import (
     fisher_trace,
     fisher_vector_product,
     module_scores,
-    natural_gradient,
     off_diagonal_mass,
     pullback_fisher,
     score_fisher,
@@ -58,7 +57,7 @@ def test_results_are_float32_under_autocast(name):
             product = fisher_vector_product(head, function, parameters, parameters)
             return {
                 "sampled": score_fisher(head, scores, "sampled", 3),
-                "natural gradient": natural_gradient(head, scores, grad, damping=0.1),
+                "natural gradient": head.natural_gradient(scores, grad, damping=0.1),
                 "of any head": Any(8).natural_gradient(scores, grad, 0.1),
                 "trace": fisher_trace(head, function, parameters),
                 "product": product["weight"],
@@ -70,7 +69,7 @@ def test_results_are_float32_under_autocast(name):
         network = what in ("trace", "product")  # the network itself runs in bfloat16
         error = (value - plain[what]).norm() / plain[what].norm()
         assert error < (0.2 if network else 1e-5), what
-    half = natural_gradient(head, scores.bfloat16(), grad.bfloat16(), damping=0.1)
+    half = head.natural_gradient(scores.bfloat16(), grad.bfloat16(), damping=0.1)
     assert half.dtype == torch.float32
     assert score_fisher(head, scores.half(), "sampled", 2).dtype == torch.float32
     jacobian = torch.randn(6, head.num_scores, 2)

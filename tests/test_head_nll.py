@@ -154,5 +154,27 @@ def test_bad_input_is_named():
         head_nll(head, scores, labels, weight=torch.ones(4))
     with pytest.raises(ValueError, match="num_categories is needed with the name 'natural'"):
         HeadNLL("natural")
-    with pytest.raises(ValueError, match=r"support|category"):
-        head_nll(head, scores, labels + K)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": torch.ones(K)}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("label", [K, -1, 2**40])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_label_that_is_no_category_is_named_and_is_nan_where_nobody_may_look(
+    name, label, options
+):
+    loss = HeadNLL(name, K, reduction="none", **options)
+    loss.head.validate_args = False  # the check is the loss's own
+    scores, target = torch.zeros(2, loss.head.num_scores), torch.tensor([0, label])
+    with pytest.raises(ValueError, match=f"target must be a category from 0 to 4, got {label}$"):
+        loss(scores, target)
+    unseen = torch.func.vmap(loss)(scores, target)  # as on a GPU, nobody looks at the values
+    assert unseen.isnan().tolist() == [False, True]
+
+
+def test_the_layout_of_torch_gets_an_error_that_says_how_to_mend_it():
+    loss = HeadNLL("softmax", K)
+    scores, labels = torch.randn(2, K, 3), torch.zeros(2, 3, dtype=torch.int64)
+    for target in (labels, torch.rand(2, K, 3)):
+        with pytest.raises(ValueError, match=r"come last: scores\.movedim\(1, -1\)$"):
+            loss(scores, target)
+    assert torch.allclose(loss(scores.movedim(1, -1), labels), F.cross_entropy(scores, labels))

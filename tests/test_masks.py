@@ -33,7 +33,7 @@ from catnat import (
     make_head,
 )
 from catnat.callbacks import FisherMonitor
-from catnat.fisher import off_diagonal_mass, sampled_mean_fisher
+from catnat.fisher import off_diagonal_mass, score_fisher
 from catnat.numerics import safe_log
 
 
@@ -251,7 +251,7 @@ def test_a_sampled_fisher_matrix_approaches_the_exact_one(name):
     scores = head.masked(
         head.inverse(torch.tensor([0.4, 0.3, 0.2, 0.1])), torch.tensor([True, True, False, True])
     )
-    sampled = sampled_mean_fisher(head, scores.expand(20_000, -1))
+    sampled = score_fisher(head, scores, "sampled", 20_000)
     assert torch.allclose(sampled, head.fisher(scores), atol=0.1)
 
 

@@ -8,7 +8,13 @@ from cases import HEADS
 
 from catnat import make_head
 from catnat.fisher import off_diagonal_mass
-from catnat.metrics import FisherOffDiagonalMass, RowMeans, edge_metrics, prediction_metrics
+from catnat.metrics import (
+    FisherOffDiagonalMass,
+    RowMeans,
+    edge_errors,
+    prediction_errors,
+    prediction_means,
+)
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])
@@ -83,15 +89,15 @@ def naive_metrics(samples, target):
 def test_predictions_against_naive_code(M):
     samples, target = torch.randn(M, 7, 3, 2), torch.randn(7, 3, 2)
     wanted = naive_metrics(samples, target)
-    metrics = prediction_metrics()
+    metrics = prediction_means()
     for part in (slice(0, 4), slice(4, 6), slice(6, 7)):  # batches of unequal size
-        metrics.update(samples[:, part], target[part])
+        metrics.add_rows(**prediction_errors(samples[:, part], target[part]))
     found = metrics.compute()
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value.item(), rel=1e-5)
     metrics.reset()
-    metrics.update(samples[:, :1], target[:1])
+    metrics.add_rows(**prediction_errors(samples[:, :1], target[:1]))
     again = naive_metrics(samples[:, :1], target[:1])
     assert metrics.compute()["pp_mae"] == pytest.approx(again["pp_mae"].item(), rel=1e-5)
 
@@ -100,9 +106,7 @@ def test_edges_against_naive_code():
     truth = 0.75 * (torch.rand(9, 9) < 0.3)
     theta = torch.rand(9, 9)
     theta[0], theta[1], theta[2, 0] = 0, 1, 0.3
-    metrics = edge_metrics()
-    metrics.update(theta, truth)
-    found = metrics.compute()
+    found = edge_errors(theta, truth)
     calibration = 0.0
     for k in range(10):
         inside = (theta >= k / 10) & ((theta < (k + 1) / 10) | (k == 9))
@@ -112,6 +116,4 @@ def test_edges_against_naive_code():
     assert found["calibration"] == pytest.approx(calibration, rel=1e-4)
     assert found["theta_mae"] == pytest.approx((theta - truth).abs().mean().item(), rel=1e-5)
     assert found["dead_edges"] == (truth[0] > 0).sum()
-    metrics.reset()
-    metrics.update(truth, truth)
-    assert all(value == 0 for value in metrics.compute().values())
+    assert all(value == 0 for value in edge_errors(truth, truth).values())

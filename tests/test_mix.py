@@ -10,7 +10,7 @@ import torch
 from cases import CATEGORIES, DTYPES, HEADS, autograd_fisher, random_scores
 
 from catnat import HeadProbe, MixedHead, NaturalHead, make_head
-from catnat.fisher import natural_gradient, off_diagonal_mass, score_fisher
+from catnat.fisher import off_diagonal_mass, score_fisher
 from catnat.numerics import LOG_ZERO
 
 
@@ -121,7 +121,7 @@ def test_the_sampled_fisher_matrix_and_the_natural_gradient(name):
     sampled = score_fisher(head, scores, "sampled", 20_000)
     assert torch.allclose(sampled, head.fisher(scores), atol=0.2)
     gradient = head.fisher(scores) @ torch.arange(head.num_scores).double()
-    step = natural_gradient(head, scores, gradient)
+    step = head.natural_gradient(scores, gradient)
     assert torch.allclose(head.fisher(scores) @ step, gradient, atol=1e-10)
 
 

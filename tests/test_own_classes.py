@@ -44,6 +44,19 @@ class Needy(Noise):
         self.folder = folder
 
 
+class Untyped(Noise):
+    def __init__(self, folder, count: int = 20):
+        super().__init__(count)
+        assert folder is not None
+
+
+class Bytes(Noise):
+    def _loader(self):
+        return DataLoader(TensorDataset(255 * torch.rand(20, 1, 28, 28)), 10)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
 class Broken(DiscreteVAE):
     def __init__(self, head: str = "natural"):
         super().__init__(head)
@@ -208,6 +221,7 @@ WRONG = {
     "--model own_classes.Plain --data own_classes.Noise --head softmax": "no argument head",
     "--model own_classes.Wide --head sofmax": "did you mean softmax?",
     "--data own_classes.Noise --cont 3": "did you mean --count?",
+    "--data own_classes.Untyped": "--folder is needed: it has no default",
     "--data own_classes.Noise --count many": "--data.count 'many': expected int",
     "--data own_classes.Noise --variant gray": "unknown option --variant",
     "--data fashion-mnist --download false": "no FashionMNIST in data/FashionMNIST/raw",
@@ -225,22 +239,20 @@ def test_a_wrong_class_or_data_set_gets_one_line(line, capfd):
     assert not Path("runs").exists()
 
 
+def test_an_untyped_argument_can_be_given():
+    assert run("--data=own_classes.Untyped", "--folder=here", *VAE) == 0
+    assert run("--ckpt_path=last", *VAE, "--max_steps=5") == 0
+
+
+def test_images_that_are_no_pixels_get_one_line(capfd):
+    assert run("--data=own_classes.Bytes", *QUICK) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "images must lie in [0, 1], got values from 0." in line and " to 25" in line
+
+
 def test_the_options_of_own_data_have_a_help_page(capsys):
     assert run("--data=own_classes.Noise", "--help", "data") == 0
     assert "--count" in capsys.readouterr().out
-
-
-def test_a_configuration_of_older_versions_has_no_name_of_the_data(workspace, capfd):
-    assert run("--model=vae", *workspace, "--limit_test_batches=1") == 0
-    path = Path("runs/vae/natural/version_0/config.yaml")
-    record = yaml.safe_load(path.read_text())
-    del record["data"]["name"]
-    path.write_text(yaml.safe_dump(record))
-    capfd.readouterr()
-    assert run("--ckpt_path=last", "--data=kmnist", "--max_steps=5") == 2
-    assert "has data mnist, the command line kmnist" in capfd.readouterr().err
-    assert run("--ckpt_path=last", "--max_steps=5") == 0
-    assert last()["global_step"] == 5
 
 
 def test_layers_made_late_and_extra_state_are_resumed():

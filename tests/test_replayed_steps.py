@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases_replay import Curve, Watch, equal, train, without_cuda  # noqa: F401 - a fixture
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.terminal import StepBar
@@ -136,8 +137,10 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cp
     model = Model(num_latents=2, num_categories=2, capture=None if replayed else False)
     data, watch = kind(str(root), batch_size=2, download=False), Watch()
     options = {"max_epochs": -1, "limit_val_batches": 1} | options
+    callbacks = [watch, *options.pop("callbacks", ())]
+    saving = len(callbacks) > 1
     trainer = pl.Trainer(
-        accelerator=accelerator, logger=False, enable_checkpointing=False, callbacks=[watch],
+        accelerator=accelerator, logger=False, enable_checkpointing=saving, callbacks=callbacks,
         devices=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         **options,
     )  # fmt: skip
@@ -173,6 +176,19 @@ COUNTED = {
         {"max_steps": 30, "val_check_interval": 7, "limit_val_batches": 0}, [20, 30]
     ),
 }  # fmt: skip
+
+
+def test_a_checkpoint_callback_saves_at_the_steps_it_names_however_they_are_taken(
+    without_cuda, data, tmp_path
+):
+    for replayed in (False, True):
+        folder = tmp_path / str(replayed)
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=8, save_top_k=-1)
+        _, watch, *_ = counted(data, replayed, max_steps=40, limit_val_batches=0, callbacks=[saver])
+        assert {each.stem for each in folder.iterdir()} == {
+            f"step={n}" for n in (8, 16, 24, 32, 40)
+        }
+    assert watch.ends == [8, 16, 24, 30, 32, 40]
 
 
 @pytest.mark.parametrize("case", COUNTED)

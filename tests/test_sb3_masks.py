@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from catnat import HeadProbe, make_head
 from catnat.sb3 import (
+    HeadA2C,
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
     HeadPPO,
@@ -255,6 +258,14 @@ def test_masks_are_used_where_there_are_masks_unless_told_otherwise():
         HeadPPO(ActorCriticPolicy, guesses(), masks=True, **SMALL).learn(16)
     with pytest.warns(UserWarning, match="not masked: ActorCriticPolicy takes no action_masks"):
         HeadPPO(ActorCriticPolicy, guesses(kind=Guess), **SMALL).learn(16)
+
+
+def test_head_a2c_says_that_it_masks_nothing():
+    with pytest.warns(UserWarning, match="actions are not masked: HeadA2C takes no action_masks"):
+        HeadA2C("MlpPolicy", guesses(kind=Guess), device="cpu").learn(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HeadA2C("MlpPolicy", cartpole(), device="cpu").learn(10)
 
 
 def test_a_model_follows_its_environment():

@@ -188,7 +188,7 @@ def test_first_and_second_derivatives(tail, K):
 
 @pytest.mark.parametrize("tail", [-0.1, 0.5, 1.0, 1e-31, math.nan, math.inf])
 def test_a_bad_tail_is_named(tail):
-    with pytest.raises(ValueError, match=r"tail must lie in \[1e-30, 0.5\), got "):
+    with pytest.raises(ValueError, match=r"tail must be 0 or lie in \[1e-30, 0.5\), got "):
         make_head("natural", 4, tail=tail)
 
 
@@ -317,7 +317,7 @@ def test_train_py_takes_a_tail(workspace, capfd):
     capfd.readouterr()
     assert run(*workspace, "--head_options.tail=0.7") == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "tail must lie in [1e-30, 0.5), got 0.7" in line
+    assert "tail must be 0 or lie in [1e-30, 0.5), got 0.7" in line
 
 
 @pytest.mark.parametrize("kind", ["PPO", "HeadPPO"])

@@ -69,7 +69,8 @@ def test_masks_that_are_not_used_are_said_too(argv, model, capfd):
     line = [each for each in QUICK if model == "ppo" or "epochs" not in each]
     assert train.main([f"--model={model}", "--head=natural", *line, *argv]) == 0
     said = "actions are not masked, though Corridor-v0 has action_masks()"
-    assert said + ("; --model ppo can" if model == "a2c" else "") + "\n" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert said + ("; --model ppo can" if model == "a2c" else "") + "\n" in out and err == ""
     assert Corridor.forbidden > 0
 
 

@@ -6,7 +6,6 @@ method ``make``, and an entry of ``ALGORITHMS``.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,12 +13,26 @@ from typing import Any, ClassVar, Literal
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
+from catnat.checks import require_at_least, require_positive, require_within
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 
 
 @dataclass
 class Options(ABC):
-    """Options that all algorithms have; each class adds its own, and says what they mean."""
+    """Options that all algorithms have; each class adds its own.
+
+    Args:
+        head: name of the head.
+        head_options: options of the head.
+        learning_rate: of the optimizer, at the beginning.
+        anneal_lr: let it fall linearly to 0 at the last step.
+        num_steps: steps of a rollout, in each environment.
+        gamma: discount.
+        gae_lambda: of the advantage estimation; 1 is the classic advantage.
+        ent_coef: weight of the entropy.
+        vf_coef: weight of the value loss, which is the squared error.
+        max_grad_norm: longest gradient.
+    """
 
     log_interval: ClassVar[int] = 1  # rollouts between two rows of the log
 
@@ -35,19 +48,10 @@ class Options(ABC):
     max_grad_norm: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip_coef", "max_grad_norm", "rms_prop_eps"):
-            self._check(name, lambda value: 0 < value < math.inf, "must be positive")
-        for name in ("ent_coef", "vf_coef"):
-            self._check(name, lambda value: 0 <= value < math.inf, "must be at least 0")
-        for name in ("num_steps", "num_minibatches", "update_epochs"):
-            self._check(name, lambda value: value >= 1, "must be at least 1")
-        for name in ("gamma", "gae_lambda"):
-            self._check(name, lambda value: 0 <= value <= 1, "must lie in 0..1")
-
-    def _check(self, name: str, holds: Any, wanted: str) -> None:
-        value = getattr(self, name, None)
-        if value is not None and not holds(value):
-            raise ValueError(f"{name} {wanted}, got {value}")
+        require_positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
+        require_positive(or_zero=True, ent_coef=self.ent_coef, vf_coef=self.vf_coef)
+        require_at_least(1, num_steps=self.num_steps)
+        require_within(0, 1, gamma=self.gamma, gae_lambda=self.gae_lambda)
 
     @abstractmethod
     def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> OnPolicyAlgorithm:
@@ -81,41 +85,29 @@ class PPOOptions(Options):
     """PPO with CleanRL's options for Atari, which are the paper's.
 
     Args:
-        head: name of the head.
-        head_options: options of the head.
-        learning_rate: of Adam, at the beginning.
-        anneal_lr: let it fall linearly to 0 at the last step.
-        num_steps: steps of a rollout, in each environment.
+        vf_coef: weight of the value loss, which is half the squared error.
         num_minibatches: parts a rollout is learned from in.
         update_epochs: how often it is learned from.
-        gamma: discount.
-        gae_lambda: of the advantage estimation.
         clip_coef: how far the ratio of probabilities counts.
-        ent_coef: weight of the entropy.
-        vf_coef: weight of the value loss, which is half the squared error.
-        max_grad_norm: longest gradient.
         value_loss: the larger error of clipped and unclipped values ("cleanrl"), or that of the
             values as they are ("sb3").
         capture: replay rollouts and updates as CUDA graphs; by default where possible.
         masks: use an environment's action_masks(); by default where it has them.
     """
 
-    head: str = "natural"
-    head_options: dict[str, Any] | None = None
     learning_rate: float = 2.5e-4
-    anneal_lr: bool = True
-    num_steps: int = 128
+    ent_coef: float = 0.01
     num_minibatches: int = 4
     update_epochs: int = 4
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
     clip_coef: float = 0.1
-    ent_coef: float = 0.01
-    vf_coef: float = 0.5
-    max_grad_norm: float = 0.5
     value_loss: Literal["cleanrl", "sb3"] = "cleanrl"
     capture: bool | None = None
     masks: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(clip_coef=self.clip_coef)
+        require_at_least(1, num_minibatches=self.num_minibatches, update_epochs=self.update_epochs)
 
     def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> HeadPPO:
         """PPO with the head."""
@@ -145,16 +137,6 @@ class A2COptions(Options):
     """A2C with the defaults of Stable-Baselines3.
 
     Args:
-        head: name of the head.
-        head_options: options of the head.
-        learning_rate: of the optimizer, at the beginning.
-        anneal_lr: let it fall linearly to 0 at the last step.
-        num_steps: steps of a rollout, in each environment.
-        gamma: discount.
-        gae_lambda: of the advantage estimation; 1 is the classic advantage.
-        ent_coef: weight of the entropy.
-        vf_coef: weight of the value loss, which is the squared error.
-        max_grad_norm: longest gradient.
         use_rms_prop: RMSprop is the optimizer, else Adam.
         rms_prop_eps: epsilon of RMSprop.
         normalize_advantage: scale the advantages of a rollout to mean 0 and deviation 1.
@@ -162,19 +144,17 @@ class A2COptions(Options):
 
     log_interval: ClassVar[int] = 100  # rollouts are short
 
-    head: str = "natural"
-    head_options: dict[str, Any] | None = None
     learning_rate: float = 7e-4
     anneal_lr: bool = False
     num_steps: int = 5
-    gamma: float = 0.99
     gae_lambda: float = 1.0
-    ent_coef: float = 0.0
-    vf_coef: float = 0.5
-    max_grad_norm: float = 0.5
     use_rms_prop: bool = True
     rms_prop_eps: float = 1e-5
     normalize_advantage: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(rms_prop_eps=self.rms_prop_eps)
 
     def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> HeadA2C:
         """A2C with the head."""

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from catnat.callbacks import Stopped, load_checkpoint
 from catnat.training import options as cli
 from catnat.training import resume
-from catnat.training.errors import UsageError, command_words, usage_errors
+from catnat.training.errors import UsageError, command_words, show_page, usage_errors
 from catnat.training.folders import find_checkpoint
 from catnat.training.names import (
     RL_MODELS,
@@ -81,8 +81,7 @@ def run(names: Names, options: list[str], began: float) -> int:
     program, parser, config = configure(names, options)
     remark = program.complete(config)
     if names.print_config:
-        print(parser.dump(config), end="")
-        return 0
+        return show_page(parser.dump(config))
     if names.command == "test" and program.ckpt_path is None:
         raise UsageError("test needs a checkpoint: --ckpt_path FILE, last or best")
     config.ckpt_path = None  # config.yaml says how the run began, not where it was continued

@@ -7,9 +7,10 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from catnat.checks import did_you_mean
 from catnat.training.errors import UsageError
 from catnat.training.help_pages import STEPS
-from catnat.training.names import LIGHTNING_MODELS, Names, check_choice, hint, import_module
+from catnat.training.names import LIGHTNING_MODELS, Names, check_choice, import_module
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _own_class(option: str, path: str, base: type) -> type:
     found = import_module(f"{option} {path}", module)
     if not hasattr(found, name):
         classes = [each for each, value in vars(found).items() if inspect.isclass(value)]
-        raise UsageError(f"{option} {path}: {module} has no {name}{hint(name, classes)}")
+        raise UsageError(f"{option} {path}: {module} has no {name}{did_you_mean(name, classes)}")
     value = getattr(found, name)
     if not inspect.isclass(value) or not issubclass(value, base):
         raise UsageError(f"{option} {path} is no {base.__name__}, but {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -85,6 +86,15 @@ def is_disk_error(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
+def show_page(page: str) -> int:
+    """Print a page, and return the exit code 0: a reader may go before the end, as head does."""
+    try:
+        print(page, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+    return 0
+
+
 def silence() -> None:
     """Turn off warnings that users can do nothing about."""
     import lightning.pytorch  # noqa: F401 - sets levels of its own
@@ -103,5 +113,6 @@ def silence() -> None:
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric
         ".*GPU available but not used",  # after --accelerator cpu
+        "actions are not masked: HeadA2C",  # the command line says it in a line of its own
     ):
         warnings.filterwarnings("ignore", message)

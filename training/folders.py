@@ -10,7 +10,7 @@ from typing import IO
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from catnat.callbacks.checkpoints import write_whole
+from catnat.files import write_whole
 
 
 def find_checkpoint(home: Path, wanted: str) -> Path:

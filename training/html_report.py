@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
-from typing import NoReturn
 
 from catnat.training.errors import UsageError, command_words
 from catnat.training.html_charts import COLOURS, Chart
 from catnat.training.html_style import SCRIPT, STYLE
+from catnat.training.names import PlainParser
 from catnat.training.recorded_run import RecordedRun, read_run
 
 _GROUPS = {
@@ -23,14 +22,9 @@ _GROUPS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see report --help")
-
-
 def report_command(argv: list[str]) -> int:
     """Write the page that a command line asks for, and say where it is."""
-    parser = _Parser(
+    parser = PlainParser(
         prog=f"{' '.join(command_words())} report",
         description="Writes one HTML page about runs, which needs no server and no other file: "
         "curves, pictures, options and metrics, with the runs side by side.",
@@ -57,8 +51,7 @@ def page(runs: list[RecordedRun]) -> str:
     sections = [
         _overview(runs, names),
         _metrics(runs, names),
-        *(_curves(title, groups, runs) for title, groups in _GROUPS.items()),
-        _other_curves(runs),
+        *_curves(runs),
         _fisher_pictures(runs, names),
         _pictures(runs, names),
         _options(runs, names),
@@ -139,16 +132,13 @@ def _said(tag: str, runs: list[RecordedRun]) -> str:
     return next((run.explanations[tag] for run in runs if run.explanations.get(tag)), "")
 
 
-def _curves(title: str, groups: tuple[str, ...], runs: list[RecordedRun]) -> str:
+def _curves(runs: list[RecordedRun]) -> Iterator[str]:
+    """A section of charts for each group of tags."""
+    title_of = {group: title for title, groups in _GROUPS.items() for group in groups}
     tags = dict.fromkeys(tag for run in runs for tag in run.curves)
-    mine = [tag for tag in tags if tag.split("/")[0] in groups]
-    return _section(title, _charts(mine, runs))
-
-
-def _other_curves(runs: list[RecordedRun]) -> str:
-    known = {each for groups in _GROUPS.values() for each in groups}
-    tags = dict.fromkeys(tag for run in runs for tag in run.curves)
-    return _section("More", _charts([t for t in tags if t.split("/")[0] not in known], runs))
+    for title in (*_GROUPS, "More"):
+        mine = [tag for tag in tags if title_of.get(tag.split("/")[0], "More") == title]
+        yield _section(title, _charts(mine, runs))
 
 
 def _charts(tags: list[str], runs: list[RecordedRun]) -> str:

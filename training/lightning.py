@@ -74,10 +74,11 @@ class LightningProgram(Program):
     def __init__(self, names: Names) -> None:
         super().__init__(names)
         self.model, self.recipe = find_model(names)
+        self.data: type | None = None  # known once there is a parser
 
     def build_parser(self, argv: list[str]) -> cli.Parser:
         """All options of a model, its data, the monitor and the Trainer, with their types."""
-        data = find_data(self.names, self.recipe)
+        self.data = data = find_data(self.names, self.recipe)
         parser = cli.base_parser(self.names.model, save_every=None)
         parser.add_argument("--data.name", type=str | None, default=self.recipe.data)
         parser.add_class_arguments(self.model, "model", fail_untyped=False)
@@ -133,6 +134,7 @@ class LightningProgram(Program):
     def compose(self, parser: cli.Parser, config: Namespace, saved: str) -> LightningRun:
         """Model, data and Trainer of a configuration, and the folder of the run."""
         fit, ckpt_path = self.names.command == "fit", self.ckpt_path
+        check_required(config, model=self.model, data=self.data)
         if str(config.trainer.strategy).endswith("fork"):
             torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
         seed_everything(config.seed, workers=True, verbose=False)
@@ -235,6 +237,16 @@ def default_interval(max_steps: int) -> int:
     (500, 2000)
     """
     return max(500, max_steps // 30)
+
+
+def check_required(config: Namespace, **classes: type | None) -> None:
+    """Raise if an argument without type and default is missing: jsonargparse makes it None."""
+    for group, cls in classes.items():
+        for name, each in arguments(cls).items() if cls else ():
+            if each.default is each.annotation is each.empty and config[group].get(name, 0) is None:
+                raise UsageError(
+                    f"--{cli.short_name(f'{group}.{name}')} is needed: it has no default"
+                )
 
 
 def check_numbers(trainer: Namespace) -> None:

@@ -11,6 +11,7 @@ from catnat.training.errors import (
     command_words,
     is_disk_error,
     quiet_about_disks,
+    show_page,
     silence,
 )
 from catnat.training.help_pages import help_page
@@ -22,13 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv:
-            return show_help(Names(), [])
+            return show_help(Names(help=""))
         if argv[0] == "report":
             from catnat.training.html_report import report_command
 
             return report_command(argv[1:])
         names, options = read_names(argv)
-        return show_help(names, options) if names.help else run(names, options)
+        return run(names, options) if names.help is None else show_help(names)
     except UsageError as error:
         return _say(error, 2)
     except RunFailed as error:
@@ -49,19 +50,16 @@ def _say(message: object, code: int) -> int:
     return code
 
 
-def show_help(names: Names, words: list[str]) -> int:
-    """Print the page of a model, or the options of one group, which the first word names."""
-    topics = [word for word in words if not word.startswith("-")]
-    if not topics:
-        print(help_page(names.model), end="")
-        return 0
-    check_choice("help topic", topics[0], GROUPS)
+def show_help(names: Names) -> int:
+    """Print the page of a model, or the options of one group."""
+    if not names.help:
+        return show_page(help_page(names.model))
+    check_choice("help topic", names.help, GROUPS)
     silence()
     from catnat.training.command import load_program
     from catnat.training.options import group_help
 
-    print(group_help(load_program(names).build_parser([]), topics[0]))
-    return 0
+    return show_page(group_help(load_program(names).build_parser([]), names.help) + "\n")
 
 
 def run(names: Names, options: list[str]) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import importlib
 import importlib.util
 import os
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from catnat.checks import did_you_mean
 from catnat.training.errors import UsageError
 
 _IMAGES = ("mnist", "fashion-mnist", "kmnist")
@@ -46,7 +46,7 @@ class Names:
         ckpt_path: a file, "last" or "best"; None for a new run.
         root: the folder of all runs.
         print_config: print the configuration, do not run.
-        help: print help, do not run.
+        help: print this page of help, "" for that of the model, and do not run; None: run.
         given: which of model.head and data.name the command line or its files set.
     """
 
@@ -58,7 +58,7 @@ class Names:
     ckpt_path: str | None = None
     root: str = "runs"
     print_config: bool = False
-    help: bool = False
+    help: str | None = None
     given: set[str] = field(default_factory=set)
 
     @property
@@ -67,14 +67,17 @@ class Names:
         return Path(self.root, self.model, self.head or "no_head")
 
 
-class _NameParser(argparse.ArgumentParser):
+class PlainParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise what is wrong."""
         raise UsageError(message)
 
 
 def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     """The names, from options or files; and the options that are left."""
-    parser = _NameParser(add_help=False, allow_abbrev=False)
+    parser = PlainParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", "--model.name")
     parser.add_argument("--head", "--model.head")
     parser.add_argument("--data", "--data.name")
@@ -84,7 +87,7 @@ def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     root = ("--default_root_dir", "--default-root-dir", "--trainer.default_root_dir")
     parser.add_argument(*root, dest="root")
     parser.add_argument("--print_config", "--print-config", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", nargs="?", const="")
     command = "fit" if argv[0].startswith("-") else argv[0]
     check_choice("command", command, ("fit", "test", "report"))
     found, rest = parser.parse_known_args(argv[0 if argv[0].startswith("-") else 1 :])
@@ -217,10 +220,4 @@ def check_choice(what: str, value: str, choices: Collection[str], other: str = "
     """
     if value not in choices:
         listed = ", ".join(choices) + (f", or {other}" if other else "")
-        raise UsageError(f"{what} {value!r} is not one of {listed}{hint(value, choices)}")
-
-
-def hint(value: str, choices: Collection[str]) -> str:
-    """; did you mean the closest choice? Empty if no choice is close."""
-    close = difflib.get_close_matches(value, list(choices), 1)
-    return f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"{what} {value!r} is not one of {listed}{did_you_mean(value, choices)}")

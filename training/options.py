@@ -13,8 +13,9 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
+from catnat.checks import did_you_mean
 from catnat.training.errors import UsageError
-from catnat.training.names import SHORT, hint, read_yaml
+from catnat.training.names import SHORT, read_yaml
 
 _WIDTH, _INDENT = 100, 33  # of help pages
 _NAMES = ("model", "head", "data", "print_config", "help")  # read before there is a parser
@@ -99,7 +100,7 @@ def _check_names_in(options: dict[str, Any], parser: Parser) -> None:
     groups = {name.rpartition(".")[0] for name in known}
     for name in _names_in(options, groups):
         if not _known_part(name, known) and name not in parser.follows:
-            meant = hint(name, known)
+            meant = did_you_mean(name, known)
             if not meant and "." not in name:  # its group is missing
                 full = {short_name(each): each for each in known}
                 near = difflib.get_close_matches(name, full, 1)
@@ -154,7 +155,7 @@ def _close_option(name: str, known: list[str]) -> str:
     """; did you mean the option with the closest name? Full names are compared with full names."""
     has_group = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
     near = known if has_group else [*_NAMES, *map(short_name, known)]
-    return hint(name, near).replace("mean ", "mean --") or "; see --help"
+    return did_you_mean(name, near).replace("mean ", "mean --") or "; see --help"
 
 
 def short_name(name: str) -> str:
@@ -191,7 +192,7 @@ def _plain(message: str) -> str:
     literals = ", ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"[^\s,']+", literals)))
     if choices:
-        close = hint(value[1], choices)
+        close = did_you_mean(value[1], choices)
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
     kinds = set(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message)) - {"NoneType"}
     wanted = " or ".join(sorted(kinds, reverse=True))  # str, int, float: always in one order

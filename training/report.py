@@ -11,9 +11,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from catnat.callbacks.checkpoints import write_whole
 from catnat.callbacks.dashboard import write_hparams
 from catnat.callbacks.run_record import RunLogger
+from catnat.files import write_whole
 
 _MANY = 0.5  # share of saturated scores above which there is a warning
 

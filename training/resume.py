@@ -13,7 +13,7 @@ from torch import nn
 
 from catnat.training import options as cli
 from catnat.training.errors import UsageError
-from catnat.training.names import LIGHTNING_MODELS, Names, read_yaml, record_beside
+from catnat.training.names import Names, read_yaml, record_beside
 
 if TYPE_CHECKING:
     from catnat.training.program import Program
@@ -45,8 +45,7 @@ def check_names(path: Path, record: Path, names: Names) -> None:
     model = (before.get("model") or {}).get("name")
     if model != names.model:
         raise UsageError(f"checkpoint {path} is one of another model: {model}, not {names.model}")
-    default = LIGHTNING_MODELS.get(names.model, (None,))[0]  # older records do not say it
-    data = (before.get("data") or {}).get("name", default)
+    data = (before.get("data") or {}).get("name")
     if names.command == "fit" and names.data not in (None, data):
         raise UsageError(f"checkpoint {path} has data {data}, the command line {names.data}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from catnat.checks import require_at_least
+from catnat.checks import checked_categories
 from catnat.jax.distribution import Categorical
 from catnat.jax.numerics import at_least_float32, can_branch_on, pick, uniform
 
@@ -39,11 +38,7 @@ class CategoricalHead(ABC):
         jax.tree_util.register_static(cls)
 
     def __post_init__(self) -> None:
-        K = self.num_categories
-        if isinstance(K, bool) or not hasattr(K, "__index__"):
-            raise ValueError(f"num_categories must be an integer, got {K!r}")
-        require_at_least(2, num_categories=K)
-        object.__setattr__(self, "num_categories", operator.index(K))
+        object.__setattr__(self, "num_categories", checked_categories(self.num_categories))
 
     @property
     def num_scores(self) -> int:

@@ -2,14 +2,15 @@ r"""a(s): how a score divides the probability of its node; :mod:`catnat.splits` 
 
 A split is given by log(1 - a) and log a, and by their slopes, -d log(1 - a)/ds and d log a/ds. Its
 methods get scores (*, S) and the ``constants`` of the nodes, (R, S), or (R, 1) where all nodes have
-the same centre C. :func:`log_split` gives the logarithms with the slopes as derivatives.
+the same centre C; x is s - C. Centres and ``offset``, the x for which 1 - a : a is left : right,
+are in float64 on the host. :func:`log_split` gives the logarithms with the slopes as derivatives.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +20,6 @@ from jax import Array
 from catnat.jax.numerics import FAR_LOG, LOG_ZERO, largest_score, safe_log
 
 Pair = tuple[Array, Array]
-
-
-class Split(Protocol):
-    """What a tree needs of a split. Every node has a centre C, and x = s - C."""
-
-    def offset(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """x for which 1 - a : a is left : right, both above 0, in float64."""
-
-    def node_constants(self, centre: np.ndarray, dtype: Any) -> np.ndarray:
-        """The constants of the nodes from their centres C, (S,) in float64 -> (R, S)."""
-
-    def inverse(self, left: Array, right: Array, constants: Array) -> Array:
-        """The score s for which 1 - a : a is left : right."""
-
-    def logs(self, scores: Array, constants: Array) -> Pair:
-        """log(1 - a) and log a, (*, S) each."""
-
-    def slopes(self, scores: Array, constants: Array) -> Pair:
-        """-d log(1 - a)/ds and d log a/ds, (*, S) each, both >= 0."""
-
-    def information(self, scores: Array, constants: Array) -> Array:
-        """Fisher information a'^2 / (a (1 - a)) of each split, (*, S)."""
 
 
 def _log_split(split: Split, scores: Array, constants: Array) -> Pair:
@@ -246,3 +225,6 @@ class NaturalSplit:
         p = jnp.exp(log_p)
         steep = jnp.where(beyond, 0.0, self.steepness + 0 * p)
         return steep, steep * (p / (1 - p))
+
+
+Split = SigmoidSplit | NaturalSplit

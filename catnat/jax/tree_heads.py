@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from catnat.checks import require_finite, require_within
+from catnat.checks import checked_order, require_finite, require_tail, require_within
 from catnat.jax.categorical_head import CategoricalHead
 from catnat.jax.numerics import pick, uniform
 from catnat.jax.splits import NaturalSplit, SigmoidSplit, Split, log_split
@@ -47,7 +46,7 @@ class CatnatHead(CategoricalHead):
         object.__setattr__(self, "center", float(self.center))
         object.__setattr__(self, "uniform_at_zero", bool(self.uniform_at_zero))
         if self.order is not None:
-            object.__setattr__(self, "order", _permutation(self.order, self.num_categories))
+            object.__setattr__(self, "order", checked_order(self.order, self.num_categories))
 
     @property
     def num_scores(self) -> int:
@@ -193,17 +192,6 @@ class CatnatHead(CategoricalHead):
         return self.center - self.split.offset(1 - shares, shares)
 
 
-def _permutation(order: Sequence[int], K: int) -> tuple[int, ...]:
-    """``order`` as a tuple of integers, after checking that it is a permutation of 0..K-1."""
-    values = np.asarray(order)
-    if not (
-        np.issubdtype(values.dtype, np.integer) and np.array_equal(np.sort(values), np.arange(K))
-    ):
-        shown = np.array2string(values, threshold=8, separator=", ")
-        raise ValueError(f"order must be a permutation of 0..{K - 1}, got {shown}")
-    return tuple(values.tolist())
-
-
 @dataclass(frozen=True)
 class SigmoidHead(CatnatHead):
     """catnat with a(s) = 1 / (1 + exp(-(s - C)))."""
@@ -243,8 +231,7 @@ class NaturalHead(CatnatHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
-        if self.tail != 0:
-            require_within(1e-30, 0.5, "[)", tail=self.tail)
+        require_tail(self.tail)
         object.__setattr__(self, "amplitude", float(self.amplitude))
         object.__setattr__(self, "tail", float(self.tail))
 

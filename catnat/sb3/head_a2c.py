@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import warnings
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from stable_baselines3 import A2C
 from stable_baselines3.common.policies import BasePolicy
 
 from catnat.sb3.head_ppo import NonFinite
+from catnat.sb3.masks import has_masks
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -22,9 +24,9 @@ class HeadA2C(A2C):
     """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
 
     Weights that are not finite after an update raise :class:`NonFinite`, with policy and optimizer
-    put back to where they were before that update. The arguments are those of
-    ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies with
-    a head.
+    put back to where they were before that update. Actions are never masked. The
+    arguments are those of ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and
+    "MultiInputPolicy" are the policies with a head.
     """
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
@@ -32,6 +34,12 @@ class HeadA2C(A2C):
         "CnnPolicy": HeadActorCriticCnnPolicy,
         "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
     }
+
+    def learn(self, *args: Any, **kwargs: Any) -> Self:
+        """As in Stable-Baselines3, with a warning where masks of the environment are not used."""
+        if self.env is not None and has_masks(self.env):
+            warnings.warn("actions are not masked: HeadA2C takes no action_masks", stacklevel=2)
+        return super().learn(*args, **kwargs)
 
     def train(self) -> None:
         """Learn from the rollout."""

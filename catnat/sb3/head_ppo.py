@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from catnat.checks import require_choice
 from catnat.replay import (
     StepGraph,
     make_capturable,
@@ -104,9 +105,7 @@ class HeadPPO(PPO):
         masks: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if value_loss not in get_args(ValueLoss):
-            choices = ", ".join(get_args(ValueLoss))
-            raise ValueError(f"unknown value_loss {value_loss!r}; choose from {choices}")
+        require_choice(get_args(ValueLoss), value_loss=value_loss)
         self.value_loss, self.capture, self.overlap = value_loss, capture, overlap
         self.masks = masks
         self._baked: tuple[Any, ...] | None = None

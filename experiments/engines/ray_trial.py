@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from experiments.plan import Run
 
 _KEPT = ("checkpoints/last.*", "config.yaml", "hparams.yaml", "events.*")
 _MOMENT = "saved_at.json"
+_PATHS = ("folder", "home", "cwd")  # of a run, as text in a configuration
 
 
 def config_of(run: Run, **more: Any) -> dict[str, Any]:
@@ -28,26 +30,18 @@ def config_of(run: Run, **more: Any) -> dict[str, Any]:
         **{f"cell/{option}": value for option, value in run.cell.items()},
         **run.settings,
         "seed": run.seed,
-        "run": {
-            "cell": run.cell,
-            "settings": run.settings,
-            "folder": str(run.folder),
-            "home": str(run.home),
-            "command": list(run.command),
-            "cwd": str(run.cwd),
-        },
+        "run": asdict(run)
+        | {name: str(getattr(run, name)) for name in _PATHS}
+        | {"command": list(run.command)},
         **more,
     }
 
 
 def run_of(config: dict[str, Any]) -> Run:
     """The run of a trial."""
-    words = config["run"]
-    paths = (Path(words["folder"]), Path(words["home"]))
-    command = tuple(words["command"])
-    return Run(
-        words["cell"], words["settings"], config["seed"], *paths, command, Path(words["cwd"])
-    )
+    words: dict[str, Any] = config["run"]
+    paths = {name: Path(words[name]) for name in _PATHS}
+    return Run(**words | paths | {"command": tuple(words["command"])})
 
 
 class RunTrial(tune.Trainable):
