@@ -28,13 +28,11 @@ def tree_log_probs(scores: Tensor, split: Split, constants: Tensor | None = None
         split: how a score divides the probability of its node.
         constants: ``split.node_constants`` of the nodes, or None where all are centred at 0.
     """
-    K = scores.shape[-1] + 1
     fused = _tree_kernels(scores, split)
     if fused is None:
         return reference.tree_log_probs(scores, split, constants)
-    flat = scores.reshape(-1, K - 1)
-    out: Tensor = _TreeLogProbs.apply(flat, split, constants, fused)
-    return out.view(*scores.shape[:-1], K)
+    out: Tensor = _TreeLogProbs.apply(scores, split, constants, fused)
+    return out
 
 
 def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -> Tensor | None:
@@ -103,8 +101,8 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
     fused = kernels_for(scores, K, SPARSEMAX_TRITON_LIMIT)
     if fused is None:
         return safe_log(reference.sparsemax_probs(scores))
-    out: Tensor = _SparsemaxLogProbs.apply(scores.reshape(-1, K), fused)
-    return out.view(scores.shape)
+    out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
+    return out
 
 
 def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
@@ -149,8 +147,16 @@ def _needs_reference(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or not is_plain(grad)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """(*, n) as (B, n)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 class _TreeLogProbs(torch.autograd.Function):
-    """scores (B, K-1) -> log-probabilities (B, K), by fused kernels."""
+    """scores (*, K-1) -> log-probabilities (*, K), by fused kernels.
+
+    The kernels take rows, (B, K-1). Making rows inside of the function costs no node of autograd.
+    """
 
     @staticmethod
     def forward(
@@ -161,8 +167,10 @@ class _TreeLogProbs(torch.autograd.Function):
         if fused == "triton":
             from catnat.ops import triton_tree
 
-            return triton_tree.forward(scores, split, constants)
-        return native.tree_forward(scores, split, constants)
+            out = triton_tree.forward(_rows(scores), split, constants)
+        else:
+            out = native.tree_forward(_rows(scores), split, constants)
+        return out if scores.dim() == 2 else out.view(*scores.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -172,10 +180,10 @@ class _TreeLogProbs(torch.autograd.Function):
         elif ctx.fused == "triton":
             from catnat.ops import triton_tree
 
-            out = triton_tree.backward(scores, grad, ctx.split, constants)
+            out = triton_tree.backward(_rows(scores), _rows(grad), ctx.split, constants)
         else:
-            out = native.tree_backward(scores, grad, ctx.split, constants)
-        return out, None, None, None
+            out = native.tree_backward(_rows(scores), _rows(grad), ctx.split, constants)
+        return out if scores.dim() == 2 else out.view(scores.shape), None, None, None
 
 
 class _TreeLogProb(torch.autograd.Function):
@@ -213,7 +221,7 @@ class _TreeLogProb(torch.autograd.Function):
 
 
 class _SparsemaxLogProbs(torch.autograd.Function):
-    """scores (B, K) -> log-probabilities (B, K), by fused kernels."""
+    """scores (*, K) -> log-probabilities (*, K), by fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
@@ -221,9 +229,10 @@ class _SparsemaxLogProbs(torch.autograd.Function):
         if fused == "triton":
             from catnat.ops import triton_sparsemax
 
-            log_probs = triton_sparsemax.forward(scores)
+            log_probs = triton_sparsemax.forward(_rows(scores))
         else:
-            log_probs = native.sparsemax_forward(scores)
+            log_probs = native.sparsemax_forward(_rows(scores))
+        log_probs = log_probs if scores.dim() == 2 else log_probs.view(scores.shape)
         ctx.save_for_backward(scores, log_probs)
         return log_probs
 
@@ -235,5 +244,7 @@ class _SparsemaxLogProbs(torch.autograd.Function):
         if ctx.fused == "triton":
             from catnat.ops import triton_sparsemax
 
-            return triton_sparsemax.backward(log_probs, grad), None
-        return native.sparsemax_backward(log_probs, grad), None
+            out = triton_sparsemax.backward(_rows(log_probs), _rows(grad))
+        else:
+            out = native.sparsemax_backward(_rows(log_probs), _rows(grad))
+        return out if scores.dim() == 2 else out.view(scores.shape), None
