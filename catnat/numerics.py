@@ -84,15 +84,16 @@ def transforms_active() -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether ``x`` is plain data in memory: not traced, batched, fake, or a dual number."""
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()  # torch.jit.trace, also torch.onnx.export(dynamo=False)
-        and not transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-        and torch.autograd.forward_ad._current_level < 0
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    inside = torch._C
+    return not (
+        inside._is_tracing()  # torch.jit.trace, also torch.onnx.export(dynamo=False)
+        or inside._are_functorch_transforms_active()
+        or inside._len_torch_dispatch_stack()
+        or inside._functorch.is_functorch_wrapped_tensor(x)
+        or inside._functorch.is_legacy_batchedtensor(x)
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 

@@ -260,7 +260,7 @@ class CatnatHead(CategoricalHead):
 
     def _from_leaves(self, x: Tensor) -> Tensor:
         """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
-        leaves = self._ordering(x)[0]
+        leaves = None if self.order is None else self._ordering(x)[0]
         return x if leaves is None else x.index_select(-1, leaves)
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -300,7 +300,7 @@ class CatnatHead(CategoricalHead):
     def _constants(self, scores: Tensor) -> Tensor | None:
         """``split.node_constants`` in the dtype and on the device of the scores, or None."""
         custom = isinstance(self.split, CustomSplit)
-        known = self.constants32
+        known = self._buffers["constants32"]  # nn.Module finds attributes slowly
         if known is None and not custom:
             return None
         if known is None or known.device != scores.device:

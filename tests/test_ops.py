@@ -146,6 +146,23 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
                 assert torch.equal(drawn, head.sample(exact, (50,), same.manual_seed(K)))
 
 
+@built
+@pytest.mark.parametrize("level", native.LEVELS)
+@pytest.mark.parametrize("name", ["sparsemax", *FUSED])
+def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monkeypatch):
+    if level not in native.levels():
+        pytest.skip(f"not built, or this processor has no {level}")
+    kernels = native.load(level)
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    for K in (5, 18, 32, 63, 64):
+        head = make(name, K)
+        scores = 3 * torch.randn(35, head.num_scores)
+        scores[7, 0], scores[20] = torch.nan, -torch.inf
+        together = head.log_probs(scores)
+        alone = torch.cat([head.log_probs(row[None]) for row in scores])
+        assert torch.equal(together.view(torch.int32), alone.view(torch.int32)), K
+
+
 def test_torch_says_which_instructions_are_used(monkeypatch):
     for best, count in (("AVX512", 3), ("AVX2", 2), ("DEFAULT", 1), ("VSX", 1)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda best=best: best)

@@ -9,6 +9,9 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __AVX512F__ /* vectors of 16 floats slow the many reductions over short rows down */
@@ -49,7 +52,7 @@ static inline float from_bits(int i) {
 }
 
 /* All bits set where x is NaN, none elsewhere; without a branch, so that loops vectorize. */
-static inline int nan_mask(float x) { return (0x7f800000 - (bits_of(x) & 0x7fffffff)) >> 31; }
+static inline int nan_mask(float x) { return -((bits_of(x) & 0x7fffffff) > 0x7f800000); }
 
 /* All bits set where x is finite. */
 static inline int finite_mask(float x) { return ((bits_of(x) & 0x7fffffff) - 0x7f800000) >> 31; }
@@ -63,13 +66,13 @@ static inline float keep_nan(float y, float x) { return from_bits(bits_of(y) | n
 /* exp(-x) for x >= 0, not below 1e-38. Polynomials are in Estrin's form: short chains. */
 static inline float exp_minus(float x) {
     x = fminf(x, 87.0f);
-    float n = 12582912.0f - x * 1.44269504f; /* adding 1.5 * 2^23 rounds to an integer */
-    n -= 12582912.0f;
-    float r = n * 2.12194440e-4f - (n * 0.693359375f + x);
-    float r2 = r * r, r4 = r2 * r2;
-    float p = (0.5f + 1.6666665459e-1f * r) + (4.1665795894e-2f + 8.3334519073e-3f * r) * r2 +
-              (1.3981999507e-3f + 1.9875691500e-4f * r) * r4;
-    return ((1.0f + r) + r2 * p) * from_bits(((int)n + 127) << 23);
+    float shifted = 12582912.0f - x * 1.44269504f; /* adding 1.5 * 2^23 rounds to an integer, */
+    float n = shifted - 12582912.0f; /* which is then also in the lowest bits of the sum */
+    float r = n * 2.12194440e-4f - (n * 0.693359375f + x), r2 = r * r;
+    float p = (4.999999341e-1f + 1.666652011e-1f * r) +
+              ((4.166839437e-2f + 8.368780366e-3f * r) + 1.381445948e-3f * r2) * r2;
+    float power = (1.0f + r) + r2 * p; /* of e, relative error of the polynomial below 4e-9 */
+    return from_bits(bits_of(power) + (int)((unsigned)bits_of(shifted) << 23));
 }
 
 /* 2 atanh(t) = log((1 + t) / (1 - t)) for |t| <= 1/3. */
@@ -82,11 +85,24 @@ static inline float two_atanh(float t) {
 
 static inline float log1p_unit(float x) { return two_atanh(x / (2.0f + x)); } /* -1/2 <= x <= 1 */
 
+/* -log(1 + x) for 0 <= x <= 1; relative error of the polynomial below 5e-9. */
+static inline float minus_log1p(float x) {
+    float u = x * x, u2 = u * u, u4 = u2 * u2;
+    float p = ((-9.999999953e-1f + 4.999990241e-1f * x) +
+               (-3.332996218e-1f + 2.495413185e-1f * x) * u) +
+              ((-1.967593218e-1f + 1.530557712e-1f * x) +
+               (-1.060363557e-1f + 5.695940005e-2f * x) * u) * u2 +
+              (-1.985141648e-2f + 3.244019883e-3f * x) * u4;
+    return x * p;
+}
+
 /* log(x) for normal x > 0. */
 static inline float log_positive(float x) {
     int e = (bits_of(x) - 0x3f3504f3) >> 23; /* mantissa in [sqrt(1/2), sqrt(2)) */
     float m = from_bits(bits_of(x) - e * (1 << 23)), n = (float)e;
-    return n * 0.693147182f + (two_atanh((m - 1.0f) / (m + 1.0f)) - n * 1.9046542e-9f);
+    float t = (m - 1.0f) / (m + 1.0f), u = t * t; /* log m = 2 atanh(t), |t| < 0.172 */
+    float p = (6.66667771e-1f + 3.997744349e-1f * u) + 2.987459552e-1f * (u * u);
+    return n * 0.693147182f + ((2.0f * t + t * u * p) - n * 1.9046542e-9f);
 }
 
 /* 2 log cos(x) for u = x^2, 0 <= x <= pi/4; relative error below 3e-9. */
@@ -105,31 +121,31 @@ static inline float log_sin_squared(float x, float u) {
     return 2.0f * log_positive(x) + p * u;
 }
 
-static inline float sin_eighth(float x) { /* 0 <= x <= pi/4 */
-    float u = x * x, u2 = u * u;
-    float p = (-1.6666667e-1f + 8.3333333e-3f * u) + (-1.9841270e-4f + 2.7557319e-6f * u) * u2;
-    return x + x * u * p;
-}
-
-static inline float cos_eighth(float x) {
-    float u = x * x, u2 = u * u;
-    float p = (4.1666667e-2f - 1.3888889e-3f * u) + (2.4801587e-5f - 2.7557319e-7f * u) * u2;
-    return (1.0f - 0.5f * u) + u2 * p;
+/* tan(x) for 0 <= x <= pi/4; relative error of the polynomial below 2e-9. */
+static inline float tan_eighth(float x) {
+    float u = x * x, u2 = u * u, u4 = u2 * u2;
+    float p = ((9.999999988e-1f + 3.333335752e-1f * u) +
+               (1.333252167e-1f + 5.407113447e-2f * u) * u2) +
+              ((2.123693302e-2f + 1.093316064e-2f * u) +
+               (-1.681492161e-5f + 4.422663114e-3f * u) * u2) * u4;
+    return x * p;
 }
 
 /* ------------------------------------------------------------------------ binary splits */
 
 static inline void sigmoid_logs(float x, float *left, float *right) {
-    float size = fminf(fabsf(x), LARGEST), tail = log1p_unit(exp_minus(size));
-    *left = keep_nan((x > 0 ? -size : 0.0f) - tail, x);
-    *right = keep_nan((x > 0 ? 0.0f : -size) - tail, x);
+    float within = fmaxf(fminf(x, LARGEST), -LARGEST);
+    float tail = keep_nan(minus_log1p(exp_minus(fabsf(within))), x);
+    *left = tail - fmaxf(within, 0.0f);
+    *right = tail + fminf(within, 0.0f);
 }
 
 static inline void sigmoid_slopes(float x, float *left, float *right) {
     float e = exp_minus(fabsf(x)), major = (fabsf(x) > LARGEST ? 0.0f : 1.0f) / (1.0f + e);
+    major = keep_nan(major, x);
     float minor = e * major;
-    *left = keep_nan(x > 0 ? major : minor, x);
-    *right = keep_nan(x > 0 ? minor : major, x);
+    *left = x > 0 ? major : minor;
+    *right = x > 0 ? minor : major;
 }
 
 /* above, below: distances of x to the upper and to the lower edge. */
@@ -144,8 +160,8 @@ static inline void natural_logs(float x, float above, float below, float rate, f
 static inline void natural_slopes(float x, float above, float below, float rate, float *left,
                                   float *right) {
     float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
-    float s = sin_eighth(theta), c = cos_eighth(theta), scale = (d > 0 ? rate : 0.0f) / (s * c);
-    float steep = scale * (c * c), gentle = scale * (s * s);
+    float t = tan_eighth(theta), scale = d > 0 ? rate : 0.0f;
+    float steep = scale / t, gentle = scale * t;
     *left = keep_nan(above < below ? steep : gentle, x);
     *right = keep_nan(above < below ? gentle : steep, x);
 }
@@ -168,11 +184,11 @@ static inline void tailed_logs(float x, float above, float below, float rate, fl
 static inline void tailed_slopes(float x, float above, float below, float rate, float joint,
                                  float steepness, float at_edge, float *left, float *right) {
     float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
-    float s = sin_eighth(theta), c = cos_eighth(theta), scale = rate / (s * c);
+    float t = tan_eighth(theta);
     float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
     float r = log_p > -LARGEST ? steepness : 0.0f;
-    float steep = d > joint ? scale * (c * c) : r;
-    float gentle = d > joint ? scale * (s * s) : r * (p / (1.0f - p));
+    float steep = d > joint ? rate / t : r;
+    float gentle = d > joint ? rate * t : r * (p / (1.0f - p));
     *left = keep_nan(above < below ? steep : gentle, x);
     *right = keep_nan(above < below ? gentle : steep, x);
 }
@@ -246,22 +262,91 @@ SPLIT_ROWS(split_information, sigmoid_information, natural_information, tailed_i
 /* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves.
  * Loops run over the nodes of one level, because such loops can be vectorized. */
 
+#ifdef __AVX2__ /* vectors with permutations: the uppermost levels are then one vector */
+#ifdef __AVX512F__
+#define LANES 16
+#define HEIGHT 4 /* 2^4 lanes */
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#else
+#define LANES 8
+#define HEIGHT 3
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#endif
+#define TOP LANES
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec_in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int places __attribute__((vector_size(4 * LANES)));
+static const places numbers = NUMBERS;
+
+INLINE vec load(const float *x) { return *(const vec_in_memory *)x; }
+INLINE void store(float *x, vec v) { *(vec_in_memory *)x = v; }
+
+/* The numbers at these places, modulo 2 LANES, of a and b in a row. */
+INLINE vec take(vec a, vec b, places p) {
+#ifdef __AVX512F__
+    return (vec)_mm512_permutex2var_ps((__m512)a, (__m512i)p, (__m512)b);
+#else
+    __m256 from_a = _mm256_permutevar8x32_ps((__m256)a, (__m256i)p);
+    __m256 from_b = _mm256_permutevar8x32_ps((__m256)b, (__m256i)p);
+    return (vec)_mm256_blendv_ps(from_a, from_b, (__m256)(p << 28)); /* by the bit of value 8 */
+#endif
+}
+
+/* Nodes TOP..2 TOP - 1: the sum over the path from the root. */
+INLINE void descend_top(const float *left, const float *right, float *heap) {
+    vec l = load(left), r = load(right), sum = {0};
+    for (int up = HEIGHT; up > 0; up--) { /* the ancestor so many levels above */
+        places bit = (numbers >> (up - 1)) & 1, score = (numbers >> up) + ((TOP >> up) - 1);
+        sum += take(l, r, score + bit * LANES);
+    }
+    store(heap + TOP, sum);
+}
+
+/* Nodes 1..TOP-1: the gradients of their scores, from the sums at nodes TOP..2 TOP - 1. */
+INLINE void ascend_top(const float *left, const float *right, const float *heap, float *out) {
+    vec low = {0}, high = load(heap + TOP); /* the sums at nodes 0..TOP-1 and TOP..2 TOP - 1 */
+    for (int level = 1; level < HEIGHT; level++) /* each time the lowest one missing becomes right */
+        low = take(low, high, 2 * numbers) + take(low, high, 2 * numbers + 1);
+    vec a = take(low, high, 2 * numbers + 2), b = take(low, high, 2 * numbers + 3);
+    float next = out[TOP - 1];
+    store(out, b * load(right) - a * load(left));
+    out[TOP - 1] = next;
+}
+#else
+#define TOP 16
+#endif
+
 /* Values at the children of n nodes of a level, from the values at these nodes. */
-static inline void children(const float *restrict here, const float *restrict left,
-                            const float *restrict right, long n, float *restrict pair) {
-    for (long i = 0; i < n; i++) {
+INLINE void children(const float *restrict here, const float *restrict left,
+                     const float *restrict right, long n, float *restrict pair) {
+    long i = 0;
+#ifdef LANES
+    for (; i + LANES <= n; i += LANES) {
+        vec h = load(here + i), a = h + load(left + i), b = h + load(right + i);
+        places half = numbers >> 1, other = (numbers & 1) * LANES;
+        store(pair + 2 * i, take(a, b, half + other));
+        store(pair + 2 * i + LANES, take(a, b, half + other + LANES / 2));
+    }
+#endif
+    for (; i < n; i++) {
         pair[2 * i] = here[i] + left[i];
         pair[2 * i + 1] = here[i] + right[i];
     }
 }
 
-/* log P(node) of the internal nodes. */
-static inline void descend_inside(long K, const float *restrict left, const float *restrict right,
-                                  float *restrict heap) {
+/* log P(node) of the internal nodes, or, where that is enough, of the lower ones among them. */
+INLINE void descend_inside(long K, const float *restrict left, const float *restrict right,
+                           float *restrict heap, int all) {
     heap[1] = 0;
     long first = 1, nodes = K / 2; /* nodes first..nodes-1 have two internal children */
+#ifdef LANES
+    if (!all && nodes >= TOP) {
+        descend_top(left, right, heap);
+        first = TOP;
+    }
+#endif
 #define LEVEL(n)                                                                                   \
-    if (nodes >= 2 * n) {                                                                          \
+    if (first == n && nodes >= 2 * n) {                                                            \
         children(heap + n, left + n - 1, right + n - 1, n, heap + 2 * n);                          \
         first = 2 * n;                                                                             \
     }
@@ -275,24 +360,29 @@ static inline void descend_inside(long K, const float *restrict left, const floa
 
 static void descend(long K, const float *restrict left, const float *restrict right,
                     float *restrict heap, float *restrict out) {
-    descend_inside(K, left, right, heap);
+    descend_inside(K, left, right, heap, 0);
     long j = K / 2;
     if (K % 2) {
         out[0] = heap[j] + right[j - 1];
         j++;
     }
-    float *restrict pair = out + (2 * j - K);
-    for (long i = 0; i < K - j; i++) {
-        pair[2 * i] = heap[j + i] + left[j - 1 + i];
-        pair[2 * i + 1] = heap[j + i] + right[j - 1 + i];
-    }
+    children(heap + j, left + j - 1, right + j - 1, K - j, out + (2 * j - K));
 }
 
 /* Sums over both children of n nodes of a level, and the gradients of the nodes' scores. */
-static inline void parents(const float *restrict pair, const float *restrict left,
-                           const float *restrict right, long n, float *restrict here,
-                           float *restrict out) {
-    for (long i = 0; i < n; i++) {
+INLINE void parents(const float *restrict pair, const float *restrict left,
+                    const float *restrict right, long n, float *restrict here,
+                    float *restrict out) {
+    long i = 0;
+#ifdef LANES
+    for (; i + LANES <= n; i += LANES) {
+        vec low = load(pair + 2 * i), high = load(pair + 2 * i + LANES);
+        vec a = take(low, high, 2 * numbers), b = take(low, high, 2 * numbers + 1);
+        store(here + i, a + b);
+        store(out + i, b * load(right + i) - a * load(left + i));
+    }
+#endif
+    for (; i < n; i++) {
         float a = pair[2 * i], b = pair[2 * i + 1];
         here[i] = a + b;
         out[i] = b * right[i] - a * left[i];
@@ -303,31 +393,30 @@ static void ascend(long K, const float *restrict left, const float *restrict rig
                               const float *restrict grad, float *restrict heap,
                               float *restrict out) {
     long j = K / 2 + K % 2; /* first node whose children are both leaves */
-    const float *restrict pair = grad + (2 * j - K);
-    for (long i = 0; i < K - j; i++) {
-        float a = pair[2 * i], b = pair[2 * i + 1];
-        heap[j + i] = a + b;
-        out[j - 1 + i] = b * right[j - 1 + i] - a * left[j - 1 + i];
-    }
+    parents(grad + (2 * j - K), left + j - 1, right + j - 1, K - j, heap + j, out + j - 1);
     if (K % 2) { /* node K/2 has the internal child K-1 and the leaf K */
         j--;
         float a = heap[K - 1], b = grad[0];
         heap[j] = a + b;
         out[j - 1] = b * right[j - 1] - a * left[j - 1];
     }
-    long first = 16; /* nodes 1..j-1 are left */
+    long first = TOP; /* nodes 1..j-1 are left */
     while (2 * first < j) first *= 2;
-    for (; first >= 16 && first < j; first /= 2) {
+    for (; first >= TOP && first < j; first /= 2) {
         parents(heap + 2 * first, left + first - 1, right + first - 1,
                 (2 * first < j ? 2 * first : j) - first, heap + first, out + first - 1);
         j = first;
     }
+    if (j == TOP) {
+#ifdef LANES
+        ascend_top(left, right, heap, out);
+#else
 #define LEVEL(n) parents(heap + 2 * n, left + n - 1, right + n - 1, n, heap + n, out + n - 1);
-    if (j == 16) {
         LEVEL(8) LEVEL(4) LEVEL(2) LEVEL(1)
+#undef LEVEL
+#endif
         return;
     }
-#undef LEVEL
     for (j--; j > 0; j--) parents(heap + 2 * j, left + j - 1, right + j - 1, 1, heap + j, out + j - 1);
 }
 
@@ -335,7 +424,7 @@ static void ascend(long K, const float *restrict left, const float *restrict rig
 static void weigh(long K, const float *restrict left, const float *restrict right,
                              const float *restrict information, const float *restrict flat,
                              float *restrict heap, float *restrict out) {
-    descend_inside(K, left, right, heap);
+    descend_inside(K, left, right, heap, 1);
     float count = 0;
 #pragma omp simd reduction(+ : count)
     for (long i = 0; i < K - 1; i++) {
@@ -382,6 +471,14 @@ static void fisher_rows(job *j, long first, long last) { tree_rows(j, first, las
 
 /* ----------------------------------------------------------------------------- sparsemax */
 
+INLINE void sparsemax_logs(const float *restrict s, long K, double top, double tau,
+                           float *restrict out) {
+    for (long k = 0; k < K; k++) {
+        float p = (float)(((double)s[k] - top) - tau);
+        out[k] = p > 0 ? log_positive(fmaxf(p, 1e-30f)) : LOG_ZERO;
+    }
+}
+
 /* Newton's method on sum_k max(s_k - tau, 0) = 1, a convex piecewise linear equation: from below
  * tau only rises and the support only shrinks; once its size stays, tau is exact. First in float,
  * then from there in double, so that small probabilities keep their relative accuracy. */
@@ -422,10 +519,7 @@ INLINE void sparsemax_row(const float *restrict s, long K, float *restrict out) 
         exact += (sum - 1) / active; /* the first step may go down, to below the solution */
         before = active;
     }
-    for (long k = 0; k < K; k++) {
-        float p = (float)(((double)s[k] - top) - exact);
-        out[k] = p > 0 ? log_positive(fmaxf(p, 1e-30f)) : LOG_ZERO;
-    }
+    sparsemax_logs(s, K, top, exact, out);
 }
 
 /* With g = grad / p on the support: the gradient is g minus its mean there, and 0 elsewhere. */
@@ -458,12 +552,145 @@ static void sparsemax_backward_rows(job *j, long first, long last) {
         sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
 }
 
-/* The same for short rows. */
-NARROW static void sparsemax_forward_short(job *j, long first, long last) {
-    long K = j->categories;
-    for (long r = first; r < last; r++) sparsemax_row(j->scores + r * K, K, j->out + r * K);
+#ifdef LANES
+/* The same for short rows, one in each lane of a vector: sums over a row become sums of vectors.
+ * A lane keeps its threshold once it has found it: no row changes the numbers of another one. */
+typedef double half __attribute__((vector_size(4 * LANES))); /* of the lanes */
+typedef long long half_places __attribute__((vector_size(4 * LANES)));
+
+#ifdef __AVX512F__
+INLINE vec load_first(const float *x, long n) {
+    return (vec)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), x);
+}
+INLINE half to_double(const float *x) { return (half)_mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+INLINE int any(places mask) {
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+}
+INLINE void add_positive(vec p, vec *sum, places *count) {
+    __mmask16 inside = _mm512_cmp_ps_mask((__m512)p, _mm512_setzero_ps(), _CMP_GT_OQ);
+    *sum = (vec)_mm512_mask_add_ps((__m512)*sum, inside, (__m512)*sum, (__m512)p);
+    *count = (places)_mm512_mask_add_epi32((__m512i)*count, inside, (__m512i)*count, _mm512_set1_epi32(1));
+}
+INLINE void add_positive_half(half p, half *sum, half_places *count) {
+    __mmask8 inside = _mm512_cmp_pd_mask((__m512d)p, _mm512_setzero_pd(), _CMP_GT_OQ);
+    *sum = (half)_mm512_mask_add_pd((__m512d)*sum, inside, (__m512d)*sum, (__m512d)p);
+    *count = (half_places)_mm512_mask_add_epi64((__m512i)*count, inside, (__m512i)*count, _mm512_set1_epi64(1));
+}
+#else
+INLINE vec load_first(const float *x, long n) {
+    return (vec)_mm256_maskload_ps(x, (__m256i)(numbers < (int)n));
+}
+INLINE half to_double(const float *x) { return (half)_mm256_cvtps_pd(_mm_loadu_ps(x)); }
+INLINE int any(places mask) { return !_mm256_testz_si256((__m256i)mask, (__m256i)mask); }
+INLINE void add_positive(vec p, vec *sum, places *count) {
+    places inside = p > 0.0f;
+    *sum += (vec)(inside & (places)p);
+    *count -= inside;
+}
+INLINE void add_positive_half(half p, half *sum, half_places *count) {
+    half_places inside = p > 0.0;
+    *sum += (half)(inside & (half_places)p);
+    *count -= inside;
+}
+#endif
+
+/* Rows become columns: columns 0..LANES-1 of n rows. The last row is there as often as needed. */
+INLINE void turn(const float *rows, long n, long K, long columns, vec *tile) {
+    vec v[LANES];
+    for (int r = 0; r < LANES; r++) v[r] = load_first(rows + (r < n ? r : n - 1) * K, columns);
+#pragma GCC unroll 4
+    for (int d = 1; d < LANES; d *= 2) { /* exchange squares of d by d off the diagonal */
+        places odd = (numbers & d) != 0;
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++)
+            if (!(r & d)) {
+                vec a = v[r], b = v[r + d];
+                v[r] = take(a, b, numbers + (odd & (LANES - d)));
+                v[r + d] = take(a, b, numbers + d + (odd & (LANES - d)));
+            }
+    }
+    for (int r = 0; r < LANES; r++) tile[r] = v[r];
 }
 
+/* The largest score of every row; NaN where a row has no probabilities. */
+INLINE vec tops(const vec *scores, long K) {
+    vec top = scores[0];
+    places nan = {0}, finite = {0};
+    for (long k = 0; k < K; k++) {
+        places size = (places)scores[k] & 0x7fffffff, above = scores[k] > top;
+        nan |= size > 0x7f800000;
+        finite |= size < 0x7f800000;
+        top = (vec)((above & (places)scores[k]) | (~above & (places)top));
+    }
+    return (vec)((places)top | nan | ~finite | (((places)top & 0x7fffffff) >= 0x7f800000));
+}
+
+INLINE vec float_thresholds(const vec *scores, vec top, long K) {
+    vec tau = (vec){0} - 1.0f, shifted[SHORT];
+    places size = {0};
+    for (long k = 0; k < K; k++) shifted[k] = scores[k] - top;
+    for (;;) {
+        vec sum = {0};
+        places count = {0};
+        for (long k = 0; k < K; k++) add_positive(shifted[k] - tau, &sum, &count);
+        places open = count != size;
+        if (!any(open)) return tau;
+        vec step = (sum - 1.0f) / __builtin_convertvector(count, vec);
+        tau += (vec)(open & (step > 0.0f) & (places)step);
+        size = count;
+    }
+}
+
+/* For one half of the lanes, from an estimate. */
+INLINE half exact_thresholds(const float *scores, half top, half tau, long K) {
+    half_places size = {0};
+    for (;;) {
+        half sum = {0};
+        half_places count = {0};
+        for (long k = 0; k < K; k++)
+            add_positive_half((to_double(scores + k * LANES) - top) - tau, &sum, &count);
+        half_places open = count != size;
+        if (!any((places)open)) return tau;
+        tau += (half)(open & (half_places)((sum - 1.0) / __builtin_convertvector(count, half)));
+        size = count;
+    }
+}
+
+static void sparsemax_forward_short(job *j, long first, long last) {
+    long K = j->categories;
+    vec scores[SHORT];
+    for (long row = first; row < last; row += LANES) {
+        const float *s = j->scores + row * K;
+        long n = last - row < LANES ? last - row : LANES;
+        for (long k = 0; k < K; k += LANES)
+            turn(s + k, n, K, K - k < LANES ? K - k : LANES, scores + k);
+        float top[LANES], estimate[LANES];
+        double tau[LANES];
+        vec largest = tops(scores, K);
+        store(top, largest);
+        store(estimate, float_thresholds(scores, largest, K));
+        for (int r = 0; r < LANES; r++) /* tau <= -1/K, whatever rounding did */
+            estimate[r] = fminf(estimate[r], -1.0f / (float)K);
+        for (int h = 0; h < LANES; h += LANES / 2) {
+            half exact = exact_thresholds((float *)scores + h, to_double(top + h), to_double(estimate + h), K);
+            for (int r = 0; r < LANES / 2; r++) tau[h + r] = exact[r];
+        }
+        for (long r = 0; r < n; r++) {
+            float *out = j->out + (row + r) * K;
+            if (nan_mask(top[r]))
+                for (long k = 0; k < K; k++) out[k] = from_bits(-1);
+            else
+                sparsemax_logs(s + r * K, K, top[r], tau[r], out);
+        }
+    }
+}
+#else
+static void sparsemax_forward_short(job *j, long first, long last) {
+    sparsemax_forward_rows(j, first, last);
+}
+#endif
+
+/* The same for short rows. */
 NARROW static void sparsemax_backward_short(job *j, long first, long last) {
     long K = j->categories;
     for (long r = first; r < last; r++)

@@ -79,18 +79,18 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
-    return _from_scores("tree_forward", scores, split, constants)
+    return _from_scores("catnat_tree_forward", scores, split, constants)
 
 
 def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """Fisher diagonal and, in the last column, share of flat splits, (B, K-1) -> (B, K)."""
-    return _from_scores("tree_fisher", scores, split, constants)
+    return _from_scores("catnat_tree_fisher", scores, split, constants)
 
 
 def _from_scores(name: str, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     scores = _plain_memory(scores)
     out = scores.new_empty(scores.shape[0], scores.shape[1] + 1)
-    _call(name, scores, _pointer(constants), out.data_ptr(), out, *_settings(split))
+    _call(name, scores, _pointer(constants), out.data_ptr(), *out.shape, *_settings(split))
     return out
 
 
@@ -99,7 +99,7 @@ def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor 
     scores, grad = _plain_memory(scores), _plain_memory(grad)
     out = torch.empty_like(scores)
     pointers = (_pointer(constants), grad.data_ptr(), out.data_ptr())
-    _call("tree_backward", scores, *pointers, grad, *_settings(split))
+    _call("catnat_tree_backward", scores, *pointers, *grad.shape, *_settings(split))
     return out
 
 
@@ -108,7 +108,7 @@ def tree_path_forward(
 ) -> Tensor:
     """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
     out = scores.new_empty(leaf.shape)
-    _path_call("path_forward", scores, _plain_memory(leaf), (out,), split, constants)
+    _path_call("catnat_path_forward", scores, _plain_memory(leaf), (out,), split, constants)
     return out
 
 
@@ -118,14 +118,14 @@ def tree_path_backward(
     """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
     out = _zeros(scores.shape)
     tensors = (_plain_memory(grad), out)
-    _path_call("path_backward", scores, _plain_memory(leaf), tensors, split, constants)
+    _path_call("catnat_path_backward", scores, _plain_memory(leaf), tensors, split, constants)
     return out
 
 
 def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
     out = torch.empty(uniforms.shape[0], dtype=torch.int64)
-    _path_call("path_sample", scores, _plain_memory(uniforms), (out,), split, constants)
+    _path_call("catnat_path_sample", scores, _plain_memory(uniforms), (out,), split, constants)
     return out
 
 
@@ -159,7 +159,7 @@ def sparsemax_forward(scores: Tensor) -> Tensor:
     """Log-probabilities, (B, K) -> (B, K)."""
     scores = _plain_memory(scores)
     out = torch.empty_like(scores)
-    _call("sparsemax_forward", scores, out.data_ptr(), out)
+    _call("catnat_sparsemax_forward", scores, out.data_ptr(), *out.shape)
     return out
 
 
@@ -167,7 +167,8 @@ def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
     """Gradient in the scores from that in the log-probabilities, (B, K) -> (B, K)."""
     grad = _plain_memory(grad)
     out = torch.empty_like(grad)
-    _call("sparsemax_backward", log_probs, grad.data_ptr(), out.data_ptr(), grad)
+    pointers = (grad.data_ptr(), out.data_ptr())
+    _call("catnat_sparsemax_backward", log_probs, *pointers, *grad.shape)
     return out
 
 
@@ -192,17 +193,14 @@ def _pointer(x: Tensor | None) -> int | None:
 def _call(
     name: str,
     first: Tensor,
-    *arguments: int | float | Tensor | None,
+    *arguments: int | float | None,
     work: int | None = None,
 ) -> None:
-    """Call a kernel; a tensor among the arguments is replaced by its shape, rows and categories.
+    """Call a kernel with the memory of the scores, other arguments, and a number of threads.
 
     ``work`` is the number of scores that the kernel looks at, if these are not all of them.
     """
-    values: list[int | float | None] = [first.data_ptr()]
-    for argument in arguments:
-        values += argument.shape if isinstance(argument, Tensor) else [argument]
     work = first.numel() if work is None else work
     threads = torch.get_num_threads() if work >= PARALLEL else 1
-    if getattr(library(), f"catnat_{name}")(*values, threads):
+    if getattr(library(), name)(first.data_ptr(), *arguments, threads):
         raise MemoryError(f"out of memory in {name} for scores of shape {tuple(first.shape)}")
