@@ -10,6 +10,7 @@ from torch.utils.tensorboard.summary import hparams as hparam_summaries
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from catnat.callbacks.tags import Kind, charts, explanation, guide
+from catnat.ops.checksums import use_fast_checksums
 
 # Tags that a run writes once; a run that continues writes them again.
 WRITTEN_ONCE = ("_hparams_/", "custom_scalars__config__", "guide/")
@@ -39,6 +40,7 @@ class RunWriter(SummaryWriter):
 class _ExplainingWriter(FileWriter):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        use_fast_checksums()
         self._seen: set[str] = set()
 
     def add_summary(

@@ -8,6 +8,7 @@ diagonal alone where ``head.fisher_is_diagonal``) and the share of saturated sco
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -34,6 +35,7 @@ SAMPLED = (
     "off_diagonal_share_sampled",
 )
 _MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
+_MAX_NOISE = 2**22  # numbers that are drawn at once: 16 MB
 _MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 
 
@@ -96,6 +98,33 @@ class Report(NamedTuple):
     problem: str  # why something is NaN; empty if that is not known
 
 
+class StepNoise:
+    """Uniform numbers for the draws of a step: they depend on seed, step and shape alone.
+
+    So they do not depend on how many steps are observed together, or on where a run was resumed.
+    The numbers of many steps are drawn with one call, because calls cost a GPU's host time.
+
+    Args:
+        seed: any text; different texts give different numbers.
+        device: where the numbers are made.
+    """
+
+    def __init__(self, seed: str, device: torch.device) -> None:
+        self.seed, self._generator = seed, torch.Generator(device)
+        self._drawn: tuple[int, tuple[int, ...], Tensor] | None = None  # first step, shape, numbers
+
+    def __call__(self, step: int, shape: tuple[int, ...]) -> Tensor:
+        """Numbers in [0, 1) of this shape."""
+        at_once = max(1, min(50, _MAX_NOISE // max(1, math.prod(shape))))
+        first = step - step % at_once
+        if self._drawn is None or self._drawn[:2] != (first, shape):
+            self._generator.manual_seed(random.Random(f"{self.seed} {first}").getrandbits(63))
+            device = self._generator.device
+            numbers = torch.rand(at_once, *shape, generator=self._generator, device=device)
+            self._drawn = (first, shape, numbers)
+        return self._drawn[2][step - first]
+
+
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
@@ -113,11 +142,10 @@ class HeadHistory:
         self._kept: list[tuple[int, Tensor, Tensor]] = []  # steps, scores and levels of draws
         self._at_once = bool(head.state_dict())
 
-    def add(self, step: int, scores: Tensor, draws: int, generator: torch.Generator | None) -> None:
+    def add(self, step: int, scores: Tensor, draws: int, noise: StepNoise) -> None:
         """Keep the scores (*, S) of a step, with the noise for that many draws at each row."""
         scores = scores.reshape(-1, self.head.num_scores)
-        # The noise is drawn step by step, so it does not depend on how many steps are in a block.
-        levels = torch.rand(draws, len(scores), generator=generator, device=scores.device)
+        levels = noise(step, (draws, len(scores)))
         self._kept.append((step, scores, levels))
         if self._at_once or len(self._kept) * scores.numel() * max(1, draws) > _MAX_SCORES:
             self.compute()

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
@@ -16,6 +15,7 @@ from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     Report,
+    StepNoise,
     diagnostics_size,
     matrices_of,
     require_pairs,
@@ -24,6 +24,7 @@ from catnat.callbacks.fisher_diagnostics import (
 from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
 from catnat.callbacks.images import add_image
 from catnat.checks import require_at_least, require_at_most
+from catnat.ops.checksums import use_fast_checksums
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
@@ -103,7 +104,7 @@ class FisherMonitor(Callback):
         self.seed = seed
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
-        self._generator: torch.Generator | None = None
+        self._noise: dict[str, StepNoise] = {}  # of each head's draws, by the head's name
         self._step = 0
         self._steps_per_block = write_every_n_steps
         self._limits: dict[str, float] = {}  # the colour scale of each head's pictures
@@ -136,8 +137,10 @@ class FisherMonitor(Callback):
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
-        self._generator = torch.Generator(pl_module.device)
-        self._generator.manual_seed(self.seed + trainer.global_rank)
+        self._noise = {
+            name: StepNoise(f"{self.seed} {trainer.global_rank} {name}", pl_module.device)
+            for name in self._probe.heads
+        }
         self._start_anew()
         room = int(_MAX_RESULTS / sum(map(self._numbers_per_step, self._probe.heads.values())))
         self._steps_per_block = max(1, min(self.write_every_n_steps, room))  # equal on all ranks
@@ -213,7 +216,7 @@ class FisherMonitor(Callback):
         for name, each in scores.items():
             if name not in self._block:
                 self._block[name] = HeadHistory(self._probe.heads[name])
-            self._block[name].add(step, each, draws, self._generator)
+            self._block[name].add(step, each, draws, self._noise[name])
         self._steps_in_block += 1
         if self._steps_in_block == self._steps_per_block:
             self._end_block()
@@ -323,6 +326,7 @@ def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]
     if isinstance(logger, TensorBoardLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        use_fast_checksums()
         # One event for a step, not one for each scalar: that is five times cheaper.
         writer = logger.experiment._get_file_writer()
         for step, row in zip(steps, rows, strict=True):

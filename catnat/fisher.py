@@ -123,7 +123,11 @@ def _category_at(log_probs: Tensor, levels: Tensor) -> Tensor:
 
     ``torch.multinomial`` would make the host wait for the device.
     """
-    reached = exp_of_log_probs(log_probs).cumsum(-1)
+    probs = exp_of_log_probs(log_probs)
+    if probs.is_cuda:  # CUDA adds up short rows slowly, and columns fast
+        reached = probs.movedim(-1, 0).contiguous().cumsum(0).movedim(0, -1)
+    else:
+        reached = probs.cumsum(-1)
     drawn = (reached <= levels * reached[..., -1:]).sum(-1, keepdim=True)
     return drawn.clamp_max(log_probs.shape[-1] - 1)
 

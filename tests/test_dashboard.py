@@ -1,6 +1,7 @@
 """What TensorBoard offers of a run: its own answers over HTTP, and what the pictures show."""
 
 import json
+import random
 import time
 import urllib.parse
 import urllib.request
@@ -219,3 +220,16 @@ def test_a_resumed_run_has_one_layout(workspace):
     events = EventAccumulator(str(Path("runs/vae/natural/version_0")), {"tensors": 0}).Reload()
     for tag in ("custom_scalars__config__", "guide/text_summary"):
         assert len(events.Tensors(tag)) == 1
+
+
+def test_checksums_of_event_files_are_those_of_tensorboard():
+    from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
+
+    from catnat.ops import checksums
+
+    if not checksums.use_fast_checksums():
+        pytest.skip("the C kernels were not built")
+    draws = random.Random(0)
+    for length in (0, 1, 7, 8, 300, 5000):
+        data = draws.randbytes(length)
+        assert checksums.masked_crc32c(data) == pywrap_tensorflow.masked_crc32c(data)

@@ -820,6 +820,22 @@ int catnat_adam_rows(float *param, float *mean, float *square, const float *grad
     return run(adam_rows, &j.job, threads);
 }
 
+/* ----------------------------------------------------------------------------- checksums */
+
+/* CRC-32C of n bytes, which TensorBoard's event files need for every record. */
+unsigned int catnat_crc32c(const unsigned char *data, long n) {
+    static unsigned int table[256];
+    if (!table[1])
+        for (unsigned int i = 256; i-- > 0;) { /* table[1] last: then all the others are there */
+            unsigned int x = i;
+            for (int bit = 0; bit < 8; bit++) x = x >> 1 ^ (x & 1 ? 0x82f63b78u : 0);
+            table[i] = x;
+        }
+    unsigned int crc = ~0u;
+    for (long i = 0; i < n; i++) crc = table[(crc ^ data[i]) & 255] ^ crc >> 8;
+    return ~crc;
+}
+
 /* ------------------------------------------------------------------------------- threads */
 
 typedef struct {
