@@ -1,4 +1,8 @@
-"""Every test starts from the same seed, on one thread, with deterministic hypothesis."""
+"""Every test starts from the same seed, on one thread, with deterministic hypothesis.
+
+Slow tests are left out, except with ``-m`` (``-m slow`` runs them alone) and where the command
+names them: ``pytest tests/test_x.py::test_y``.
+"""
 
 import numpy as np
 import pytest
@@ -9,6 +13,19 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.markexpr:
+        return
+    named = tuple(word.partition("::")[2] for word in config.args if "::" in word)
+
+    def left_out(item):
+        name = item.nodeid.partition("::")[2]
+        return item.get_closest_marker("slow") and not name.startswith(named)
+
+    config.hook.pytest_deselected(items=list(filter(left_out, items)))
+    items[:] = [item for item in items if not left_out(item)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +48,18 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def workspace(tmp_path, monkeypatch, data):
+def bare_pictures(monkeypatch):
+    """Monitors draw the matrix alone: axes and colour bar take most of the time of a short run."""
+
+    def bare(matrix, head, limit, title):
+        return (matrix / limit).clamp(0, 1)[..., None].expand(-1, -1, 3)
+
+    for module in ("fisher_monitor", "fisher_monitor_sb3"):
+        monkeypatch.setattr(f"catnat.callbacks.{module}.fisher_picture", bare)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, data, bare_pictures):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
     sizes = ["--batch_size=10", "--max_steps=3", "--nll_samples=2"]

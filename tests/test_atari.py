@@ -1,13 +1,12 @@
 """Atari environments: what the learner sees, is told and plays, on both backends."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import cv2
 import gymnasium
 import numpy as np
 import pytest
+from cases_fresh import one_server, run_fresh
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -97,10 +96,11 @@ def test_what_cannot_be_made_is_said(arguments, words):
     assert words in str(error.value)
 
 
+@one_server
 def test_data_modules_do_not_import_games():
     heavy = {"gymnasium", "ale_py", "stable_baselines3"}
     code = f"import sys, datamodules; print({heavy} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.stdout.strip() == "set()", out.stderr
 
 

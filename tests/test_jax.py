@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import torch
 from cases import leaf_path
+from cases_fresh import one_server, run_fresh
 from scipy import stats
 
 import catnat
@@ -643,12 +644,13 @@ def test_wrong_arrays_are_named():
     assert np.isnan(outside).tolist() == [False, True, True]
 
 
+@one_server
 def test_jax_and_torch_stay_apart():
     code = "import sys, catnat.jax; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
     code = "import sys, catnat.heads, catnat.losses; print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_fresh("-c", code)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
