@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mpmath
+import pytest
 import torch
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.heads import _REGISTRY
 from catnat.splits import CustomSplit
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""A case that runs with ``-m slow`` alone."""
 
 # The heads that the package defines; a test elsewhere may have registered others.
 HEADS = tuple(n for n in head_names() if _REGISTRY[n].__module__.partition(".")[0] == "catnat")

@@ -4,6 +4,8 @@ Slow tests are left out, except with ``-m`` (``-m slow`` runs them alone) and wh
 names them: ``pytest tests/test_x.py::test_y``.
 """
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,24 @@ def _validation():
     torch.distributions.Distribution.set_default_validate_args(True)
 
 
+def _bare_picture(matrix, head, limit, title):
+    return (matrix / limit).clamp(0, 1)[..., None].expand(-1, -1, 3)
+
+
+@pytest.fixture(autouse=True)
+def _bare_pictures(request, monkeypatch):
+    """Monitors draw the matrix alone: axes and colour bar take most of the time of a short run."""
+    if "whole_pictures" not in request.fixturenames:
+        for name in ("fisher_monitor", "fisher_monitor_sb3"):
+            if module := sys.modules.get(f"catnat.callbacks.{name}"):
+                monkeypatch.setattr(module, "fisher_picture", _bare_picture)
+
+
+@pytest.fixture
+def whole_pictures():
+    """For a test of what monitors draw."""
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A root folder with 72 training and 20 test images of noise, in MNIST's format."""
@@ -48,18 +68,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def bare_pictures(monkeypatch):
-    """Monitors draw the matrix alone: axes and colour bar take most of the time of a short run."""
-
-    def bare(matrix, head, limit, title):
-        return (matrix / limit).clamp(0, 1)[..., None].expand(-1, -1, 3)
-
-    for module in ("fisher_monitor", "fisher_monitor_sb3"):
-        monkeypatch.setattr(f"catnat.callbacks.{module}.fisher_picture", bare)
-
-
-@pytest.fixture
-def workspace(tmp_path, monkeypatch, data, bare_pictures):
+def workspace(tmp_path, monkeypatch, data):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
     sizes = ["--batch_size=10", "--max_steps=3", "--nll_samples=2"]

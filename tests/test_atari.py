@@ -6,6 +6,7 @@ import cv2
 import gymnasium
 import numpy as np
 import pytest
+from cases import slow
 from cases_fresh import one_server, run_fresh
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -139,6 +140,7 @@ def test_policies_take_both_layouts(backend, make):
     assert actions.shape == (2,)
 
 
+@pytest.mark.slow
 def test_a_random_policy_scores_alike_on_both(make):
     """8 games each; the benchmark prints more."""
     scores = {}
@@ -292,7 +294,7 @@ def test_a_lost_life_ends_the_episode_and_not_the_game(make):
     assert infos[0]["episode"]["l"] == pytest.approx(4 * (t + 1), abs=35)
 
 
-@pytest.mark.parametrize("action", [NOOP, FIRE, RIGHT, LEFT])
+@pytest.mark.parametrize("action", [NOOP, FIRE, slow(RIGHT), slow(LEFT)])
 def test_breakout_is_never_stuck(action, make):
     env = make("Breakout", 2)
     rows = play(env, always(action, 2), 400)

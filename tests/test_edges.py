@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, GRID, TREES, leaf_path, make
+from cases import DTYPES, GRID, TREES, leaf_path, make, slow
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, make_head
@@ -65,11 +65,7 @@ def values(head: CategoricalHead, how: str):
 
 WAYS = [(how, dtype) for how in ("plain", "native", "vmap") for dtype in DTYPES]
 WAYS += [("compiled", torch.float32)]
-WAYS += [
-    pytest.param("compiled", dtype, marks=pytest.mark.slow)
-    for dtype in DTYPES
-    if dtype != torch.float32
-]
+WAYS += [slow("compiled", dtype) for dtype in DTYPES if dtype != torch.float32]
 
 
 @pytest.mark.parametrize(("how", "dtype"), WAYS)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cases import slow
 from cases_cli import ROOT, last, run, same_weights
 from cases_fresh import Fresh, one_server
 from cases_sweep import wait_for
@@ -326,11 +327,7 @@ def test_a_folder_that_cannot_be_written(workspace, capfd):
     [
         (signal.SIGTERM, ()),
         (signal.SIGINT, ()),
-        pytest.param(
-            signal.SIGTERM,
-            ("--devices=2", "--strategy=ddp", "--accelerator=cpu"),
-            marks=pytest.mark.slow,
-        ),
+        slow(signal.SIGTERM, ("--devices=2", "--strategy=ddp", "--accelerator=cpu")),
     ],
 )
 def test_a_signal_saves_and_says_how_to_go_on(signum, devices, workspace):

@@ -26,7 +26,7 @@ QUICK = ["--env=CartPole-v1", "--num_envs=4", "--num_steps=16", "--total_steps=1
 
 
 @pytest.fixture(autouse=True)
-def _workspace(tmp_path, monkeypatch, bare_pictures):
+def _workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

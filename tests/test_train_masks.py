@@ -40,7 +40,7 @@ class Corridor(gymnasium.Env):
 
 
 @pytest.fixture(autouse=True)
-def _workspace(tmp_path, monkeypatch, bare_pictures):
+def _workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", None)
     del gymnasium.registry["Corridor-v0"]

@@ -51,7 +51,7 @@ gymnasium.register("Clock-v0", Clock)
 
 
 @pytest.fixture(autouse=True)
-def _workspace(tmp_path, monkeypatch, bare_pictures):
+def _workspace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
