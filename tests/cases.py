@@ -41,6 +41,17 @@ SEARCHED = tuple(n for n in TREES if n not in FUSED)
 """Trees known by their ``log_split`` alone: centres and inverses are found by search."""
 
 
+class CauchyHead(CatnatHead):
+    """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_split alone."""
+
+    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(x)
+        return (
+            torch.log(torch.atan2(one, x) / torch.pi),
+            torch.log(torch.atan2(one, -x) / torch.pi),
+        )
+
+
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:
     """Normal scores in float64."""
     return scale * torch.randn(rows, head.num_scores, dtype=torch.float64)

@@ -1,7 +1,8 @@
 """Every test starts from the same seed, on one thread, with deterministic hypothesis.
 
 Slow tests are left out, except with ``-m`` (``-m slow`` runs them alone) and where the command
-names them: ``pytest tests/test_x.py::test_y``.
+names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of their file (a wheel, a
+Ray cluster) run in one worker, so that the fixture is made once.
 """
 
 import sys
@@ -17,7 +18,14 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo", None)  # a doctest may have none
+        defined = fixtures.name2fixturedefs.values() if fixtures else ()
+        shared = any(each[-1].scope == "module" for each in defined)
+        if shared and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if config.option.markexpr:
         return
     named = tuple(word.partition("::")[2] for word in config.args if "::" in word)

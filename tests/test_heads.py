@@ -17,6 +17,7 @@ from cases import (
     HEADS,
     SEARCHED,
     TREES,
+    CauchyHead,
     autograd_fisher,
     exact_log_probs,
     make,
@@ -28,18 +29,6 @@ from entmax import sparsemax
 from catnat import CatnatHead, HeadCategorical, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.heads import _ALIASES, _REGISTRY, CategoricalHead
 from catnat.tree import right_shares
-
-
-class CauchyHead(CatnatHead):
-    """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_split alone."""
-
-    def log_split(self, x):
-        one = torch.ones_like(x)
-        return (
-            torch.log(torch.atan2(one, x) / torch.pi),
-            torch.log(torch.atan2(one, -x) / torch.pi),
-        )
-
 
 # ------------------------------------------------------------------------ names and options
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from cases import GRID, OPTIONS, make
+from cases import GRID, OPTIONS, make, slow
 from cases_fresh import one_server, run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -107,7 +107,7 @@ def test_exported_to_onnx_it_gives_the_same_actions(name, dynamo, tmp_path):
     assert torch.equal(torch.from_numpy(actions), policy(scores)[1])
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, slow(True)])
 def test_torch_export(name, strict):
     policy = Policy(name, 5)
     scores = torch.randn(3, policy.head.num_scores)
