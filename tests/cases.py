@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mpmath
+import pytest
 import torch
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.heads import _REGISTRY
 from catnat.splits import CustomSplit
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""A case that runs with ``-m slow`` alone."""
 
 # The heads that the package defines; a test elsewhere may have registered others.
 HEADS = tuple(n for n in head_names() if _REGISTRY[n].__module__.partition(".")[0] == "catnat")
@@ -33,6 +39,17 @@ FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).split, CustomSplit))
 """Trees with closed forms, which the kernels hold too."""
 SEARCHED = tuple(n for n in TREES if n not in FUSED)
 """Trees known by their ``log_split`` alone: centres and inverses are found by search."""
+
+
+class CauchyHead(CatnatHead):
+    """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_split alone."""
+
+    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(x)
+        return (
+            torch.log(torch.atan2(one, x) / torch.pi),
+            torch.log(torch.atan2(one, -x) / torch.pi),
+        )
 
 
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:

@@ -1,4 +1,11 @@
-"""Every test starts from the same seed, on one thread, with deterministic hypothesis."""
+"""Every test starts from the same seed, on one thread, with deterministic hypothesis.
+
+Slow tests are left out, except with ``-m`` (``-m slow`` runs them alone) and where the command
+names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of their file (a wheel, a
+Ray cluster) run in one worker, so that the fixture is made once.
+"""
+
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +18,26 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo", None)  # a doctest may have none
+        defined = fixtures.name2fixturedefs.values() if fixtures else ()
+        shared = any(each[-1].scope == "module" for each in defined)
+        if shared and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if config.option.markexpr:
+        return
+    named = tuple(word.partition("::")[2] for word in config.args if "::" in word)
+
+    def left_out(item):
+        name = item.nodeid.partition("::")[2]
+        return item.get_closest_marker("slow") and not name.startswith(named)
+
+    config.hook.pytest_deselected(items=list(filter(left_out, items)))
+    items[:] = [item for item in items if not left_out(item)]
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
@@ -20,6 +47,24 @@ def _seed():
 def _validation():
     """Distributions check what they are given: torch.compile in another test turned that off."""
     torch.distributions.Distribution.set_default_validate_args(True)
+
+
+def _bare_picture(matrix, head, limit, title):
+    return (matrix / limit).clamp(0, 1)[..., None].expand(-1, -1, 3)
+
+
+@pytest.fixture(autouse=True)
+def _bare_pictures(request, monkeypatch):
+    """Monitors draw the matrix alone: axes and colour bar take most of the time of a short run."""
+    if "whole_pictures" not in request.fixturenames:
+        for name in ("fisher_monitor", "fisher_monitor_sb3"):
+            if module := sys.modules.get(f"catnat.callbacks.{name}"):
+                monkeypatch.setattr(module, "fisher_picture", _bare_picture)
+
+
+@pytest.fixture
+def whole_pictures():
+    """For a test of what monitors draw."""
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,13 @@
 """Atari environments: what the learner sees, is told and plays, on both backends."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import cv2
 import gymnasium
 import numpy as np
 import pytest
+from cases import slow
+from cases_fresh import one_server, run_fresh
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -97,10 +97,11 @@ def test_what_cannot_be_made_is_said(arguments, words):
     assert words in str(error.value)
 
 
+@one_server
 def test_data_modules_do_not_import_games():
     heavy = {"gymnasium", "ale_py", "stable_baselines3"}
     code = f"import sys, datamodules; print({heavy} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.stdout.strip() == "set()", out.stderr
 
 
@@ -139,6 +140,7 @@ def test_policies_take_both_layouts(backend, make):
     assert actions.shape == (2,)
 
 
+@pytest.mark.slow
 def test_a_random_policy_scores_alike_on_both(make):
     """8 games each; the benchmark prints more."""
     scores = {}
@@ -292,7 +294,7 @@ def test_a_lost_life_ends_the_episode_and_not_the_game(make):
     assert infos[0]["episode"]["l"] == pytest.approx(4 * (t + 1), abs=35)
 
 
-@pytest.mark.parametrize("action", [NOOP, FIRE, RIGHT, LEFT])
+@pytest.mark.parametrize("action", [NOOP, FIRE, slow(RIGHT), slow(LEFT)])
 def test_breakout_is_never_stuck(action, make):
     env = make("Breakout", 2)
     rows = play(env, always(action, 2), 400)

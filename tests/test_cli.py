@@ -11,6 +11,7 @@ import torch
 import yaml
 from cases import HEADS
 from cases_cli import ROOT, last, run
+from cases_fresh import one_server, run_fresh
 
 import train
 from catnat import make_head
@@ -298,11 +299,12 @@ def test_what_tensorboard_gets(workspace):
     assert any(b"test/nll" in n.read_bytes() for n in plugins)
 
 
+@one_server
 def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
-    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace]
+    argv = [ROOT / "train.py", "--head=natural", *workspace]
     argv += ["--batch_size=5", "--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    done = run_fresh(*argv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test/nll") == 1
     assert last()["global_step"] == 3

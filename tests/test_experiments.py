@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from cases import slow
 
 import train
 from catnat.training.names import MODELS
@@ -44,7 +45,8 @@ def test_there_is_a_file_for_every_table_and_figure():
     assert set(plan.names()) >= wanted | {"figure_landscapes"}
 
 
-@pytest.mark.parametrize(("name", "scale"), EVERY)
+@pytest.mark.parametrize("scale", ["smoke", *(slow(scale) for scale in plan.SCALES[1:])])
+@pytest.mark.parametrize("name", plan.names())
 def test_train_takes_every_option(name, scale, capsys):
     experiment = plan.load(name, scale)
     if experiment.program:

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from cases import slow
 from cases_cli import ROOT, last, run, same_weights
+from cases_fresh import Fresh, one_server
+from cases_sweep import wait_for
 
 import train
 from catnat.training import options as cli
@@ -319,30 +321,25 @@ def test_a_folder_that_cannot_be_written(workspace, capfd):
     assert "runs" in line
 
 
+@one_server
 @pytest.mark.parametrize(
     ("signum", "devices"),
     [
         (signal.SIGTERM, ()),
         (signal.SIGINT, ()),
-        (signal.SIGTERM, ("--devices=2", "--strategy=ddp", "--accelerator=cpu")),
+        slow(signal.SIGTERM, ("--devices=2", "--strategy=ddp", "--accelerator=cpu")),
     ],
 )
 def test_a_signal_saves_and_says_how_to_go_on(signum, devices, workspace):
-    argv = [sys.executable, str(ROOT / "train.py"), "--head=natural", *workspace, *devices]
+    argv = [ROOT / "train.py", "--head=natural", *workspace, *devices]
     argv += ["--max_steps=100000", "--save_every=5", "--val_check_interval=100"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
-        deadline = time.monotonic() + 600
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signum)
-        out, err = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signum
-    assert err == ""
-    line = out.splitlines()[-1]
+    process = Fresh(*argv)
+    wait_for(Path("runs/vae/natural/version_0/checkpoints/last.ckpt").exists, process)
+    process.send_signal(signum)
+    done = process.wait()
+    assert done.returncode == 128 + signum
+    assert done.stderr == ""
+    line = done.stdout.splitlines()[-1]
     step = last()["global_step"]
     assert f"stopped by {signum.name} after step {step}; go on with: python train.py" in line
     again = line.split("python train.py ")[1].split()
@@ -351,20 +348,14 @@ def test_a_signal_saves_and_says_how_to_go_on(signum, devices, workspace):
     assert last()["global_step"] == step + 2
 
 
+@one_server
 def test_a_killed_run_resumes_to_the_same_weights(workspace):
     """kill -9 wherever it happens to be; the rest of the run must not know."""
     options = [*workspace, "--max_steps=60", "--save_every=3", "--limit_test_batches=1"]
-    argv = [sys.executable, str(ROOT / "train.py"), "--model=vae", "--head=natural", *options]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: sums depend on it
-    process = subprocess.Popen(
-        argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=one_thread
-    )
-    path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")
-    deadline = time.monotonic() + 600
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
+    process = Fresh(ROOT / "train.py", "--model=vae", "--head=natural", *options)
+    wait_for(Path("runs/vae/natural/version_0/checkpoints/last.ckpt").exists, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait().returncode == -signal.SIGKILL
     assert 0 < last()["global_step"] < 60
     assert run(*options, "--ckpt_path=last") == 0
     resumed = last()

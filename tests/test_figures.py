@@ -16,6 +16,7 @@ def assert_drawn(folder, name):
     assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_landscapes_write_the_steps_needed(tmp_path):
     assert figures.main(["landscapes", "--steps", "30", "--default_root_dir", str(tmp_path)]) == 0
     assert_drawn(tmp_path, "landscapes")

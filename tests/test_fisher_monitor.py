@@ -281,7 +281,7 @@ def test_samples_give_a_diagonal_matrix_a_floor_that_falls_with_their_number():
     assert floors[2] < 0.02
 
 
-def test_logged_to_tensorboard_with_a_picture(tmp_path):
+def test_logged_to_tensorboard_with_a_picture(tmp_path, whole_pictures):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="", version="run")

@@ -4,7 +4,6 @@ The ranks are forks of a process of their own: a process that has used CUDA, or 
 """
 
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ if __name__ == "__main__":  # what pytest does for the others
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from cases_callbacks import Small, fit, loader
+from cases_fresh import one_server, run_fresh
 
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
@@ -26,6 +26,7 @@ from catnat.metrics import FisherOffDiagonalMass
 
 DRAWN = {f"fim/{tag}" for tag in SAMPLED}
 SCENES = ("softmax", "natural", "uneven", "empty")
+pytestmark = one_server
 
 
 class Latest(L.Callback):
@@ -80,9 +81,7 @@ def work(folder, devices):
 def folder(tmp_path_factory):
     """What :func:`work` leaves behind, with two ranks and with one process."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=300
-    )
+    done = run_fresh(__file__, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

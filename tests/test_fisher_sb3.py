@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases import HEADS, autograd_fisher
+from cases_fresh import one_server, run_fresh
 from cases_sb3 import SMALL, Guess, Rows
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO, RecurrentPPO
@@ -132,7 +131,7 @@ def test_steps_are_right_when_the_logger_writes_seldom():
     assert "rollout/ep_rew_mean" in rows[64] and "fim/saturated" not in rows[64]
 
 
-def test_pictures_now_and_then():
+def test_pictures_now_and_then(whole_pictures):
     _, rows = run(monitor=FisherMonitorSB3(image_every_n_rollouts=2), steps=3 * 32)
     drawn = {step: row["fim/mean"] for step, row in rows.items() if "fim/mean" in row}
     assert list(drawn) == [32, 96]
@@ -324,7 +323,8 @@ def test_one_draw_for_each_state_is_refused():
         FisherMonitorSB3(num_samples=1)
 
 
+@one_server
 def test_importing_callbacks_leaves_stable_baselines_alone():
     code = "import sys, callbacks; print('stable_baselines3' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.stdout.strip() == "False", out.stderr

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cases import slow
 
 from experiments import plan, runs, stages, train_interface
 from experiments.engines import forks
@@ -95,7 +96,7 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
 
 
 @linux
-@pytest.mark.parametrize("model", ["gsl", "ppo"])
+@pytest.mark.parametrize("model", ["gsl", slow("ppo")])
 def test_imports_do_not_begin_cuda(model, driver):
     check = """\
 import os, sys
@@ -119,6 +120,7 @@ assert forks.cuda_has_begun() or not torch.backends.cuda.is_built(), "would not 
 
 
 @linux
+@pytest.mark.slow
 def test_a_fork_gives_the_numbers_of_the_command_line(tmp_path):
     found = []
     for forked in (False, True):

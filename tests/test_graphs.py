@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import slow
 
 from catnat.graphs import (
     GCN,
@@ -68,7 +69,7 @@ def test_score_function_is_exactly_unbiased(triples):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("flips", [1, 2, 3])
+@pytest.mark.parametrize("flips", [slow(1), 2, 3])
 def test_local_expectation_is_exactly_unbiased(triples, flips):
     x, y, _, model, gradient, triple, p = triples
     found = [
@@ -90,7 +91,7 @@ def gradients(model, batch, repeats):
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("head", ["natural", "softmax"])
+@pytest.mark.parametrize("head", ["natural", slow("softmax")])
 def test_the_loss_has_unbiased_gradients(head):
     """Also prints the variances of the estimators beside each other: pytest -s."""
     x, y, _, _ = problem(3)

@@ -1,15 +1,10 @@
 """One class has one identity, by whatever name its folder is imported."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from cases_fresh import one_server, run_fresh
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
+@one_server
 @pytest.mark.parametrize(
     ("folder", "name", "submodule"),
     [
@@ -29,11 +24,5 @@ except ImportError:
 else:
     raise AssertionError("a second {submodule}")
 """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = run_fresh("-c", code)
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,8 @@
 """The networks have the shapes and sizes of the paper's codebases."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from cases_fresh import one_server, run_fresh
 from torch import nn
 
 from catnat.graphs import GCN, as_predictor
@@ -130,11 +128,12 @@ def test_other_modules_stay_what_they_are():
     assert as_predictor(module) is module
 
 
+@one_server
 def test_the_dense_path_does_not_import_torch_geometric():
     code = (
         "import sys, torch; from catnat.graphs import GCN, as_predictor;"
         "as_predictor(GCN(4, 2))(torch.zeros(1, 24, 4), torch.zeros(2, 24, 24));"
         "print('torch_geometric' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.stdout.split() == ["False"], out.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, HEADS, random_scores
+from cases import DTYPES, HEADS, random_scores, slow
 from torch.distributions import Independent, OneHotCategorical, kl_divergence
 
 from catnat import HeadOneHotCategorical, make_head
@@ -104,7 +104,7 @@ def test_divergences(name):
     assert torch.allclose(whole, want.sum())
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [slow(n) if n in ("softmax", "sigmoid") else n for n in HEADS])
 def test_latents_of_a_world_model(name):
     """32 latents as one event: sampled with gradient, scored, regularised; also compiled."""
     torch._dynamo.reset()

@@ -34,6 +34,7 @@ def test_a_program_with_data_and_metrics_of_its_own_becomes_a_table(project, tmp
     assert float(lines["probit", "test/fisher_mass"]["mean"]) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_head_of_one_s_own_in_a_table_of_ours_and_its_samples(project, tmp_path, data, capsys):
     extra = ["--", f"--data.root={data}", "--batch_size=10", "--accelerator=cpu"]
     assert sweep.main([*words(project / "probit.yaml", tmp_path), *extra]) == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from cases import HEADS
+from cases_fresh import one_server, run_fresh
 from cases_sb3 import BOX, PICTURE, SATURATED, SMALL, Guess, same_parameters
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
@@ -268,13 +268,14 @@ def test_without_sb3_contrib_one_clear_line(monkeypatch):
         _ = catnat.sb3.HeadMasked
 
 
+@one_server
 def test_without_sb3_contrib_everything_else_is_imported():
     code = (
         "import sys; sys.modules['sb3_contrib'] = None\n"
         "from catnat.sb3 import *\n"
         "print(HeadPPO.__name__, 'HeadMaskableActorCriticPolicy' in globals())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.stdout.strip() == "HeadPPO False", out.stderr
 
 

@@ -251,6 +251,7 @@ def draw(rank, models, folder):
     torch.save([model.sample_prior(2) for model in models], folder / "drawn.pt")
 
 
+@pytest.mark.slow
 def test_models_reach_a_spawned_process(tmp_path):
     """That is how ddp_spawn begins."""
     models = [DiscreteVAE(), MLPDiscreteVAE()]

@@ -6,14 +6,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cases_fresh import one_server, run_fresh
+
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_doctests_of_one_file_pass_alone():
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "catnat/heads.py"]
+    argv = [sys.executable, "-m", "pytest", "-q", "-n0", "catnat/heads.py"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
+
+
+@one_server
+def test_slow_tests_run_when_they_are_asked_for_or_named(tmp_path, monkeypatch):
+    """In a project of two tests with the hooks of ours."""
+    hooks = (ROOT / "tests" / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(hooks)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    tests = "import pytest\n\ndef test_a(): pass\n\n@pytest.mark.slow\ndef test_b(): pass\n"
+    (tmp_path / "test_x.py").write_text(tests)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    code = "import pytest, sys; sys.exit(pytest.main(['-v', '-p', 'no:xdist', *sys.argv[1:]]))"
+    for words, wanted in (
+        ((), {"test_a"}),
+        (("-m", "slow"), {"test_b"}),
+        (("test_x.py::test_b",), {"test_b"}),
+    ):
+        done = run_fresh("-c", code, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert {name for name in ("test_a", "test_b") if f"{name} PASSED" in done.stdout} == wanted
 
 
 def test_parameters_do_not_depend_on_the_time_of_collection(monkeypatch):

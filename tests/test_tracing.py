@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
-from cases import GRID, OPTIONS, make
+from cases import GRID, OPTIONS, make, slow
+from cases_fresh import one_server, run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
@@ -108,7 +107,7 @@ def test_exported_to_onnx_it_gives_the_same_actions(name, dynamo, tmp_path):
     assert torch.equal(torch.from_numpy(actions), policy(scores)[1])
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, slow(True)])
 def test_torch_export(name, strict):
     policy = Policy(name, 5)
     scores = torch.randn(3, policy.head.num_scores)
@@ -116,6 +115,7 @@ def test_torch_export(name, strict):
     assert torch.allclose(exported.module()(scores)[0], policy(scores)[0], atol=1e-6)
 
 
+@one_server
 def test_compiled_divergence_in_a_fresh_process(name):
     head, options = OPTIONS.get(name, (name, {}))
     code = f"""
@@ -128,5 +128,5 @@ loss = lambda a, b: kl_divergence(head(a), head(b)).sum()
 got = torch.compile(loss, fullgraph=True, backend="aot_eager")(*scores)
 assert torch.allclose(got, loss(*scores), rtol=1e-4), (got, loss(*scores))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_fresh("-c", code)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,12 @@
 """Graph structure learning through train.py: right and wrong command lines, runs, resumption."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from cases import HEADS
+from cases_fresh import one_server, run_fresh
 
 import train
 from catnat.callbacks.images import GraphFigures, VAEFigures, figures_for
@@ -118,11 +117,12 @@ def test_a_resumed_run_is_the_same_run(workspace, tmp_path):
     assert run(*workspace, f"--ckpt_path={path}", head="sigmoid") == 2
 
 
+@one_server
 def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.
-    argv = [sys.executable, str(ROOT / "train.py"), "--model=gsl", *workspace]
+    argv = [ROOT / "train.py", "--model=gsl", *workspace]
     argv += ["--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    done = run_fresh(*argv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test/gap_2x") == 1
 

@@ -3,14 +3,14 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from cases_fresh import Fresh, one_server
+from cases_sweep import wait_for
 from PIL import Image
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -498,19 +498,14 @@ def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
     assert all(value.isfinite().all() for value in state["state_dict"].values())
 
 
+@one_server
 def test_a_signal_stops_a_process():
-    argv = [sys.executable, str(ROOT / "train.py"), "--model=ppo", "--head=natural", *QUICK]
-    argv += ["--total_steps=10000000", "--save_every=64"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 600
-        while not (FOLDER / "checkpoints/last.ckpt").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGINT
-    assert err == ""
+    argv = [ROOT / "train.py", "--model=ppo", "--head=natural", *QUICK]
+    process = Fresh(*argv, "--total_steps=10000000", "--save_every=64")
+    wait_for((FOLDER / "checkpoints/last.ckpt").exists, process)
+    process.send_signal(signal.SIGINT)
+    done = process.wait()
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr == ""
     step = last()["global_step"]
-    assert f"stopped by SIGINT after step {step}; go on with:" in out.splitlines()[-1]
+    assert f"stopped by SIGINT after step {step}; go on with:" in done.stdout.splitlines()[-1]

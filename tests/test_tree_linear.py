@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from cases_fresh import one_server, run_fresh
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -310,16 +311,11 @@ if __name__ == "__main__":
 """
 
 
+@one_server
 def test_two_processes_have_the_gradient_of_one(tmp_path):
     script = tmp_path / "ddp.py"
     script.write_text(DDP)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = run_fresh(script, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
