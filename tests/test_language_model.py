@@ -118,3 +118,91 @@ def test_the_fisher_diagonal_of_a_large_tree_makes_no_matrix(monkeypatch):
             patch.setattr(torch, "diag_embed", refuse)
             found = head.diagnostics(scores)
         torch.testing.assert_close(found, expected.float())
+
+
+def test_batches_continue_each_other_and_none_is_lost(project):
+    from language_model.data import Windows
+
+    windows = Windows(torch.arange(4 * 25 + 3), rows=4, length=8)
+    first, second = windows[0], windows[1]
+    assert len(windows) == 3 and first.shape == (4, 9)
+    assert first[:, 0].tolist() == [0, 25, 50, 75]
+    assert torch.equal(first[:, -1], second[:, 0])
+
+
+def test_tokens_and_order_are_made_once_and_kept(project, tmp_path, monkeypatch):
+    from language_model import TextData
+
+    def made(vocabulary):
+        data = TextData(str(project), "words", vocabulary, 8, 4, cache=str(tmp_path / "kept"))
+        data.setup()
+        return data.stream["train"], data.order()
+
+    stream, order = made(64)
+    with monkeypatch.context() as patch:
+        patch.setattr(TextData, "_tokenized", lambda *_: pytest.fail("text is tokenized again"))
+        again = made(64)
+        assert torch.equal(stream, again[0]) and torch.equal(order, again[1])
+    assert made(32)[1].shape == (32,)  # another vocabulary is another file
+    assert not list((tmp_path / "kept").glob("*.[0-9]*"))  # no file is left half written
+
+
+@pytest.mark.parametrize("output", ["softmax", "adaptive", "natural"])
+def test_every_output_starts_from_how_frequent_words_are(output, project):
+    from language_model import LanguageModel
+
+    options = {"adaptive": {"output": "adaptive"}}.get(output, {"head": output})
+    model = LanguageModel(vocabulary=64, width=4, **options)
+    counts = torch.arange(64, 0, -1) ** 2
+    if output == "natural":
+        model.output.set_order(torch.randperm(64))
+    model.output.start_from(counts)
+    if output == "softmax":
+        logs = model.output.bias.log_softmax(0)
+    else:
+        all_words = model.output.log_probs if output == "natural" else model.output.log_prob
+        logs = all_words(torch.zeros(1, 4))[0]
+    smoothed = (counts + 1.0) / (counts + 1.0).sum()
+    some = slice(4) if output == "adaptive" else slice(None)  # its groups have no biases
+    torch.testing.assert_close(logs.exp()[some], smoothed[some], rtol=2e-2, atol=1e-4)
+
+
+def test_a_report_takes_runs_whose_tags_have_no_explanation(project, tmp_path, capsys):
+    run(capsys, project, tmp_path, "--head=softmax", steps=3)
+    (done,) = tmp_path.rglob("metrics.json")
+    assert train.main(["report", str(done.parent), f"--out={tmp_path / 'page.html'}"]) == 0
+
+
+def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, monkeypatch, capsys):
+    import compare
+
+    numbers = {"vocabulary": 64, "width": 8, "layers": 1, "rows": 8, "length": 4}
+    sizes = [f"--{name}={n}" for name, n in (numbers | {"steps": 20, "seeds": 1}).items()]
+    where = ["--path", str(project), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
+    names = ["--outputs", "softmax", "tree, rebuilt, natural, tail", "--rates", "0.03"]
+    assert compare.main([*where, *sizes, *names, "--speed", "60"]) == 0
+
+    class Here:
+        """The pool of processes, in this process."""
+
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, work, *given):
+            done = compare.Future()
+            done.set_result(work(*given))
+            return done
+
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", Here)
+    assert compare.main([*where, *sizes, *names]) == 0
+    table = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert len(table) == 4 and table[2].startswith("| softmax | 0.03")
+    assert (tmp_path / "out" / "figure.png").is_file()
+    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("a run is done again"))
+    assert compare.main([*where, *sizes, *names]) == 0

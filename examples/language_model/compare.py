@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +110,9 @@ class Comparison:
             return
         with ProcessPoolExecutor(min(self.given.jobs, len(todo)), context) as pool:
             try:
-                doing = {pool.submit(train, run, self.given): run for run in todo}
+                doing: dict[Future[Run], Run] = {
+                    pool.submit(train, run, self.given): run for run in todo
+                }
                 for done in as_completed(doing, max(0.0, self.ends - time.monotonic())):
                     failed = done.exception()
                     known = failed is None and self._read(doing[done])

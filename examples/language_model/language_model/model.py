@@ -193,13 +193,14 @@ class LanguageModel(LightningModule):
             self.log_dict({"train/loss": loss.detach(), "train/tokens_per_second": rate})
         return loss
 
+    @torch.no_grad()
     def rebuild(self, hidden: Tensor) -> None:
         """Build the tree anew: words that the tree finds likely in the same places are neighbours.
 
         The vector of a word is its log-probability at some hidden states, in 64 dimensions. The
         input embedding is no such vector: rare words have hardly left their random start there.
         """
-        logs = self.output.log_probs(hidden[-1024:]).detach().float()  # (places, K)
+        logs = self.output.log_probs(hidden[-1024:]).float()  # (places, K)
         logs -= logs.mean(0)
         main = torch.linalg.eigh(logs @ logs.mT).eigenvectors[:, -64:]
         self.output.reorder(by_embedding(logs.mT @ main), hidden)
