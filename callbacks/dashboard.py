@@ -6,11 +6,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import record_writer
 from torch.utils.tensorboard.summary import hparams as hparam_summaries
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from catnat.callbacks.tags import Kind, charts, explanation, guide
-from catnat.ops.checksums import use_fast_checksums
+from catnat.ops import checksums
 
 # Tags that a run writes once; a run that continues writes them again.
 WRITTEN_ONCE = ("_hparams_/", "custom_scalars__config__", "guide/")
@@ -19,6 +20,13 @@ _COMPARED = (
     "head", "num_latents", "num_categories", "learning_rate", "seed", "steps",
     "source", "estimator", "env",
 )  # fmt: skip
+
+
+def use_fast_checksums() -> bool:
+    """Let TensorBoard's writers of this process use the C kernel; False where there is none."""
+    if checksums.has_kernel():
+        record_writer.masked_crc32c = checksums.masked_crc32c
+    return checksums.has_kernel()
 
 
 class RunWriter(SummaryWriter):

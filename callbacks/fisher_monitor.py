@@ -24,7 +24,6 @@ from catnat.callbacks.fisher_diagnostics import (
 from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
 from catnat.callbacks.images import add_image
 from catnat.checks import require_at_least, require_at_most
-from catnat.ops.checksums import use_fast_checksums
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
@@ -325,6 +324,8 @@ def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]
     """Give a logger one row of scalars for each step."""
     if isinstance(logger, TensorBoardLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
+
+        from catnat.callbacks.dashboard import use_fast_checksums
 
         use_fast_checksums()
         # One event for a step, not one for each scalar: that is five times cheaper.

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
+from catnat.callbacks.dashboard import use_fast_checksums
 from catnat.callbacks.fisher_picture import fisher_picture, is_drawn, limit_of
 from catnat.callbacks.tags import charts, explanation, guide
 
@@ -227,7 +228,7 @@ def test_checksums_of_event_files_are_those_of_tensorboard():
 
     from catnat.ops import checksums
 
-    if not checksums.use_fast_checksums():
+    if not use_fast_checksums():
         pytest.skip("the C kernels were not built")
     draws = random.Random(0)
     for length in (0, 1, 7, 8, 300, 5000):

@@ -18,15 +18,9 @@ def masked_crc32c(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-@functools.cache
-def use_fast_checksums() -> bool:
-    """Let TensorBoard's writers of this process use the kernel; False where there is none."""
-    if _kernel() is None:
-        return False
-    from tensorboard.summary.writer import record_writer
-
-    record_writer.masked_crc32c = masked_crc32c
-    return True
+def has_kernel() -> bool:
+    """Whether :func:`masked_crc32c` can be called."""
+    return _kernel() is not None
 
 
 @functools.cache
