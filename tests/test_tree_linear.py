@@ -357,26 +357,35 @@ torch.manual_seed(0)
 path_scores._kernels = adam_rows._kernel = lambda: None
 
 
-def learn(layer, hidden, target, fused):
+def learn(layer, hidden, target, fused, reduction):
     path_scores._has_triton = lambda *tensors: fused
     layer.zero_grad()
     hidden.grad = None
-    loss = layer.nll(hidden, target)
-    loss.backward()
-    return loss, hidden.grad, layer.weight.grad.to_dense(), layer.bias.grad.to_dense()
+    loss = layer.nll(hidden, target, reduction=reduction)
+    assert type(loss.grad_fn).__name__.startswith("_Loss") == (fused and reduction == "mean")
+    loss.backward(torch.ones_like(loss) / loss.numel())
+    return loss, hidden.grad, *(p.grad.to_dense() for p in layer.parameters())
 
 
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
+cases = ((5, 3, "sigmoid", {}), (100, 20, "natural", {}), (64, 300, "natural", {"tail": 0.1}))
 for dtype, tolerance in close.items():
-    for K, D in ((5, 3), (100, 20), (33, 300)):
+    for K, D, head, options in cases:
         for sparse in (False, True):
-            layer = TreeLinear(D, K, "natural", sparse=sparse, upper_levels=2).to(dtype)
+            order = torch.randperm(K) if sparse else None
+            options |= {"bias": K != 64}
+            layer = TreeLinear(D, K, head, order, sparse=sparse, upper_levels=2, **options)
+            layer.to(dtype)
             hidden = torch.randn(6, D).to(dtype).requires_grad_()
             target = torch.randint(K, (6,))
             target[:3] = target[0]
-            fused, plain = (learn(layer, hidden, target, fused) for fused in (True, False))
-            for a, b in zip(fused, plain):
-                torch.testing.assert_close(a, b, **tolerance)
+            target[4] = -100 if K == 100 else 0
+            for reduction in ("mean", "none"):
+                fused, plain = (
+                    learn(layer, hidden, target, fused, reduction) for fused in (True, False)
+                )
+                for a, b in zip(fused, plain):
+                    torch.testing.assert_close(a, b, **tolerance)
     ours = [torch.rand(7, 30).to(dtype) for _ in range(3)]
     theirs = [x.clone() for x in ours]
     rest = torch.tensor([5, 0, 3]), torch.randn(3, 30).to(dtype), (0.9, 0.99), 0.1, 1.5, 1e-8

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from catnat.numerics import at_least_float32, is_plain
 from catnat.ops import native
+from catnat.splits import NaturalSplit, SigmoidSplit, Split
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _CHUNK = 2**24
@@ -215,6 +217,18 @@ def _differentiable_backward(
         return of_hidden, of_weight, None
     of_bias = torch.zeros_like(bias).index_add(0, nodes.flatten(), grad.flatten().to(bias.dtype))
     return of_hidden, of_weight, of_bias
+
+
+def fused_loss_for(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, upper: int, split: Split
+) -> ModuleType | None:
+    """:mod:`catnat.ops.fused_loss` where its kernels take these tensors, else None."""
+    known = type(split) in (SigmoidSplit, NaturalSplit)
+    if not known or not is_plain(hidden) or not _has_triton(hidden, weight):
+        return None
+    from catnat.ops import fused_loss
+
+    return fused_loss if fused_loss.takes(hidden, weight, bias, upper) else None
 
 
 def _has_triton(hidden: Tensor, weight: Tensor) -> bool:
