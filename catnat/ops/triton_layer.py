@@ -101,7 +101,7 @@ def _forward_kernel(
     tl.store(keys + row, tl.where(alive, key, 2 << H))
 
     level = tl.arange(0, PU)
-    here = alive & (level < U)
+    here = level < tl.where(alive, U, 0)
     node = tl.where(here, (key >> tl.where(level < U, H - level, 0)) - 1, 0)
     s = tl.load(near + row * N + node, mask=here, other=0.0).to(tl.float32)
     if BIAS:
@@ -113,14 +113,14 @@ def _forward_kernel(
 
     level = U + tl.arange(0, PL)
     heap = key >> tl.where(level < H, H - level, 0)
-    here = alive & (level < H) & (heap < K)
+    here = (level < tl.where(alive, H, 0)) & (heap < K)
     node = tl.where(here, heap - 1, 0)
     column = tl.arange(0, B)
     at = weight + node.to(tl.int64)[:, None] * D + column[None, :]
     products = tl.zeros((PL, B), tl.float32)
     for start in range(0, D, B):
         inside = start + column < D
-        h = tl.load(hidden + row * D + start + column, mask=inside & alive, other=0.0)
+        h = tl.load(hidden + row * D + start + column, mask=inside, other=0.0)
         w = tl.load(at + start, mask=here[:, None] & inside[None, :], other=0.0)
         products += w.to(tl.float32) * h.to(tl.float32)[None, :]
     s = tl.sum(products, axis=1)
@@ -216,15 +216,16 @@ def _hidden_kernel(
     d = tl.program_id(1) * B + tl.arange(0, B)
     g = _upstream(grad, scale, row, alive, MEAN)
     at = out + row * D + d
-    total = tl.load(at, mask=(d < D) & alive, other=0.0).to(tl.float32)
+    mine = d < tl.where(alive, D, 0)
+    total = tl.load(at, mask=mine, other=0.0).to(tl.float32)
     for level in tl.static_range(U, H):
         heap = key >> (H - level)
         inside = alive & (heap < K)
         move = tl.load(slopes + row * H + level)
         node = tl.where(inside, heap - 1, 0).to(tl.int64)
-        w = tl.load(weight + node * D + d, mask=(d < D) & inside, other=0.0)
+        w = tl.load(weight + node * D + d, mask=d < tl.where(inside, D, 0), other=0.0)
         total += tl.where(inside, move * g, 0.0) * w.to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=(d < D) & alive)
+    tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -295,7 +296,7 @@ def _rows_kernel(
             g = tl.load(slopes + token * H + U + level, mask=here, other=0.0)
             if not MEAN:
                 g *= tl.load(grad + token, mask=here, other=0.0)
-            h = tl.load(hidden + token * D + d, mask=(d < D) & here, other=0.0)
+            h = tl.load(hidden + token * D + d, mask=d < tl.where(here, D, 0), other=0.0)
             total += g * h.to(tl.float32)
             sum_of_g += g
         i += _AT_ONCE
@@ -307,7 +308,7 @@ def _rows_kernel(
     if DENSE:
         place = heap - 1
     at = of_weight + place.to(tl.int64) * D + d
-    tl.store(at, total.to(of_weight.dtype.element_ty), mask=(d < D) & real)
+    tl.store(at, total.to(of_weight.dtype.element_ty), mask=d < tl.where(real, D, 0))
     if BIAS:
         sum_of_g = sum_of_g.to(of_bias.dtype.element_ty)
         tl.store(of_bias + place, sum_of_g, mask=real & (tl.program_id(1) == 0))
@@ -315,5 +316,5 @@ def _rows_kernel(
         tl.store(rows + place, heap - 1, mask=real & (tl.program_id(1) == 0))
         first = tl.arange(0, C)
         one = (program == 0) & (tl.program_id(1) == 0)
-        tl.store(rows + first, first.to(tl.int64), mask=(first < N) & one)
+        tl.store(rows + first, first.to(tl.int64), mask=first < tl.where(one, N, 0))
 
