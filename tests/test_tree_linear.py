@@ -386,13 +386,31 @@ for dtype, tolerance in close.items():
                 )
                 for a, b in zip(fused, plain):
                     torch.testing.assert_close(a, b, **tolerance)
-    ours = [torch.rand(7, 30).to(dtype) for _ in range(3)]
-    theirs = [x.clone() for x in ours]
-    rest = torch.tensor([5, 0, 3]), torch.randn(3, 30).to(dtype), (0.9, 0.99), 0.1, 1.5, 1e-8
-    triton_rows.adam_rows(*ours, *rest)
-    adam_rows.adam_rows(*theirs, *rest)
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a, b, **tolerance)
+    hidden = torch.randn(6, 300).to(dtype)  # the other way, which heads of one's own take
+    weight, nodes = torch.rand(40, 300).to(dtype), torch.randint(40, (6, 5))
+    found = triton_rows.scores(hidden, weight, nodes)
+    known = torch.einsum("md,mhd->mh", hidden.float(), weight[nodes].float())
+    torch.testing.assert_close(found, known, **tolerance)
+    sums, grad = hidden.clone(), torch.randn(6, 5)
+    triton_rows.add_sums(sums, weight, nodes, grad)
+    known = hidden.float() + torch.einsum("mh,mhd->md", grad, weight[nodes].float())
+    torch.testing.assert_close(sums.float(), known, **tolerance)
+    sums, known = hidden[:3].clone(), torch.zeros(3, 300)
+    tokens, starts, ends = torch.tensor([1, 4, 5, 0, 2]), (0, 3, 4), (3, 4, 5)
+    limits = torch.tensor(starts), torch.tensor(ends)
+    triton_rows.segment_sums(sums, hidden, grad[0], tokens, *limits)
+    for row, at in enumerate(map(slice, starts, ends)):
+        known[row] = grad[0][at] @ hidden[tokens[at]].float()
+    torch.testing.assert_close(sums.float(), known, **tolerance)
+    for shape in ((7, 30), (7,)):
+        ours = [torch.rand(shape).to(dtype) for _ in range(3)]
+        theirs = [x.clone() for x in ours]
+        grad = torch.randn(3, *shape[1:]).to(dtype)
+        rest = torch.tensor([5, 0, 3]), grad, (0.9, 0.99), 0.1, 1.5, 1e-8
+        triton_rows.adam_rows(*ours, *rest)
+        adam_rows.adam_rows(*theirs, *rest)
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, **tolerance)
 """
 
 
