@@ -293,11 +293,14 @@ class TreeLinear(nn.Embedding):
         """What the fused kernels know of this layer."""
         from catnat.ops.fused_loss import Layer
 
+        constants = self.head.constants32
+        if constants is not None and constants.device != hidden.device:
+            constants = self.head._constants(at_least_float32(hidden[:0]))
         return Layer(
             num_categories=self.num_categories,
             upper=self.upper_levels,
             split=self.head.split,
-            constants=self.head._constants(at_least_float32(hidden[:0])),
+            constants=constants,
             order=self.order,
             sparse=self.sparse,
             plainly=partial(self._by_paths, sparse=False),

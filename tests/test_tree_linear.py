@@ -323,9 +323,85 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("K", "head", "options"),
+    [
+        (3000, "sigmoid", {"order": torch.randperm(3000)}),
+        (2**14, "natural", {"bias": False}),
+        (70_000, "natural", {"tail": 0.05}),
+    ],
+)
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_gpu_learns_and_draws_as_the_cpu_does(sparse):
+def test_on_cuda_the_fused_loss_is_that_of_a_linear_layer(
+    K, head, options, reduction, dtype, sparse
+):
+    torch.manual_seed(0)
+    layer = TreeLinear(72, K, head, sparse=sparse, device="cuda", dtype=dtype, **options)
+    hidden = torch.randn(300, 72, device="cuda", dtype=dtype).requires_grad_()
+    target = torch.randint(K, (300,), device="cuda")
+    target[:40], target[40:50] = target[0], -100
+    parameters = [hidden, *layer.parameters()]
+    loss = layer.nll(hidden, target, reduction=reduction)
+    found = torch.autograd.grad(loss.mean(), parameters)
+    copies = [x.detach().double().requires_grad_() for x in parameters]
+    scores = F.linear(*copies[:2], *copies[2:])
+    full = layer.head.log_probs(scores)
+    full = full if layer.order is None else full[:, layer.order]
+    known = F.nll_loss(full, target, reduction=reduction)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    torch.testing.assert_close(loss.double(), known, **close)
+    for ours, theirs in zip(found, torch.autograd.grad(known.mean(), copies), strict=True):
+        assert ours.is_sparse == (sparse and ours.shape != hidden.shape)
+        ours = (ours.to_dense() if ours.is_sparse else ours).double()
+        assert (ours - theirs).norm() <= close["rtol"] / 2 * theirs.norm() + 1e-7
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("sparse", [False, True])
+def test_on_cuda_the_gradient_of_the_fused_loss_has_a_gradient(sparse):
+    layer, hidden, target = layer_and_data(1000, rows=8, width=16, dtype=torch.float32)
+    layer.sparse = sparse
+    results = []
+    for device in ("cpu", "cuda"):
+        layer = layer.to(device)
+        given = hidden.to(device).requires_grad_()
+        loss = layer.nll(given, target.to(device))
+        (grad,) = torch.autograd.grad(loss, given, create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), given)[0].cpu())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
+
+
+@NEEDS_CUDA
+def test_on_cuda_ignored_targets_move_nothing_and_impossible_ones_are_nan():
+    layer = TreeLinear(16, 5000, sparse=True, device="cuda")
+    hidden = torch.randn(4, 16, device="cuda").requires_grad_()
+    target = torch.tensor([3, -100, 4999, -100], device="cuda")
+    layer.nll(hidden, target).backward()
+    on_paths = leaf_paths(target[[0, 2]], 5000)[0].unique()
+    rows = layer.weight.grad.coalesce().indices()[0]
+    assert torch.equal(rows[255:], on_paths[on_paths >= 255])
+    assert (hidden.grad[[1, 3]] == 0).all() and (hidden.grad[[0, 2]] != 0).any(1).all()
+    nobody = torch.full_like(target, -100)
+    hidden.grad = layer.weight.grad = None
+    layer.nll(hidden, nobody).backward()
+    assert layer.nll(hidden, nobody).isnan() and layer.nll(hidden, nobody, reduction="sum") == 0
+    assert (hidden.grad == 0).all() and (layer.weight.grad.to_dense() == 0).all()
+    target[0] = 5000
+    assert layer.nll(hidden, target).isnan()
+    found = layer.nll(hidden, target, reduction="none").isnan()
+    assert found.tolist() == [True, False, False, False]
+    assert layer.log_prob(hidden, target).isnan().tolist() == [True, True, False, True]
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("sparse", [False, True])
+def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse):
     here, hidden, target = layer_and_data(3000, rows=50, width=40, dtype=torch.float32)
     here.sparse = sparse
     there = TreeLinear(40, 3000, "natural", here.order, sparse=sparse, device="cuda")
@@ -386,6 +462,15 @@ for dtype, tolerance in close.items():
                 )
                 for a, b in zip(fused, plain):
                     torch.testing.assert_close(a, b, **tolerance)
+        if dtype == torch.float32:
+            twice = []
+            for fused in (True, False):
+                path_scores._has_triton = lambda *tensors: fused
+                loss = layer.nll(hidden, target)
+                (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+                path_scores._has_triton = lambda *tensors: False
+                twice.append(torch.autograd.grad(grad.square().sum(), hidden)[0])
+            torch.testing.assert_close(*twice, **tolerance)
     hidden = torch.randn(6, 300).to(dtype)  # the other way, which heads of one's own take
     weight, nodes = torch.rand(40, 300).to(dtype), torch.randint(40, (6, 5))
     found = triton_rows.scores(hidden, weight, nodes)

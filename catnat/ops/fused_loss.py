@@ -18,7 +18,7 @@ from torch import Tensor
 
 from catnat.numerics import is_plain
 from catnat.ops import triton_layer as kernels
-from catnat.ops.known_rows import remember
+from catnat.ops.path_scores import _as_sparse
 from catnat.ops.triton_rows import _block, _power
 from catnat.ops.triton_tree import on_device_of
 from catnat.splits import NaturalSplit, Split
@@ -303,14 +303,6 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 def _room(like: Tensor, dense: bool, rows: int, least: int) -> Tensor:
     return torch.zeros_like(like) if dense else like.new_empty(max(rows, least), *like.shape[1:])
-
-
-def _as_sparse(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    indices = rows[None]
-    remember(indices, values)
-    return torch.sparse_coo_tensor(
-        indices, values, like.shape, is_coalesced=True, check_invariants=False
-    )
 
 
 def _plain_backward(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from catnat.numerics import at_least_float32, is_plain
 from catnat.ops import native
+from catnat.ops.known_rows import remember
 from catnat.splits import NaturalSplit, SigmoidSplit, Split
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -196,9 +197,10 @@ def _narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_sparse(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    values = values.to(like.dtype)
+    values, indices = values.to(like.dtype), rows[None]
+    remember(indices, values)
     return torch.sparse_coo_tensor(
-        rows[None], values, like.shape, is_coalesced=True, check_invariants=False
+        indices, values, like.shape, is_coalesced=True, check_invariants=False
     )
 
 
