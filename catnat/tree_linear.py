@@ -153,7 +153,7 @@ class TreeLinear(nn.Embedding):
         if weight is None and not label_smoothing and (fused := self._fused(rows)) is not None:
             parameters, layer = (self.weight, self.bias), self._for_kernels(rows)
             self._require_integers(target)
-            loss = fused.nll(rows, *parameters, target, layer, ignore_index, reduction)
+            loss: Tensor = fused.nll(rows, *parameters, target, layer, ignore_index, reduction)
             return loss.view(shape) if reduction == "none" else loss
         counts = target != ignore_index
         looks = self.sparse or can_branch_on(counts)  # elsewhere, looking would wait for a device

@@ -21,7 +21,7 @@ from catnat.ops import triton_layer as kernels
 from catnat.ops.path_scores import _as_sparse
 from catnat.ops.triton_rows import _block, _power
 from catnat.ops.triton_tree import on_device_of
-from catnat.splits import NaturalSplit, Split
+from catnat.splits import NaturalSplit
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,7 +42,7 @@ class Layer:
 
     num_categories: int
     upper: int
-    split: Split
+    split: Any
     constants: Tensor | None
     order: Tensor | None
     sparse: bool
@@ -56,7 +56,7 @@ class Layer:
     @property
     def near(self) -> int:
         """Number of nodes near the root."""
-        return 2**self.upper - 1
+        return (1 << self.upper) - 1
 
 
 def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None, upper: int) -> bool:
@@ -201,7 +201,7 @@ class _Backward:
 
     def spread(self) -> None:
         """The gradient at the nodes near the root, (M, 2^U), with a last column of zeros."""
-        M, N = len(self.hidden), 2**self.layer.upper
+        M, N = len(self.hidden), self.layer.near + 1
         self.near = self.hidden.new_empty(M, N)
         largest = torch.finfo(self.near.dtype).max  # a steep gradient must not become infinite
         kernels._near_kernel[(triton.cdiv(M, 4),)](
@@ -318,13 +318,14 @@ def _plain_backward(
         if ctx.mean:
             out = -out.sum() / counts.sum()
         needed = ctx.needs_input_grad[:3]
-        wanted = [x for x, need in zip((hidden, weight, bias), needed, strict=True) if need]
+        pairs = zip((hidden, weight, bias), needed, strict=True)
+        wanted = [x for x, need in pairs if x is not None and need]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=torch.is_grad_enabled()))
     return [next(found) if need else None for need in needed]
 
 
 @functools.lru_cache(maxsize=64)
-def _numbers(split: Split) -> dict[str, int | float]:
+def _numbers(split: Any) -> dict[str, int | float]:
     natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
     high, low = natural.half_width(torch.float32)
     return {

@@ -25,8 +25,9 @@ def rows_of(grad: Tensor) -> tuple[Tensor, Tensor]:
     """Different rows, (n,), and the values of a sparse gradient there."""
     indices, values = grad._indices(), grad._values()
     known = _KNOWN.get(values.untyped_storage()._cdata)
-    if known is not None and not known[1].expired() and known[2] == len(values):
-        if known[0].cdata == indices.untyped_storage()._cdata and not known[0].expired():
+    if known is not None:
+        at, _, n = known
+        if at.cdata == indices.untyped_storage()._cdata and n == len(values):
             return indices[0], values
     grad = grad.coalesce()
     return grad.indices()[0], grad.values()

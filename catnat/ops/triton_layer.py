@@ -317,4 +317,3 @@ def _rows_kernel(
         first = tl.arange(0, C)
         one = (program == 0) & (tl.program_id(1) == 0)
         tl.store(rows + first, first.to(tl.int64), mask=first < tl.where(one, N, 0))
-
