@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from catnat.checks import require_choice, require_positive, require_within
 from catnat.ops.adam_rows import adam_rows
+from catnat.ops.known_rows import rows_of
 
 _BEHIND: Any = WeakIdKeyDictionary()  # from a parameter to the RowAdam that owes its rows steps
 _NEGLIGIBLE = 1e-10
@@ -27,10 +28,19 @@ def bring_up_to_date(param: Tensor | None, rows: Tensor | None = None) -> None:
     :class:`catnat.TreeLinear` calls this function. A layer of your own calls it where it reads
     rows of a parameter that ``RowAdam(decay="dense")`` optimizes.
     """
-    owing = _BEHIND.get(param) if param is not None and _BEHIND else None
-    optimizer = None if owing is None else owing()
+    optimizer = _optimizer_behind(param)
     if optimizer is not None:
         optimizer.catch_up(param, rows)
+
+
+def owes_steps(param: Tensor | None) -> bool:
+    """Whether a :class:`RowAdam` may owe steps to rows of the parameter."""
+    return _optimizer_behind(param) is not None
+
+
+def _optimizer_behind(param: Tensor | None) -> RowAdam | None:
+    owing = _BEHIND.get(param) if param is not None and _BEHIND else None
+    return None if owing is None else owing()
 
 
 class RowAdam(Optimizer):
@@ -142,12 +152,12 @@ class RowAdam(Optimizer):
 
     def _step_rows(self, param: Tensor, group: dict[str, Any]) -> None:
         assert param.grad is not None
-        grad, state = param.grad.coalesce(), self.state[param]
+        grad, state = param.grad, self.state[param]
         if grad.sparse_dim() != 1:
             raise ValueError(
                 f"RowAdam takes gradients sparse in rows, got {grad.sparse_dim()} dims"
             )
-        rows = grad.indices()[0]
+        rows, values = rows_of(grad)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         dense = group["decay"] == "dense"
         if dense:
@@ -161,7 +171,6 @@ class RowAdam(Optimizer):
         root, step = math.sqrt(1 - beta2**t), lr / (1 - beta1**t)
         step, scale = (step, 1 / root) if dense else (step * root, 1.0)
         moments = state["exp_avg"], state["exp_avg_sq"]
-        values = grad.values()
         adam_rows(param, *moments, rows, values, (beta1, beta2), step, scale, group["eps"])
         if dense:
             state["rates"].append(lr)

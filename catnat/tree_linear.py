@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice, require_within
 from catnat.heads import make_head
 from catnat.numerics import at_least_float32, can_branch_on
-from catnat.ops.path_scores import path_scores
-from catnat.optim import bring_up_to_date
+from catnat.ops.path_scores import fused_loss_for, path_scores
+from catnat.optim import bring_up_to_date, owes_steps
 from catnat.tree import subtree_sums
 from catnat.tree_heads import CatnatHead
 from catnat.tree_refit import refit
@@ -149,6 +150,11 @@ class TreeLinear(nn.Embedding):
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
         shape, rows, target = target.shape, hidden.reshape(-1, self.in_features), target.reshape(-1)
+        if weight is None and not label_smoothing and (fused := self._fused(rows)) is not None:
+            parameters, layer = (self.weight, self.bias), self._for_kernels(rows)
+            self._require_integers(target)
+            loss: Tensor = fused.nll(rows, *parameters, target, layer, ignore_index, reduction)
+            return loss.view(shape) if reduction == "none" else loss
         counts = target != ignore_index
         looks = self.sparse or can_branch_on(counts)  # elsewhere, looking would wait for a device
         some = looks and not bool(counts.all())
@@ -254,16 +260,51 @@ class TreeLinear(nn.Embedding):
 
     def _log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
         """(M, D), (M,) -> (M,)."""
+        fused = self._fused(hidden)
+        if fused is None:
+            return self._by_paths(hidden, self.weight, self.bias, target, self.sparse)
+        layer = self._for_kernels(hidden)
+        out: Tensor = fused.log_probs(hidden, self.weight, self.bias, target, layer)
+        return out
+
+    def _by_paths(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, sparse: bool
+    ) -> Tensor:
+        """:meth:`_log_prob` for any head, with these parameters."""
         possible = (target >= 0) & (target < self.num_categories)
         leaf = torch.where(possible, target, 0)
         leaf = leaf if self.order is None else self.order[leaf]
         nodes, bits, inside = leaf_paths(leaf, self.num_categories)
         upper = min(self.upper_levels, nodes.shape[1])
         self._read(nodes)
-        scores = path_scores(hidden, self.weight, self.bias, nodes, upper, self.sparse)
+        scores = path_scores(hidden, weight, bias, nodes, upper, sparse)
         left, right = self._log_split(scores, nodes)
         logs = torch.where(inside, torch.where(bits, right, left), 0.0)
         return torch.where(possible, logs.sum(-1), torch.nan)
+
+    def _fused(self, hidden: Tensor) -> Any:
+        """The module of the fused kernels, where they compute this layer's log-probabilities."""
+        if self.sparse and (owes_steps(self.weight) or owes_steps(self.bias)):
+            return None
+        given = (hidden, self.weight, self.bias, self.upper_levels)
+        return fused_loss_for(*given, self.head.split)
+
+    def _for_kernels(self, hidden: Tensor) -> Any:
+        """What the fused kernels know of this layer."""
+        from catnat.ops.fused_loss import Layer
+
+        constants = self.head.constants32
+        if constants is not None and constants.device != hidden.device:
+            constants = self.head._constants(at_least_float32(hidden[:0]))
+        return Layer(
+            num_categories=self.num_categories,
+            upper=self.upper_levels,
+            split=self.head.split,
+            constants=constants,
+            order=self.order,
+            sparse=self.sparse,
+            plainly=partial(self._by_paths, sparse=False),
+        )
 
     def _log_split(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
@@ -321,14 +362,18 @@ class TreeLinear(nn.Embedding):
 
     def _checked_classes(self, value: Tensor) -> Tensor:
         """Classes as int64. On the CPU an impossible one raises; elsewhere its result is NaN."""
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"classes must be integers, got {value.dtype}")
+        self._require_integers(value)
         K = self.num_categories
         if can_branch_on(value) and value.numel():
             for extreme in (int(value.min()), int(value.max())):
                 if not 0 <= extreme < K:
                     raise ValueError(f"classes must lie in 0..{K - 1}, got {extreme}")
         return value.long()
+
+    @staticmethod
+    def _require_integers(value: Tensor) -> None:
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"classes must be integers, got {value.dtype}")
 
     def _classes_of(self, leaves: Tensor) -> Tensor:
         return leaves if self.classes is None else torch.where(leaves < 0, -1, self.classes[leaves])

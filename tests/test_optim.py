@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from catnat import TreeLinear
-from catnat.ops import adam_rows
+from catnat.ops import adam_rows, known_rows
 from catnat.optim import RowAdam
 
 
@@ -113,6 +113,35 @@ def test_dense_and_sparse_parameters_together_and_gradients_that_add_up(decay):
         layer(body(hidden[16:]), target[16:]).backward()  # two sparse gradients, added
         optimizer.step()
     assert float(layer(body(hidden), target).detach()) < 0.6 * before
+
+
+def test_known_rows_are_not_looked_for_again_unless_gradients_add_up():
+    param = torch.nn.Parameter(torch.zeros(9, 2))
+
+    def gradient(rows):
+        indices, values = torch.tensor([rows]), torch.ones(len(rows), 2)
+        known_rows.remember(indices, values)
+        return torch.sparse_coo_tensor(indices, values, (9, 2), check_invariants=True)
+
+    param.grad = gradient([1, 4, 7])
+    rows, values = known_rows.rows_of(param.grad)
+    assert rows.data_ptr() == param.grad._indices().data_ptr()
+    assert values.data_ptr() == param.grad._values().data_ptr()
+    param.grad = param.grad + gradient([4, 5, 6])
+    rows, values = known_rows.rows_of(param.grad)
+    assert rows.tolist() == [1, 4, 5, 6, 7] and values[:, 0].tolist() == [1, 2, 1, 1, 1]
+    param.grad.add_(gradient([1, 2, 3]))
+    assert known_rows.rows_of(param.grad)[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    indices, values = torch.tensor([[3, 3]]), torch.ones(2, 2)
+    unknown = torch.sparse_coo_tensor(indices, values, (9, 2), check_invariants=True)
+    assert known_rows.rows_of(unknown)[0].tolist() == [3]
+    layer = TreeLinear(4, 60, sparse=True)
+    layer(torch.randn(3, 4), torch.tensor([3, 9, 50])).backward()
+    for each in layer.parameters():  # autograd passed the memory on
+        assert known_rows.rows_of(each.grad)[1].data_ptr() == each.grad._values().data_ptr()
+    param.grad = layer = each = unknown = values = rows = None
+    gradient([1])
+    assert len(known_rows._KNOWN) == 1  # what is no longer in memory is forgotten
 
 
 @pytest.mark.parametrize("decay", ["sparse", "dense"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from catnat.numerics import at_least_float32, is_plain
 from catnat.ops import native
+from catnat.ops.known_rows import sparse_gradient
+from catnat.splits import NaturalSplit, SigmoidSplit, Split
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _CHUNK = 2**24
@@ -110,7 +113,7 @@ class _PathScores(torch.autograd.Function):
             return of_hidden, None, None, None, None, None
         if ctx.sparse or _has_kernels(hidden, weight, grad):
             rows, of_weight, of_bias = _grad_of_rows(hidden, weight, nodes, grad, ctx.upper)
-            place = _as_sparse if ctx.sparse else _as_dense
+            place = sparse_gradient if ctx.sparse else _as_dense
             of_weight = place(rows, of_weight, weight) if wants_weight else None
             of_bias = place(rows, of_bias, bias) if wants_bias else None
         else:
@@ -220,13 +223,6 @@ def _narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.clamp(-largest, largest).to(dtype)
 
 
-def _as_sparse(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    values = values.to(like.dtype)
-    return torch.sparse_coo_tensor(
-        rows[None], values, like.shape, is_coalesced=True, check_invariants=False
-    )
-
-
 def _as_dense(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).index_copy_(0, rows, values.to(like.dtype))
 
@@ -242,6 +238,18 @@ def _differentiable_backward(
         return of_hidden, of_weight, None
     of_bias = torch.zeros_like(bias).index_add(0, nodes.flatten(), grad.flatten().to(bias.dtype))
     return of_hidden, of_weight, of_bias
+
+
+def fused_loss_for(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, upper: int, split: Split
+) -> ModuleType | None:
+    """:mod:`catnat.ops.fused_loss` where its kernels take these tensors, else None."""
+    known = type(split) in (SigmoidSplit, NaturalSplit)
+    if not known or not is_plain(hidden) or not _has_triton(hidden, weight):
+        return None
+    from catnat.ops import fused_loss
+
+    return fused_loss if fused_loss.takes(hidden, weight, bias, upper) else None
 
 
 def _has_triton(hidden: Tensor, weight: Tensor) -> bool:

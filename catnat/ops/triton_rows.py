@@ -17,7 +17,9 @@ from catnat.ops.triton_launch import on_device_of
 
 
 @triton.jit
-def _scores_kernel(hidden, weight, nodes, out, H, D, P: tl.constexpr, B: tl.constexpr):
+def _scores_kernel(
+    hidden, weight, nodes, out, H, D: tl.constexpr, P: tl.constexpr, B: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     level, column = tl.arange(0, P), tl.arange(0, B)
     inside = level < H
@@ -33,16 +35,14 @@ def _scores_kernel(hidden, weight, nodes, out, H, D, P: tl.constexpr, B: tl.cons
 
 
 @triton.jit
-def _sums_kernel(weight, nodes, grad, out, H, D, P: tl.constexpr, B: tl.constexpr):
+def _sums_kernel(weight, nodes, grad, out, H: tl.constexpr, D: tl.constexpr, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    level, d = tl.arange(0, P), tl.program_id(1) * B + tl.arange(0, B)
-    inside = level < H
-    node = tl.load(nodes + row * H + level, mask=inside, other=0)
-    g = tl.load(grad + row * H + level, mask=inside, other=0.0)
-    here = inside[:, None] & (d < D)[None, :]
-    w = tl.load(weight + node[:, None] * D + d[None, :], mask=here, other=0.0).to(tl.float32)
-    before = tl.load(out + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-    total = before + tl.sum(w * g[:, None], axis=0)
+    d = tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.load(out + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    for level in tl.static_range(H):  # not a tile of all nodes: its sum would cross warps
+        node, g = tl.load(nodes + row * H + level), tl.load(grad + row * H + level)
+        w = tl.load(weight + node * D + d, mask=d < D, other=0.0)
+        total += g * w.to(tl.float32)
     tl.store(out + row * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -52,33 +52,54 @@ def _segments_kernel(hidden, grad, tokens, starts, ends, out, D, T: tl.constexpr
     d = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros((B,), tl.float32)
     first, last = tl.load(starts + segment), tl.load(ends + segment)
-    for start in range(first, last, T):  # T tokens at a time: a frequent word has thousands
-        i = start + tl.arange(0, T)
+    while first < last:  # T tokens at a time: a frequent word has thousands
+        i = first + tl.arange(0, T)
         token = tl.load(tokens + i, mask=i < last, other=0)
         g = tl.load(grad + i, mask=i < last, other=0.0)
         here = (i < last)[:, None] & (d < D)[None, :]
         h = tl.load(hidden + token[:, None] * D + d[None, :], mask=here, other=0.0)
         total += tl.sum(g[:, None] * h.to(tl.float32), axis=0)
+        first += T
     tl.store(out + segment * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "step", "scale"])
 def _adam_kernel(
-    param, mean, square, rows, grad, D, beta1, beta2, step, scale, eps, B: tl.constexpr
+    param,
+    mean,
+    square,
+    rows,
+    grad,
+    n,
+    beta1,
+    beta2,
+    step,
+    scale,
+    eps,
+    D: tl.constexpr,
+    B: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * B + tl.arange(0, B)
-    at = tl.load(rows + place) * D + d
-    g = tl.load(grad + place * D + d, mask=d < D, other=0.0).to(tl.float32)
-    m = tl.load(mean + at, mask=d < D, other=0.0).to(tl.float32)
-    v = tl.load(square + at, mask=d < D, other=0.0).to(tl.float32)
-    p = tl.load(param + at, mask=d < D, other=0.0).to(tl.float32)
+    if D == 1:  # a program takes B rows of one number each
+        place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+        inside = place < n
+        at = tl.load(rows + place, mask=inside, other=0)
+        source = grad + place
+    else:
+        place = tl.program_id(0).to(tl.int64)
+        d = tl.program_id(1) * B + tl.arange(0, B)
+        inside = d < D
+        at = tl.load(rows + place) * D + d
+        source = grad + place * D + d
+    g = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(mean + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(square + at, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
     m += (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
     p -= step * m / (tl.sqrt(v) * scale + eps)
-    tl.store(mean + at, m.to(mean.dtype.element_ty), mask=d < D)
-    tl.store(square + at, v.to(square.dtype.element_ty), mask=d < D)
-    tl.store(param + at, p.to(param.dtype.element_ty), mask=d < D)
+    tl.store(mean + at, m.to(mean.dtype.element_ty), mask=inside)
+    tl.store(square + at, v.to(square.dtype.element_ty), mask=inside)
+    tl.store(param + at, p.to(param.dtype.element_ty), mask=inside)
 
 
 def scores(hidden: Tensor, weight: Tensor, nodes: Tensor) -> Tensor:
@@ -88,7 +109,7 @@ def scores(hidden: Tensor, weight: Tensor, nodes: Tensor) -> Tensor:
     if out.numel():
         (M, H), D = nodes.shape, hidden.shape[1]
         with on_device_of(hidden):
-            _scores_kernel[(M,)](hidden, weight, nodes, out, H, D, P=_power(H), B=_block(D, 256))
+            _scores_kernel[(M,)](hidden, weight, nodes, out, H, D=D, P=_power(H), B=_block(D, 256))
     return out
 
 
@@ -97,10 +118,9 @@ def add_sums(out: Tensor, weight: Tensor, nodes: Tensor, grad: Tensor) -> None:
     weight, nodes, grad = weight.contiguous(), nodes.contiguous(), grad.float().contiguous()
     if nodes.numel():
         (M, H), D = nodes.shape, out.shape[1]
-        B = _block(D, 256)
+        B = _block(D, 1024)
         with on_device_of(out):
-            grid = (M, triton.cdiv(D, B))
-            _sums_kernel[grid](weight, nodes, grad, out, H, D, P=_power(H), B=B)
+            _sums_kernel[(M, triton.cdiv(D, B))](weight, nodes, grad, out, H=H, D=D, B=B)
 
 
 def segment_sums(
@@ -129,13 +149,14 @@ def adam_rows(
 ) -> None:
     """As :func:`catnat.ops.adam_rows.adam_rows`, for contiguous tensors."""
     grad, rows = grad.contiguous(), rows.contiguous()
+    n = len(rows)
     if grad.numel():
-        D = grad[0].numel()
-        B = _block(D, 1024)
+        D = grad.numel() // n
+        B = _block(n if D == 1 else D, 1024)
+        grid = (triton.cdiv(n, B), 1) if D == 1 else (n, triton.cdiv(D, B))
+        given = (param, mean, square, rows, grad, n, *betas, step, scale, eps)
         with on_device_of(param):
-            grid = (len(rows), triton.cdiv(D, B))
-            given = (param, mean, square, rows, grad, D, *betas, step, scale, eps)
-            _adam_kernel[grid](*given, B=B)
+            _adam_kernel[grid](*given, D=D, B=B)
 
 
 def _power(n: int) -> int:
