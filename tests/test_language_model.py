@@ -1,5 +1,6 @@
 """The example project examples/language_model, trained on a tiny text by the command."""
 
+import multiprocessing
 import random
 import sys
 from pathlib import Path
@@ -181,6 +182,9 @@ def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, mon
     where = ["--path", str(project), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
     names = ["--outputs", "softmax", "tree, rebuilt, natural, tail", "--rates", "0.03"]
     assert compare.main([*where, *sizes, *names, "--speed", "60"]) == 0
+
+    assert compare.main([*where, *sizes, *names, "--minutes", "0"]) == 130
+    assert not multiprocessing.active_children()  # nobody trains on when time is up
 
     class Here:
         """The pool of processes, in this process."""

@@ -121,7 +121,7 @@ class Comparison:
             except BaseException:  # time is up, or a key was pressed: do not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
                 for each in multiprocessing.active_children():
-                    each.terminate()
+                    each.kill()  # the Trainer keeps SIGTERM for itself
                 raise
             finally:
                 write_table(self)
