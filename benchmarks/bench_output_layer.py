@@ -57,8 +57,8 @@ def liger(D: int, K: int) -> Made:
 def cut(D: int, K: int) -> Made:
     from cut_cross_entropy import linear_cross_entropy
 
-    layer = nn.Linear(D, K)
-    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t, bias=layer.bias), False
+    layer = nn.Linear(D, K, bias=False)  # its version 25.1 takes no bias
+    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t), False
 
 
 def tree(D: int, K: int, head: str, sparse: bool) -> Made:
