@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from cases import HEADS
 
-from catnat import head_names, make_head
+from catnat import make_head
 from catnat.numerics import LOG_ZERO
 from catnat.ops import tree_sample
 from catnat.tree import subtree_sums
@@ -29,7 +30,7 @@ def awkward_scores(head, rows: int, seed: int = 0) -> torch.Tensor:
     return torch.where(take, edge[pick], scores)
 
 
-@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("K", CATEGORIES)
 def test_kernels_agree_with_float64(name: str, K: int) -> None:
     head = make_head(name, K).cuda()
@@ -131,7 +132,7 @@ def test_gradients_away_from_the_edge(name: str, K: int) -> None:
     assert torch.allclose(got.double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("name", HEADS)
 def test_nan_stays_in_its_row(name: str) -> None:
     head = make_head(name, 18).cuda()
     scores = torch.randn(4, head.num_scores, device="cuda")
@@ -173,7 +174,7 @@ def test_a_head_built_for_a_device_works_there(name: str, K: int) -> None:
     assert torch.allclose(stranger.log_probs(scores).cpu(), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("K", [5, 32])
 def test_compiles_in_one_graph(name: str, K: int) -> None:
     head = make_head(name, K).cuda()
@@ -187,7 +188,7 @@ def test_compiles_in_one_graph(name: str, K: int) -> None:
     assert torch.allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("name", HEADS)
 def test_captured_in_a_cuda_graph(name: str) -> None:
     head = make_head(name, 32).cuda()
     scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
@@ -211,7 +212,7 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
     assert not torch.equal(first, out)  # fresh noise on every replay
 
 
-@pytest.mark.parametrize("name", head_names())
+@pytest.mark.parametrize("name", HEADS)
 def test_half_precision_and_transforms(name: str) -> None:
     head = make_head(name, 8).cuda().half()
     scores = torch.randn(6, head.num_scores, device="cuda")
