@@ -3,8 +3,7 @@
 Parameters have the names of :class:`~catnat.lit_modules.DiscreteVAE` and one more dimension in
 front, the model. They are views of one (M, P) tensor, so that clipping and Adam are a few kernels.
 Activations are (M, B, n, n, C). A convolution is a gather of 3 x 3 patches and a batched matrix
-product, a transposed convolution a batched matrix product and the adjoint of that gather. There is
-no convolution of cuDNN in it: with the models as groups these are many times slower.
+product, a transposed convolution a batched matrix product and the adjoint of that gather.
 """
 
 from __future__ import annotations
