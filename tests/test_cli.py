@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,30 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     assert train.main(["--config=c.yaml", "--head=softmax", "--max_steps=9", "--print_config"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert (config["model"]["head"], config["trainer"]["max_steps"]) == ("softmax", 9)
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        ("vae", {"limit_val_batches": 1, "limit_train_batches": 2, "gradient_clip_val": 3}),
+        ("ppo", {"total_steps": 1000, "eval_every": 100}),
+    ],
+)
+def test_a_whole_number_stays_whole_whatever_types_other_libraries_have_made(
+    model, options, capsys
+):
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    assert train.main([f"--model={model}", "--print_config"]) == 0  # imports all it needs
+    capsys.readouterr()
+    for clear in typing._cleanups:  # Python caches Optional[...], and the first order stays
+        clear()
+    written, joined = typing.Union[float, int, None], float | int | None  # noqa: UP007
+    assert typing.Optional[written] == typing.Optional[joined]  # noqa: UP045
+    assert train.main([f"--model={model}", *argv, "--print_config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert {name: repr(config[name]) for name in options} == {
+        name: str(value) for name, value in options.items()
+    }, "1 is one batch, 1.0 is all batches"
 
 
 def test_short_and_full_names_mean_the_same(capsys):

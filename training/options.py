@@ -8,7 +8,8 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
@@ -23,16 +24,38 @@ _ALIASES = {"max_steps": "trainer.total_steps", "trainer.max_steps": "trainer.to
 
 
 class Parser(ArgumentParser):
-    """A parser that knows which of its options follow from others."""
+    """A parser that knows which options follow from others, and keeps whole numbers whole."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.follows: dict[str, str] = {}  # from an option to the one that decides it
 
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Add the arguments of a class; see jsonargparse."""
+        added: list[str] = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if hasattr(action, "_typehint"):
+                action._typehint = _int_before_float(action._typehint)
+        return added
+
     def link(self, source: str, target: str, function: Callable[..., Any] | None = None) -> None:
         """Let the option target be a function of the option source; by default the same value."""
         self.link_arguments(source, target, compute_fn=function)
         self.follows[target] = source
+
+
+def _int_before_float(kind: Any) -> Any:
+    """The type of an option; int comes before float where both are allowed.
+
+    jsonargparse tries the types of a union in order, and float makes 1.0 of 1. For Lightning the
+    two differ: limit_val_batches 1 is one batch, 1.0 is all batches. The order in a signature is
+    not enough: jsonargparse makes Optional[int | float], and Python's cache may answer with the
+    equal Optional[float | int] that another library made before.
+    """
+    kinds = get_args(kind)
+    if get_origin(kind) not in (Union, UnionType) or not {int, float} <= set(kinds):
+        return kind
+    return Union[(int, *(each for each in kinds if each is not int))]
 
 
 def base_parser(model: str, save_every: int | None) -> Parser:

@@ -80,7 +80,7 @@ class Training:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-            # jsonargparse may make 512.0 of 512, because the type allows both.
+            # Whoever makes this object may write 1e6.
             setattr(self, name, whole(name, value))
         if self.device != "auto":
             check_device(self.device)
