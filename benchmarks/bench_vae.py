@@ -60,12 +60,12 @@ class Toggle(pl.Callback):
     """Turns a monitor on and off, a block of steps each, and keeps the seconds of each block."""
 
     def __init__(self, monitor: FisherMonitor) -> None:
-        self.monitor, self.block = monitor, monitor.write_every_n_steps
+        self.monitor = monitor
         self.times: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Begin a block."""
-        number, step = divmod(trainer.global_step, self.block)
+        number, step = divmod(trainer.global_step, self.monitor._steps_per_block)
         probe = self.monitor._probe
         if step or probe is None:
             return
