@@ -26,12 +26,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat.callbacks import FisherMonitor
+from catnat.callbacks import FisherMonitor, RunLogger
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
 
@@ -119,7 +118,7 @@ def train(
         max_steps=steps,
         accelerator="gpu" if args.device == "cuda" else "cpu",
         devices=1,
-        logger=TensorBoardLogger(args.logs, name="bench"),
+        logger=RunLogger(args.logs, name="bench"),  # that of train.py
         callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -65,7 +65,7 @@ def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
 
 
 def sampled_scalars_of(pairs: Tensor) -> Tensor:
-    """The :data:`SAMPLED` of each of T steps, (T, 3), from ``paired_mean_fishers``, (T, 2, S, S)."""
+    """The :data:`SAMPLED` of T steps, (T, 3), from their ``paired_mean_fishers``, (T, 2, S, S)."""
     one, other = pairs.unbind(1)
     share = off_diagonal_share(one, other)
     mass = off_diagonal_mass((one + other) / 2)
