@@ -65,12 +65,13 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -
     draws; result (2, *, S, S).
     """
     gradients = _scores_at(head, scores, levels)
-    with torch.autocast(gradients.device.type, enabled=False):
-        fishers = gradients.mT @ gradients / scores.shape[-2]  # (M, *, S, S)
-    if len(levels) == 2:
-        return fishers
     half = len(levels) // 2
-    return torch.stack((fishers[:half].mean(0), fishers[half:].mean(0)))
+    with torch.autocast(gradients.device.type, enabled=False):
+        if len(levels) == 2:  # fewer calls
+            return gradients.mT @ gradients / scores.shape[-2]
+        halves = (gradients[:half], gradients[half:])
+        rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
+        return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
 
 
 def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
