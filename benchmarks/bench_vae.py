@@ -26,12 +26,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat.callbacks import FisherMonitor
+from catnat.callbacks import FisherMonitor, RunLogger
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
 
@@ -60,12 +59,12 @@ class Toggle(pl.Callback):
     """Turns a monitor on and off, a block of steps each, and keeps the seconds of each block."""
 
     def __init__(self, monitor: FisherMonitor) -> None:
-        self.monitor, self.block = monitor, monitor.write_every_n_steps
+        self.monitor = monitor
         self.times: list[float] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Begin a block."""
-        number, step = divmod(trainer.global_step, self.block)
+        number, step = divmod(trainer.global_step, self.monitor._steps_per_block)
         probe = self.monitor._probe
         if step or probe is None:
             return
@@ -119,7 +118,7 @@ def train(
         max_steps=steps,
         accelerator="gpu" if args.device == "cuda" else "cpu",
         devices=1,
-        logger=TensorBoardLogger(args.logs, name="bench"),
+        logger=RunLogger(args.logs, name="bench"),  # that of train.py
         callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,

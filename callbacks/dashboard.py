@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import record_writer
+from torch import Tensor
 from torch.utils.tensorboard.summary import hparams as hparam_summaries
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
+from catnat.callbacks.event_file import EventFile, scalar_events
 from catnat.callbacks.tags import Kind, charts, explanation, guide
 from catnat.ops import checksums
 
@@ -46,10 +51,19 @@ class RunWriter(SummaryWriter):
 
 
 class _ExplainingWriter(FileWriter):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    event_writer: Any
+
+    def __init__(self, log_dir: str, max_queue: int, flush_secs: int, suffix: str) -> None:
         use_fast_checksums()
         self._seen: set[str] = set()
+        if "://" in str(log_dir):  # not a folder of this machine
+            super().__init__(log_dir, max_queue, flush_secs, suffix)
+        else:
+            self.event_writer = EventFile(str(log_dir), suffix)
+
+    def knows(self, tags: Sequence[str]) -> bool:
+        """Whether all these tags have been written, and so explained."""
+        return self._seen.issuperset(tags)
 
     def add_summary(
         self, summary: Any, global_step: int | None = None, walltime: float | None = None
@@ -62,6 +76,24 @@ class _ExplainingWriter(FileWriter):
                     plugin = "images" if value.HasField("image") else "scalars"
                     value.metadata.plugin_data.plugin_name = plugin
         super().add_summary(summary, global_step, walltime)
+
+
+def write_scalars(
+    writer: FileWriter, tags: Sequence[str], steps: Sequence[int], values: Tensor
+) -> None:
+    """Write values (T, n) of n tags at T steps, an event for each step."""
+    use_fast_checksums()
+    if isinstance(writer, _ExplainingWriter) and not writer.knows(tags):
+        first = zip(tags, values[0].tolist(), strict=True)
+        summary = Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in first])
+        writer.add_summary(summary, steps[0])
+        steps, values = steps[1:], values[1:]
+    events, file = scalar_events(tags, steps, values), writer.event_writer
+    if isinstance(file, EventFile):
+        file.add_encoded(events)
+        return
+    for event in events:
+        file.add_event(Event.FromString(event))
 
 
 def kind_of(model: LightningModule) -> Kind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -51,8 +51,8 @@ def matrices_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.reshape(-1, S, S)
 
 
-def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> list[dict[str, float]]:
-    """The :data:`SCALARS` of each of T steps by name, from ``head.diagnostics``, (T, ...)."""
+def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
+    """The :data:`SCALARS` of each of T steps, (T, 4), from ``head.diagnostics``, (T, ...)."""
     exact, saturated = diagnostics[:, :-1], diagnostics[:, -1]
     if head.fisher_is_diagonal:
         mass = mass_fro = 0 * exact.sum(-1)  # NaN stays NaN
@@ -61,17 +61,15 @@ def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> list[dict[str, flo
         exact = matrices_of(head, diagnostics)
         mass, mass_fro = off_diagonal_mass(exact), off_diagonal_mass(exact, "fro")
         condition = condition_number(exact)
-    rows = torch.stack((mass, mass_fro, condition, saturated), 1).tolist()
-    return [dict(zip(SCALARS, row, strict=True)) for row in rows]
+    return torch.stack((mass, mass_fro, condition, saturated), 1)
 
 
-def sampled_scalars_of(pairs: Tensor) -> list[dict[str, float]]:
-    """Masses of each of T steps by name, from ``paired_mean_fishers``, (T, 2, S, S)."""
+def sampled_scalars_of(pairs: Tensor) -> Tensor:
+    """The :data:`SAMPLED` of T steps, (T, 3), from their ``paired_mean_fishers``, (T, 2, S, S)."""
     one, other = pairs.unbind(1)
     share = off_diagonal_share(one, other)
     mass = off_diagonal_mass((one + other) / 2)
-    rows = torch.stack((mass, torch.where(share < 0, 0.0, share).sqrt(), share), 1).tolist()
-    return [dict(zip(SAMPLED, row, strict=True)) for row in rows]
+    return torch.stack((mass, torch.where(share < 0, 0.0, share).sqrt(), share), 1)
 
 
 def diagnostics_size(head: CategoricalHead) -> int:
@@ -89,12 +87,29 @@ def _matrix_size(head: CategoricalHead, more: int) -> int:
     return entries + more if entries <= _MAX_MATRIX else 1
 
 
+class Table(NamedTuple):
+    """Values (T, n) of n scalars at T steps."""
+
+    names: tuple[str, ...]
+    steps: list[int]
+    values: Tensor
+
+
+def rows_of(tables: list[Table]) -> dict[int, dict[str, float]]:
+    """The values of every step in some tables: by step, and then by name."""
+    rows: dict[int, dict[str, float]] = {}
+    for names, steps, values in tables:
+        for step, row in zip(steps, values.tolist(), strict=True):
+            rows.setdefault(step, {}).update(zip(names, row, strict=True))
+    return rows
+
+
 class Report(NamedTuple):
     """Diagnostics of T steps on the host."""
 
     steps: list[int]
     diagnostics: Tensor  # (T, ...), as ``head.diagnostics`` gives them
-    scalars: list[dict[str, float]]  # of each step, by name
+    tables: list[Table]  # of all scalars; two where draws were made at some of the steps only
     problem: str  # why something is NaN; empty if that is not known
 
 
@@ -113,16 +128,29 @@ class StepNoise:
         self.seed, self._generator = seed, torch.Generator(device)
         self._drawn: tuple[int, tuple[int, ...], Tensor] | None = None  # first step, shape, numbers
 
-    def __call__(self, step: int, shape: tuple[int, ...]) -> Tensor:
-        """Numbers in [0, 1) of this shape."""
+    def __call__(self, steps: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+        """Numbers in [0, 1) for T steps in ascending order, of this shape each: (T, *shape)."""
         at_once = max(1, min(50, _MAX_NOISE // max(1, math.prod(shape))))
-        first = step - step % at_once
+        parts = []
+        for number, group in groupby(steps, lambda step: step // at_once):
+            drawn = self._draw(number * at_once, at_once, shape)
+            places = [step - number * at_once for step in group]
+            every = places[1] - places[0] if len(places) > 1 else 1
+            chosen = range(places[0], places[-1] + 1, every)
+            if places == list(chosen):
+                parts.append(drawn[chosen.start : chosen.stop : every])
+            else:
+                parts += [drawn[place][None] for place in places]
+        return torch.cat(parts)
+
+    def _draw(self, first: int, at_once: int, shape: tuple[int, ...]) -> Tensor:
+        """The numbers of the steps from this one on."""
         if self._drawn is None or self._drawn[:2] != (first, shape):
             self._generator.manual_seed(random.Random(f"{self.seed} {first}").getrandbits(63))
             device = self._generator.device
             numbers = torch.rand(at_once, *shape, generator=self._generator, device=device)
             self._drawn = (first, shape, numbers)
-        return self._drawn[2][step - first]
+        return self._drawn[2]
 
 
 class HeadHistory:
@@ -133,36 +161,39 @@ class HeadHistory:
     Args:
         head: the head. If it has parameters, diagnostics are computed at once, because the next
             update changes them; otherwise scores are collected first.
+        noise: for the draws.
     """
 
-    def __init__(self, head: CategoricalHead) -> None:
-        self.head = head
+    def __init__(self, head: CategoricalHead, noise: StepNoise) -> None:
+        self.head, self.noise = head, noise
         self.problem = ""
         self._exact, self._sampled = _MeansOverRanks(), _MeansOverRanks()
-        self._kept: list[tuple[int, Tensor, Tensor]] = []  # steps, scores and levels of draws
+        self._kept: list[tuple[int, Tensor, int]] = []  # steps, scores and numbers of draws
         self._at_once = bool(head.state_dict())
 
-    def add(self, step: int, scores: Tensor, draws: int, noise: StepNoise) -> None:
-        """Keep the scores (*, S) of a step, with the noise for that many draws at each row."""
-        scores = scores.reshape(-1, self.head.num_scores)
-        levels = noise(step, (draws, len(scores)))
-        self._kept.append((step, scores, levels))
+    def add(self, step: int, scores: Tensor, draws: int) -> None:
+        """Keep the scores (*, S) of a step, for that many draws at each row."""
+        self._kept.append((step, scores, draws))
         if self._at_once or len(self._kept) * scores.numel() * max(1, draws) > _MAX_SCORES:
             self.compute()
 
     def compute(self) -> None:
         """Compute with what was kept, all steps with equally many rows and draws at once."""
-        for shape, group in groupby(self._kept, lambda kept: kept[2].shape):
-            steps, scores, levels = zip(*group, strict=True)
-            self._compute(list(steps), torch.stack(scores), torch.stack(levels, 1), shape[1])
+        for (shape, draws), group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
+            steps, scores, _ = zip(*group, strict=True)
+            rows = math.prod(shape[:-1])
+            stacked = torch.stack(scores).reshape(len(steps), rows, self.head.num_scores)
+            self._compute(list(steps), stacked, draws)
         self._kept = []
 
-    def _compute(self, steps: list[int], scores: Tensor, levels: Tensor, rows: int) -> None:
-        """Diagnostics of T steps from scores (T, B, S) and levels (M, T, B)."""
+    def _compute(self, steps: list[int], scores: Tensor, draws: int) -> None:
+        """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
+        rows = scores.shape[1]
         size = (len(steps), diagnostics_size(self.head))
         exact = self._attempt(partial(self.head.diagnostics, scores), size, scores)
         self._exact.add(steps, rows, exact)
-        if len(levels):
+        if draws:
+            levels = self.noise(steps, (draws, rows)).movedim(1, 0)  # (M, T, B)
             size = (len(steps), sampled_size(self.head))
             pairs = partial(paired_mean_fishers, self.head, scores, levels)
             sampled = self._attempt(lambda: pairs().movedim(0, 1).flatten(1), size, scores)
@@ -188,32 +219,36 @@ class HeadHistory:
         exact, sampled = self._exact.send(trainer), self._sampled.send(trainer)
 
         def receive() -> Report:
-            diagnostics = exact()
+            diagnostics, steps = exact(), self._exact.steps
             scalars = self._scalars(diagnostics)
-            masses = dict(zip(self._sampled.steps, self._sampled_masses(sampled()), strict=True))
-            for step, row in zip(self._exact.steps, scalars, strict=True):
-                row |= masses.get(step, {})
-            return Report(self._exact.steps, diagnostics, scalars, self.problem)
+            tables = [Table(SCALARS, steps, scalars)]
+            if drawn := self._sampled.steps:
+                masses = self._sampled_masses(sampled())
+                if drawn == steps:
+                    tables = [Table(SCALARS + SAMPLED, steps, torch.cat((scalars, masses), 1))]
+                else:
+                    tables.append(Table(SAMPLED, drawn, masses))
+            return Report(steps, diagnostics, tables, self.problem)
 
         return receive
 
-    def _scalars(self, diagnostics: Tensor) -> list[dict[str, float]]:
+    def _scalars(self, diagnostics: Tensor) -> Tensor:
         try:
             return scalars_of(self.head, diagnostics)
         except Exception as error:
             self._remember(error)
-            return [dict.fromkeys(SCALARS, math.nan) for _ in diagnostics]
+            return torch.full((len(diagnostics), len(SCALARS)), torch.nan)
 
     def _remember(self, error: Exception) -> None:
         self.problem = self.problem or f"{type(error).__name__}: {error}"
 
-    def _sampled_masses(self, sampled: Tensor) -> list[dict[str, float]]:
+    def _sampled_masses(self, sampled: Tensor) -> Tensor:
         S = self.head.num_scores
         try:
             return sampled_scalars_of(sampled.reshape(-1, 2, S, S))
         except Exception as error:  # the matrices were too large, or a mass cannot be computed
             self._remember(error)
-            return [dict.fromkeys(SAMPLED, math.nan) for _ in sampled]
+            return torch.full((len(sampled), len(SAMPLED)), torch.nan)
 
 
 class _MeansOverRanks:

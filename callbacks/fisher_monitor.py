@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +15,18 @@ from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     Report,
     StepNoise,
+    Table,
     diagnostics_size,
     matrices_of,
     require_pairs,
+    rows_of,
     sampled_size,
 )
 from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
 from catnat.callbacks.images import add_image
 from catnat.checks import require_at_least, require_at_most
 
+_MOST_STEPS = 200  # that are written at once
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
@@ -73,7 +75,7 @@ class FisherMonitor(Callback):
         sampled_every_n_steps: how often to draw, counted in steps.
         image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all.
         write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
-            is very large.
+            is very large. None: 200 where steps are replayed as CUDA graphs, 50 elsewhere.
         seed: seed of the draws.
     """
 
@@ -83,18 +85,19 @@ class FisherMonitor(Callback):
         num_samples: int = 2,
         sampled_every_n_steps: int = 1,
         image_every_n_steps: int = 10_000,
-        write_every_n_steps: int = 50,
+        write_every_n_steps: int | None = None,
         seed: int = 0,
     ) -> None:
+        at_once = _MOST_STEPS if write_every_n_steps is None else write_every_n_steps
         require_at_least(
             1,
             every_n_steps=every_n_steps,
             sampled_every_n_steps=sampled_every_n_steps,
-            write_every_n_steps=write_every_n_steps,
+            write_every_n_steps=at_once,
         )
         require_at_least(0, image_every_n_steps=image_every_n_steps)
         require_pairs(num_samples)
-        require_at_most(200, write_every_n_steps=write_every_n_steps)
+        require_at_most(_MOST_STEPS, write_every_n_steps=at_once)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.sampled_every_n_steps = sampled_every_n_steps
@@ -105,7 +108,7 @@ class FisherMonitor(Callback):
         self._probe: HeadProbe | None = None
         self._noise: dict[str, StepNoise] = {}  # of each head's draws, by the head's name
         self._step = 0
-        self._steps_per_block = write_every_n_steps
+        self._steps_per_block = at_once
         self._limits: dict[str, float] = {}  # the colour scale of each head's pictures
         self._start_anew()
 
@@ -141,9 +144,11 @@ class FisherMonitor(Callback):
             for name in self._probe.heads
         }
         self._start_anew()
-        room = int(_MAX_RESULTS / sum(map(self._numbers_per_step, self._probe.heads.values())))
-        self._steps_per_block = max(1, min(self.write_every_n_steps, room))  # equal on all ranks
         observers = _observers(pl_module)
+        usual = 50 if observers is None else _MOST_STEPS  # a replayed step waits for the host
+        at_once = self.write_every_n_steps or usual
+        room = int(_MAX_RESULTS / sum(map(self._numbers_per_step, self._probe.heads.values())))
+        self._steps_per_block = max(1, min(at_once, room))  # equal on all ranks
         if observers is not None:
             observers.append(self)
 
@@ -214,8 +219,8 @@ class FisherMonitor(Callback):
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
             if name not in self._block:
-                self._block[name] = HeadHistory(self._probe.heads[name])
-            self._block[name].add(step, each, draws, self._noise[name])
+                self._block[name] = HeadHistory(self._probe.heads[name], self._noise[name])
+            self._block[name].add(step, each, draws)
         self._steps_in_block += 1
         if self._steps_in_block == self._steps_per_block:
             self._end_block()
@@ -261,24 +266,25 @@ class FisherMonitor(Callback):
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
         assert self._probe is not None
         prefix, steps = self._prefix(name), report.steps
-        tagged = [
-            {f"{prefix}/{tag}": value for tag, value in row.items()} for row in report.scalars
+        tables = [
+            table._replace(names=tuple(f"{prefix}/{each}" for each in table.names))
+            for table in report.tables
         ]
-        for row in tagged:
-            self.latest |= row
+        for table in tables:
+            self.latest |= zip(table.names, table.values[-1].tolist(), strict=True)
         if not trainer.is_global_zero:
             return
-        self._warn_of_nan(name, steps, tagged, report.problem)
+        self._warn_of_nan(name, tables, report.problem)
         for logger in trainer.loggers:
-            write_scalars(logger, steps, tagged)
+            write_scalars(logger, tables)
         if not self.image_every_n_steps:
             return
-        for step, each in zip(steps, report.diagnostics, strict=True):
-            if is_drawn(step, self.image_every_n_steps):
-                self._undrawn.pop(name, None)
-                self._draw(trainer, name, step, each)
-            else:
-                self._undrawn[name] = (step, each)
+        drawn = [i for i, step in enumerate(steps) if is_drawn(step, self.image_every_n_steps)]
+        for i in drawn:
+            self._draw(trainer, name, steps[i], report.diagnostics[i])
+        self._undrawn[name] = (steps[-1], report.diagnostics[-1])
+        if drawn[-1:] == [len(steps) - 1]:
+            del self._undrawn[name]
 
     def _prefix(self, name: str) -> str:
         """How the tags of a head begin."""
@@ -296,17 +302,19 @@ class FisherMonitor(Callback):
         picture = fisher_picture(matrix, head, limit, f"mean Fisher matrix, step {step}")
         add_image(trainer.loggers, f"{self._prefix(name)}/mean", picture, step)
 
-    def _warn_of_nan(
-        self, name: str, steps: list[int], rows: list[dict[str, float]], problem: str
-    ) -> None:
+    def _warn_of_nan(self, name: str, tables: list[Table], problem: str) -> None:
         """Warn once for each head that a number could not be computed, and why if known."""
-        for step, row in zip(steps, rows, strict=True):
-            tags = [tag for tag, value in row.items() if math.isnan(value)]
-            if tags and name not in self._warned:
-                self._warned.add(name)
-                reason = f": {problem}" if problem else ""
-                message = f"{', '.join(tags)} at step {step} could not be computed{reason}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if name in self._warned or not any(bool(each.values.isnan().any()) for each in tables):
+            return
+        self._warned.add(name)
+        lost = {
+            step: [tag for tag, value in row.items() if value != value]
+            for step, row in rows_of(tables).items()
+        }
+        step, tags = next((step, tags) for step, tags in lost.items() if tags)
+        reason = f": {problem}" if problem else ""
+        message = f"{', '.join(tags)} at step {step} could not be computed{reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _copies_take_time(trainer: Trainer) -> bool:
@@ -320,19 +328,14 @@ def _observers(module: LightningModule) -> list[Any] | None:
     return getattr(module, "step_observers", None) if replays else None
 
 
-def write_scalars(logger: Logger, steps: list[int], rows: list[dict[str, float]]) -> None:
-    """Give a logger one row of scalars for each step."""
+def write_scalars(logger: Logger, tables: list[Table]) -> None:
+    """Give a logger all values of some tables."""
     if isinstance(logger, TensorBoardLogger):
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from catnat.callbacks import dashboard
 
-        from catnat.callbacks.dashboard import use_fast_checksums
-
-        use_fast_checksums()
-        # One event for a step, not one for each scalar: that is five times cheaper.
         writer = logger.experiment._get_file_writer()
-        for step, row in zip(steps, rows, strict=True):
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
-            writer.add_summary(Summary(value=values), step)
+        for table in tables:
+            dashboard.write_scalars(writer, *table)
         return
-    for step, row in zip(steps, rows, strict=True):
+    for step, row in rows_of(tables).items():
         logger.log_metrics(row, step)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
+    SAMPLED,
+    SCALARS,
     matrices_of,
     require_pairs,
     sampled_scalars_of,
@@ -105,7 +107,8 @@ class FisherMonitorSB3(BaseCallback):
         for name, head, scores in probe:
             prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
             diagnostics = head.diagnostics(scores)[None].cpu()
-            (values,) = scalars_of(head, diagnostics)
+            exact = scalars_of(head, diagnostics)[0].tolist()
+            values = dict(zip(SCALARS, exact, strict=True))
             if not bool((free := scores.isfinite()).all()):  # infinite: decided by a mask
                 values["saturated"] = float(head.saturated(scores)[free].float().mean())
             if self.num_samples:
@@ -123,8 +126,8 @@ class FisherMonitorSB3(BaseCallback):
         """Masses by name, from draws at each row of scores (B, S)."""
         size = (self.num_samples, len(scores))
         levels = torch.rand(size, generator=self._generator, device=scores.device)
-        (values,) = sampled_scalars_of(paired_mean_fishers(head, scores, levels)[None])
-        return values
+        masses = sampled_scalars_of(paired_mean_fishers(head, scores, levels)[None])
+        return dict(zip(SAMPLED, masses[0].tolist(), strict=True))
 
     def _on_training_end(self) -> None:
         self._record_pictures()

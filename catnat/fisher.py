@@ -67,8 +67,11 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -
     gradients = _scores_at(head, scores, levels)
     half = len(levels) // 2
     with torch.autocast(gradients.device.type, enabled=False):
-        sums = [(g.mT @ g).sum(0) / len(g) for g in (gradients[:half], gradients[half:])]
-    return torch.stack(sums) / scores.shape[-2]
+        if len(levels) == 2:  # fewer calls
+            return gradients.mT @ gradients / scores.shape[-2]
+        halves = (gradients[:half], gradients[half:])
+        rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
+        return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
 
 
 def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
@@ -83,9 +86,9 @@ def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
     >>> off_diagonal_share(eye, eye), off_diagonal_share(ones, ones)
     (tensor(0.), tensor(0.5000))
     """
-    scale = [x.abs().amax((-2, -1), keepdim=True) for x in (one, other)]
-    products = one / torch.where(scale[0] == 0, 1.0, scale[0])  # products stay in range
-    products = products * (other / torch.where(scale[1] == 0, 1.0, scale[1]))
+    both = torch.stack((one, other))
+    scale = both.abs().amax((-2, -1), keepdim=True)
+    products = (both / torch.where(scale == 0, 1.0, scale)).prod(0)  # products stay in range
     total = products.sum((-2, -1))
     diagonal = products.diagonal(dim1=-2, dim2=-1).sum(-1)
     return (total - diagonal) / torch.where(total == 0, 1.0, total)
@@ -114,7 +117,8 @@ def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
         log_probs = head.log_probs(leaf)
         drawn = _category_at(log_probs.detach(), levels[..., None])
         # Rows are independent, so one backward pass gives every row's own gradient.
-        (gradients,) = torch.autograd.grad(log_probs.gather(-1, drawn).sum(), leaf)
+        one_hot = torch.zeros_like(log_probs).scatter_(-1, drawn, 1.0)
+        (gradients,) = torch.autograd.grad(log_probs, leaf, one_hot)
     return gradients
 
 

@@ -73,6 +73,13 @@ def test_intervals_and_leaving_out_the_samples():
     assert sampled == [0, 3]
 
 
+def test_the_latest_values_are_those_of_the_last_step_that_has_them():
+    logger, monitor = Memory(), FisherMonitor(sampled_every_n_steps=3, write_every_n_steps=4)
+    fit(Small(), monitor, logger=logger)
+    drawn = {tag: value for tag, value in logger.rows[3].items() if tag.endswith("_sampled")}
+    assert monitor.latest == logger.rows[4] | drawn and len(drawn) == 3
+
+
 def test_validation_does_not_get_mixed_in():
     model, logger = Small("softmax"), Memory()
     torch.manual_seed(3)

@@ -111,8 +111,8 @@ def test_the_sampled_masses_are_those_of_fisher_monitor(head):
             scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(states))
         levels = torch.rand(4, 32, generator=generator)
         pairs = paired_mean_fishers(model.policy.heads[0], scores, levels)
-        (want,) = sampled_scalars_of(pairs[None])
-        assert {name: row[f"fim/{name}"] for name in SAMPLED} == pytest.approx(want, abs=1e-5)
+        want = sampled_scalars_of(pairs[None])[0].tolist()
+        assert [row[f"fim/{name}"] for name in SAMPLED] == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])

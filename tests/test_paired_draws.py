@@ -6,7 +6,7 @@ from cases_callbacks import Memory, Small, fit
 
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.fisher_diagnostics import SAMPLED
+from catnat.callbacks.fisher_diagnostics import SAMPLED, StepNoise
 from catnat.fisher import off_diagonal_mass, off_diagonal_share, paired_mean_fishers
 
 STEPS, ROWS = 400, 200
@@ -63,6 +63,16 @@ def test_every_step_has_its_draws_whatever_the_length_of_a_block():
     for other in rows[1:]:
         for step, values in rows[0].items():
             assert other[step] == pytest.approx(values, rel=1e-4)
+
+
+def test_the_noise_of_a_step_does_not_depend_on_the_steps_beside_it():
+    def noise(steps):
+        return StepNoise("seed", torch.device("cpu"))(steps, (2, 3))
+
+    alone = torch.cat([noise([step]) for step in range(120)])
+    assert alone.unique().numel() == alone.numel() == 720
+    for steps in (list(range(120)), list(range(7, 110, 3)), [0, 1, 3, 49, 50, 51, 60, 119]):
+        assert torch.equal(noise(steps), alone[steps])
 
 
 def test_a_negative_share_is_shown_as_mass_zero():

@@ -48,6 +48,16 @@ def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, data):
     assert fim[0] == fim[1]
 
 
+@pytest.mark.parametrize(("replayed", "usual"), [(None, 200), (False, 50)])
+def test_more_steps_are_written_at_once_where_steps_are_replayed(
+    without_cuda, data, replayed, usual
+):
+    for given, steps in ((None, usual), (4, 4)):
+        monitor = FisherMonitor(write_every_n_steps=given)
+        train(DiscreteVAE, replayed, 2, data, monitor=monitor)
+        assert monitor._steps_per_block == steps and monitor.write_every_n_steps == given
+
+
 def test_a_run_after_one_that_failed_is_observed_once(without_cuda, data):
     class Fails(DiscreteVAE):
         failed = False
