@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(workspace, capfd, monkeypatch)
 
 
 def test_a_full_disk_under_tensorboard_is_one_line(workspace, capfd, monkeypatch):
-    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+    from catnat.callbacks.event_file import EventFile
 
     assert run(*workspace) == 0
     capfd.readouterr()
@@ -282,7 +282,7 @@ def test_a_full_disk_under_tensorboard_is_one_line(workspace, capfd, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not pytest's
-    monkeypatch.setattr(LocalFileSystem, "_write", full)
+    monkeypatch.setattr(EventFile, "add_encoded", full)
     assert run("--max_steps=6", "--ckpt_path=last") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "No space left on device" in line
