@@ -12,7 +12,6 @@ from cases import DTYPES, autograd_fisher, exact_log_probs
 from cases_cli import last, run
 
 from catnat import make_head
-from catnat.fisher import natural_gradient
 from catnat.numerics import LOG_ZERO, largest_score
 from catnat.ops import native, reference
 from catnat.splits import CustomSplit, NaturalSplit
@@ -100,7 +99,7 @@ def test_fisher_is_diagonal_and_agrees_with_autograd(tail, K):
     scores, grad = torch.randn(2, 4, K - 1, dtype=torch.float64) * 2
     diagonal = head.fisher_diagonal(scores)
     want = torch.where(diagonal == 0, 0.0, grad / diagonal)
-    assert torch.allclose(natural_gradient(head, scores, grad), want)
+    assert torch.allclose(head.natural_gradient(scores, grad), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
