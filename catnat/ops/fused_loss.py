@@ -21,7 +21,7 @@ from catnat.ops import triton_layer as kernels
 from catnat.ops.known_rows import sparse_gradient
 from catnat.ops.triton_launch import on_device_of
 from catnat.ops.triton_rows import _block, _power
-from catnat.splits import NaturalSplit
+from catnat.ops.triton_splits import split_constants, split_numbers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -326,14 +326,4 @@ def _plain_backward(
 
 @functools.lru_cache(maxsize=64)
 def _numbers(split: Any) -> dict[str, int | float]:
-    natural = split if isinstance(split, NaturalSplit) else NaturalSplit()
-    high, low = natural.half_width(torch.float32)
-    return {
-        "rate": natural.rate,
-        "high": high,
-        "low": low,
-        "joint": natural.joint,
-        "slope": natural.steepness,
-        "edge": natural.log_at_edge,
-        "NATURAL": 0 if natural is not split else 2 if natural.tail else 1,
-    }
+    return split_numbers(split) | {"NATURAL": split_constants(split, True)["NATURAL"]}
