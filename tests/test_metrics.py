@@ -7,6 +7,7 @@ import torch
 from cases import HEADS
 
 from catnat import make_head
+from catnat import metrics as metrics_module
 from catnat.fisher import off_diagonal_mass
 from catnat.metrics import (
     FisherOffDiagonalMass,
@@ -117,3 +118,14 @@ def test_edges_against_naive_code():
     assert found["theta_mae"] == pytest.approx((theta - truth).abs().mean().item(), rel=1e-5)
     assert found["dead_edges"] == (truth[0] > 0).sum()
     assert all(value == 0 for value in edge_errors(truth, truth).values())
+
+
+@pytest.mark.parametrize("M", [1, 2, 5, 8])
+def test_the_median_by_sorting_is_that_of_torch(M):
+    rows = torch.randn(4, 3, M)
+    rows[0, 0, 0], rows[1, 1, -1] = torch.nan, torch.inf
+    wanted = rows.median(-1).values
+    assert torch.equal(
+        metrics_module._middle_by_sorting(rows).nan_to_num(7.0), wanted.nan_to_num(7.0)
+    )
+    assert torch.equal(metrics_module.lower_median(rows.movedim(-1, 0)).isnan(), wanted.isnan())
