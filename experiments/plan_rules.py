@@ -96,6 +96,8 @@ def _check_search(search: Search, plan: Plan) -> None:
         if option in options:
             raise PlanError(f"search: {option} is already in the grid")
     if search.space:
+        if search.confirm:
+            raise PlanError("search.confirm: goes with coarse values, not with space")
         _check_space(search)
     elif not search.option:
         raise PlanError("search.option: missing: the option that has the coarse values")

@@ -133,8 +133,23 @@ def selected(experiment: Experiment, cell: Options) -> list[Options]:
     enough = len(tried) >= trials_wanted(experiment) if by_tpe(experiment) else bool(tried)
     if not enough or not all(map(runs.done, tried)):
         return []
-    ranked = runs.best(tried, search.metric, search.better, search.top)
-    return [run.settings for run in ranked]
+    if not search.confirm:
+        return [run.settings for run in runs.best(tried, search.metric, search.better, search.top)]
+    ranked = runs.best(tried, search.metric, search.better, len(tried))
+    confirmed = [run.settings for run in ranked if not _refuted(experiment, cell, run)]
+    return confirmed[:1] or [run.settings for run in ranked[:1]]
+
+
+def _refuted(experiment: Experiment, cell: Options, trial: Run) -> bool:
+    """Whether all seeds are done with the settings of a trial, and are worse on average."""
+    search = _search(experiment)
+    finals = [experiment.run(cell, trial.settings, seed) for seed in experiment.seeds]
+    if not all(map(runs.done, finals)):
+        return False
+    ends = [(runs.metrics(run) or {}).get(search.metric, math.nan) for run in finals]
+    sign = -1 if search.better == "higher" else 1
+    before = (runs.metrics(trial) or {})[search.metric]
+    return not sign * sum(ends) / len(ends) <= sign * before  # also where an end is NaN
 
 
 def searching(experiment: Experiment, cell: Options) -> list[Run]:

@@ -65,6 +65,10 @@ def one_line(main, words, capsys):
         ({"search": {**SPACE, "space": {"y": {"low": 0, "high": 1}}}}, "search.trials: expected"),
         ({"search": {**SPACE, "space": {"y": {"low": 0}}}}, "search.space.y.high: missing"),
         (
+            {"search": {**SPACE, "space": {"y": {"low": 0, "high": 9}}, "confirm": True}},
+            "search.confirm: goes with coarse values, not with space",
+        ),
+        (
             {"search": {**SPACE, "space": {"y": {"low": 0, "high": 9}}, "trials": 2, "top": 3}},
             "search.top: expected 1 to 2, got 3",
         ),
