@@ -490,13 +490,14 @@ for dtype, tolerance in close.items():
     for row, at in enumerate(map(slice, starts, ends)):
         known[row] = grad[0][at] @ hidden[tokens[at]].float()
     torch.testing.assert_close(sums.float(), known, **tolerance)
-    for shape in ((7, 30), (7,)):
+    for shape in ((7, 30), (7,), (7, 2, 3)):
         ours = [torch.rand(shape).to(dtype) for _ in range(3)]
         theirs = [x.clone() for x in ours]
         grad = torch.randn(3, *shape[1:]).to(dtype)
         rest = torch.tensor([5, 0, 3]), grad, (0.9, 0.99), 0.1, 1.5, 1e-8
-        triton_rows.adam_rows(*ours, *rest)
-        adam_rows.adam_rows(*theirs, *rest)
+        for mine, triton in ((ours, True), (theirs, False)):
+            adam_rows._has_triton = lambda param: triton
+            adam_rows.adam_rows(*mine, *rest)
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, **tolerance)
 """
