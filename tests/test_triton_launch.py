@@ -12,9 +12,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from catnat import make_head
-from catnat.ops import triton_launch, triton_path, triton_sparsemax, triton_tree
+from catnat import TreeLinear, make_head
+from catnat.ops import (
+    adam_rows,
+    fused_loss,
+    path_scores,
+    triton_launch,
+    triton_layer,
+    triton_path,
+    triton_rows,
+    triton_sparsemax,
+    triton_tree,
+)
 from catnat.ops.triton_launch import Launch
+from catnat.optim import RowAdam
 
 STREAM = 77
 SETTINGS = {"rows": 5, "rate": 0.5, "R": 4, "num_warps": 2}
@@ -94,6 +105,28 @@ def test_triton_launches_where_a_kept_binary_could_be_the_wrong_one(
     assert len(kernel.calls) == 5 and len(kernel.binary.launches) == 1
 
 
+def test_numbers_and_programs_of_a_call_reach_the_binary(on_gpu: dict[str, int]) -> None:
+    kernel, scores = Kernel(), torch.randn(5, 4)
+    launch = Launch(kernel, None, SETTINGS)
+    launch(scores, numbers=(7, 0.5), programs=(3, 2))
+    assert kernel.calls == [((3, 2), (scores, 7, 0.5), SETTINGS)]
+    launch(scores, numbers=(9, 0.25), programs=(6, 4))
+    binary = kernel.binary
+    start = (6, 4, 1, STREAM, binary.function, binary.packed_metadata, None, None, None)
+    assert binary.launches == [(*start, scores.data_ptr(), 9, 0.25, 5, 0.5, 4)]
+
+
+@pytest.mark.parametrize("number", [1, 16, 2**31, 7.0])
+def test_triton_is_asked_again_for_a_number_of_another_kind(
+    number: float, on_gpu: dict[str, int]
+) -> None:
+    kernel, scores = Kernel(), torch.randn(5, 4)
+    launch = Launch(kernel, 2, SETTINGS)
+    for asked, given in ((1, 7), (1, 9), (2, number), (2, number), (2, 11)):
+        launch(scores, numbers=(given,))
+        assert len(kernel.calls) == asked
+
+
 def test_a_profiler_is_told_of_every_launch(on_gpu: dict[str, int]) -> None:
     hooks = triton_launch.triton.knobs.runtime.launch_enter_hook
     kernel, scores = Kernel(), torch.randn(5, 4)
@@ -126,6 +159,19 @@ def test_settings_are_in_the_order_of_the_arguments_of_their_kernel() -> None:
         assert names[0] in ("scores", "log_probs") and len(names) - len(given) <= 5
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_the_loss_of_a_layer_gives_its_kernels_all_settings_in_order(mean: bool) -> None:
+    dtypes = (torch.float16, torch.float16, None, torch.int64)
+    split = make_head("natural", 8).split
+    known = fused_loss._launches(dtypes, (8, 100, 3), split, (True, True), True, -100, mean)
+    changing = {"mean": 1, "near": 1, "begins": 1, "starts": 1, "rows": 2}
+    tensors = {"forward": 10, "mean": 4, "near": 5, "hidden": 6, "begins": 2, "starts": 2}
+    for name, launch in known._asdict().items():
+        given = [each for each in launch.settings if each != "num_warps"]
+        before = tensors.get(name, 10) + changing.get(name, 0)
+        assert launch.kernel.arg_names[before:] == given, name
+
+
 @pytest.mark.parametrize("name", ["sparsemax", "sigmoid", "natural"])
 def test_a_call_of_a_head_asks_triton_once_for_each_pass(
     name: str, on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -149,6 +195,37 @@ def test_a_call_of_a_head_asks_triton_once_for_each_pass(
         assert len(kernel.calls) == 1 and len(kernel.binary.launches) == 2
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_step_of_a_layer_asks_triton_once_for_each_kernel(
+    bias: bool, on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_scores, "_has_triton", lambda *tensors: True)
+    monkeypatch.setattr(adam_rows, "_has_triton", lambda *tensors: True)
+    monkeypatch.setattr(adam_rows, "_kernel", lambda: None)
+    names = [f"_{name}_kernel" for name in fused_loss._Launches._fields]
+    kernels = {name: Kernel() for name in names}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(triton_layer, name, kernel)
+    adam = Kernel()
+    monkeypatch.setattr(triton_rows, "_adam_kernel", adam)
+    # The kernels do nothing, so the number of starts, at least one a level, is made up.
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.full_like(self, 9))
+    fused_loss._launches.cache_clear()
+    layer = TreeLinear(16, 1000, sparse=True, upper_levels=3, bias=bias)
+    optimizer = RowAdam(layer.parameters())
+    for rows in (5, 6, 7):  # of any number of rows
+        hidden = torch.randn(rows, 16, requires_grad=True)
+        loss = layer.nll(hidden, torch.randint(1000, (rows,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    fused_loss._launches.cache_clear()
+    for name, kernel in kernels.items():
+        assert len(kernel.calls) == 1 and len(kernel.binary.launches) == 2, name
+    assert len(adam.calls) == (2 if bias else 1)
+    assert len(adam.binary.launches) == 2 * len(adam.calls)
 
 
 def test_heads_of_many_dimensions_go_through_the_interpreted_kernels() -> None:
