@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -197,22 +198,28 @@ def test_a_call_of_a_head_asks_triton_once_for_each_pass(
         cache.cache_clear()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_step_of_a_layer_asks_triton_once_for_each_kernel(
-    bias: bool, on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def layer_kernels(
+    on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Kernel]]:
+    """Kernels that do nothing in place of those of a layer and of its optimizer."""
     monkeypatch.setattr(path_scores, "_has_triton", lambda *tensors: True)
     monkeypatch.setattr(adam_rows, "_has_triton", lambda *tensors: True)
     monkeypatch.setattr(adam_rows, "_kernel", lambda: None)
-    names = [f"_{name}_kernel" for name in fused_loss._Launches._fields]
-    kernels = {name: Kernel() for name in names}
+    monkeypatch.setattr(fused_loss, "_promised", lambda number: lambda: 9)  # at least one a level
+    kernels = {name: Kernel() for name in (*fused_loss._Launches._fields, "adam")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(triton_layer, name, kernel)
-    adam = Kernel()
-    monkeypatch.setattr(triton_rows, "_adam_kernel", adam)
-    # The kernels do nothing, so the number of starts, at least one a level, is made up.
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.full_like(self, 9))
+        module = triton_rows if name == "adam" else triton_layer
+        monkeypatch.setattr(module, f"_{name}_kernel", kernel)
     fused_loss._launches.cache_clear()
+    yield kernels
+    fused_loss._launches.cache_clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_step_of_a_layer_asks_triton_once_for_each_kernel(
+    bias: bool, layer_kernels: dict[str, Kernel]
+) -> None:
     layer = TreeLinear(16, 1000, sparse=True, upper_levels=3, bias=bias)
     optimizer = RowAdam(layer.parameters())
     for rows in (5, 6, 7):  # of any number of rows
@@ -221,11 +228,37 @@ def test_a_step_of_a_layer_asks_triton_once_for_each_kernel(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    fused_loss._launches.cache_clear()
-    for name, kernel in kernels.items():
-        assert len(kernel.calls) == 1 and len(kernel.binary.launches) == 2, name
-    assert len(adam.calls) == (2 if bias else 1)
-    assert len(adam.binary.launches) == 2 * len(adam.calls)
+    for name, kernel in layer_kernels.items():
+        asked = 2 if name == "adam" and bias else 1  # for the weight and for the bias
+        assert len(kernel.calls) == asked and len(kernel.binary.launches) == 2 * asked, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_another_dtype_of_any_tensor_is_another_launch(
+    dtype: torch.dtype, layer_kernels: dict[str, Kernel]
+) -> None:
+    layer = TreeLinear(16, 1000, upper_levels=3)
+    hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+    layer.nll(hidden, target)
+    for index in (torch.int64, torch.int32):
+        layer.to(dtype).nll(hidden.to(dtype), target.to(index))
+    known = {dtype, torch.float32}
+    assert len(layer_kernels["forward"].calls) == len(known) + 1
+
+
+def test_the_device_has_work_while_the_host_waits_for_the_number_of_rows(
+    layer_kernels: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched_before = []
+
+    def wait() -> int:
+        launched_before.extend(name for name, kernel in layer_kernels.items() if kernel.calls)
+        return 9
+
+    monkeypatch.setattr(fused_loss, "_promised", lambda number: wait)
+    layer = TreeLinear(16, 1000, sparse=True, upper_levels=3)
+    layer.nll(torch.randn(5, 16, requires_grad=True), torch.randint(1000, (5,))).backward()
+    assert launched_before == ["forward", "mean", "near", "hidden", "begins", "starts"]
 
 
 def test_heads_of_many_dimensions_go_through_the_interpreted_kernels() -> None:

@@ -161,19 +161,9 @@ class _Loss(torch.autograd.Function):
             if wants_hidden:
                 of_hidden = step.of_hidden()
             if runs is not None:  # last: the device works on the rest while the host waits
-                of_weight, of_bias = step.of_rows(runs)
+                of_weight, of_bias = step.of_rows(*runs)
         of_weight, of_bias = of_weight if wants_weight else None, of_bias if wants_bias else None
         return of_hidden, of_weight, of_bias, *rest
-
-
-class _Runs(NamedTuple):
-    """The tokens in the order of their paths: those of a node are a run."""
-
-    ranked: Tensor  # keys in order, (M,)
-    tokens: Tensor  # their tokens, (M,)
-    starts: Tensor  # where the runs of each level below begin, then where the last one ends
-    total: Tensor  # number of starts, (1,) on the CPU
-    counted: torch.cuda.Event | None  # when that number is there
 
 
 class _Backward:
@@ -208,31 +198,26 @@ class _Backward:
         self.launches.hidden(*tensors, programs=(M, _pieces(D, _block(D, 1024))))
         return out
 
-    def runs(self) -> _Runs:
-        """The runs of the nodes below. Nobody waits for their number here."""
+    def runs(self) -> tuple[Tensor, Tensor, Tensor, Callable[[], int]]:
+        """Keys in order, their tokens, where the tokens of each node below begin, and how often."""
         M, L = self.hidden.shape[0], self.layer.height - self.layer.upper
         ranked, tokens = self.keys.sort()
-        begins = tokens.new_empty(L * (M + 1))
-        launches = self.launches
+        size, launches = L * (M + 1), self.launches
+        begins = tokens.new_empty(size)
         launches.begins(ranked, begins, numbers=(M,), programs=(_pieces(M + 1, _AT_ONCE),))
-        places, starts = begins.cumsum(0), begins
-        total = places[-1:].to("cpu", non_blocking=True)
-        counted = (
-            torch.cuda.current_stream(begins.device).record_event() if begins.is_cuda else None
-        )
-        size = L * (M + 1)
+        places, starts = begins.cumsum(0), begins  # the memory is used once more
+        count = _promised(places[-1:])
         launches.starts(places, starts, numbers=(size,), programs=(_pieces(size, _AT_ONCE),))
-        return _Runs(ranked, tokens, starts, total, counted)
+        return ranked, tokens, starts, count
 
-    def of_rows(self, runs: _Runs) -> tuple[Tensor, Tensor | None]:
+    def of_rows(
+        self, ranked: Tensor, tokens: Tensor, starts: Tensor, promised: Callable[[], int]
+    ) -> tuple[Tensor, Tensor | None]:
         """The gradients in weight and bias."""
         (M, D), layer = self.hidden.shape, self.layer
-        N, dense = layer.near, not layer.sparse
-        if runs.counted is not None:
-            runs.counted.synchronize()
-        count = int(runs.total)
+        N, dense, count = layer.near, not layer.sparse, promised()
         n = N + count - (layer.height - layer.upper)  # each level ends with an entry more
-        rows = runs.starts if dense else runs.starts.new_empty(n)
+        rows = starts if dense else starts.new_empty(n)
         values = _room(self.weight, dense, n, N + 1)
         biases = None if self.bias is None else _room(self.bias, dense, n, N + 1)
         # The row after those near the root gets zeros here. If it is in use, it is set below.
@@ -247,9 +232,9 @@ class _Backward:
             self.slopes,
             self.grad,
             self.scale,
-            runs.ranked,
-            runs.tokens,
-            runs.starts,
+            ranked,
+            tokens,
+            starts,
             rows,
             values,
             values if biases is None else biases,
@@ -262,6 +247,19 @@ class _Backward:
         if biases is not None and self.bias is not None:
             of_bias = sparse_gradient(rows, biases[:n], self.bias)
         return sparse_gradient(rows, values[:n], self.weight), of_bias
+
+
+def _promised(number: Tensor) -> Callable[[], int]:
+    """Begin to copy a number to the host. The result waits for the copy, and for nothing else."""
+    copy = number.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
+
+    def wait() -> int:
+        if copied is not None:
+            copied.synchronize()
+        return int(copy)
+
+    return wait
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
