@@ -90,7 +90,8 @@ class RowAdam(Optimizer):
                 self._prepare(param)
             for param in (p for p in used if p.grad.is_sparse):
                 self._step_rows(param, group)
-            self._step_dense([p for p in used if not p.grad.is_sparse], group)
+            if dense := [p for p in used if not p.grad.is_sparse]:
+                self._step_dense(dense, group)
         return loss
 
     @torch.no_grad()

@@ -151,9 +151,9 @@ class TreeLinear(nn.Embedding):
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
         shape, rows, target = target.shape, hidden.reshape(-1, self.in_features), target.reshape(-1)
         if weight is None and not label_smoothing and (fused := self._fused(rows)) is not None:
-            parameters, layer = (self.weight, self.bias), self._for_kernels(rows)
             self._require_integers(target)
-            loss: Tensor = fused.nll(rows, *parameters, target, layer, ignore_index, reduction)
+            given = (rows, self.weight, self.bias, target, self._for_kernels(fused, rows))
+            loss: Tensor = fused.nll(*given, ignore_index, reduction)
             return loss.view(shape) if reduction == "none" else loss
         counts = target != ignore_index
         looks = self.sparse or can_branch_on(counts)  # elsewhere, looking would wait for a device
@@ -263,7 +263,7 @@ class TreeLinear(nn.Embedding):
         fused = self._fused(hidden)
         if fused is None:
             return self._by_paths(hidden, self.weight, self.bias, target, self.sparse)
-        layer = self._for_kernels(hidden)
+        layer = self._for_kernels(fused, hidden)
         out: Tensor = fused.log_probs(hidden, self.weight, self.bias, target, layer)
         return out
 
@@ -289,17 +289,16 @@ class TreeLinear(nn.Embedding):
         given = (hidden, self.weight, self.bias, self.upper_levels)
         return fused_loss_for(*given, self.head.split)
 
-    def _for_kernels(self, hidden: Tensor) -> Any:
+    def _for_kernels(self, fused: Any, hidden: Tensor) -> Any:
         """What the fused kernels know of this layer."""
-        from catnat.ops.fused_loss import Layer
-
-        constants = self.head.constants32
+        head = self.head
+        constants = head.constants32
         if constants is not None and constants.device != hidden.device:
-            constants = self.head._constants(at_least_float32(hidden[:0]))
-        return Layer(
+            constants = head._constants(at_least_float32(hidden[:0]))
+        return fused.Layer(
             num_categories=self.num_categories,
             upper=self.upper_levels,
-            split=self.head.split,
+            split=head.split,
             constants=constants,
             order=self.order,
             sparse=self.sparse,

@@ -418,6 +418,29 @@ def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse):
     assert there.nll(hidden, target + 3000).isnan()  # raising would wait for the device
 
 
+@NEEDS_CUDA
+def test_on_cuda_kept_launches_take_other_sizes_dtypes_and_addresses():
+    torch.manual_seed(0)
+    layer = TreeLinear(18, 3000, "natural", sparse=True, device="cuda")
+    exact = TreeLinear(18, 3000, "natural", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    hidden, target = torch.randn(320, 18, device="cuda"), torch.randint(3000, (320,), device="cuda")
+    cases = [(0, 320, torch.int64), (0, 304, torch.int64), (0, 5, torch.int64)]
+    cases += [(0, 320, torch.int32), (1, 320, torch.int64), (0, 1, torch.int64)]
+    for first, last, dtype in (*cases, cases[0], cases[4]):  # a first row of 1: not aligned
+        rows = hidden[first:last].clone() if not first else hidden[first:last]
+        classes = target.to(dtype)[first:last]
+        found = layer.nll(rows.requires_grad_(), classes)
+        gradients = torch.autograd.grad(found, [rows, *layer.parameters()])
+        same = rows.detach().cpu().double().requires_grad_()
+        known = exact.nll(same, classes.long().cpu())
+        torch.testing.assert_close(found.cpu().double(), known, rtol=1e-4, atol=1e-5)
+        wanted = torch.autograd.grad(known, [same, *exact.parameters()])
+        for ours, theirs in zip(gradients, wanted, strict=True):
+            ours = (ours.to_dense() if ours.is_sparse else ours).cpu().double()
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
 def test_dense_gradients_never_wait_for_a_device(monkeypatch):
     """The device "meta" has shapes and no values: whoever asks for a value there fails."""
     monkeypatch.setattr(ops, "_segment_sums", lambda *tensors: None)  # a kernel on CUDA
@@ -490,13 +513,14 @@ for dtype, tolerance in close.items():
     for row, at in enumerate(map(slice, starts, ends)):
         known[row] = grad[0][at] @ hidden[tokens[at]].float()
     torch.testing.assert_close(sums.float(), known, **tolerance)
-    for shape in ((7, 30), (7,)):
+    for shape in ((7, 30), (7,), (7, 2, 3)):
         ours = [torch.rand(shape).to(dtype) for _ in range(3)]
         theirs = [x.clone() for x in ours]
         grad = torch.randn(3, *shape[1:]).to(dtype)
         rest = torch.tensor([5, 0, 3]), grad, (0.9, 0.99), 0.1, 1.5, 1e-8
-        triton_rows.adam_rows(*ours, *rest)
-        adam_rows.adam_rows(*theirs, *rest)
+        for mine, triton in ((ours, True), (theirs, False)):
+            adam_rows._has_triton = lambda param: triton
+            adam_rows.adam_rows(*mine, *rest)
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, **tolerance)
 """

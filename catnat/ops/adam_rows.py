@@ -49,16 +49,21 @@ def adam_rows(
         threads = torch.get_num_threads() if grad.numel() >= native.PARALLEL else 1
         kernel(*pointers, len(rows), width, *betas, step, scale, eps, threads)
         return
-    if param.is_cuda and HAS_TRITON and param.dtype != torch.float64 and param.is_contiguous():
+    if _has_triton(param) and all(each.is_contiguous() for each in tensors[:3]):
         from catnat.ops import triton_rows
 
-        triton_rows.adam_rows(*tensors[:3], rows, grad, betas, step, scale, eps)
+        given = (param, mean, square, rows.contiguous(), grad.contiguous())
+        triton_rows.adam_rows(given, tuple(map(float, (*betas, step, scale, eps))))
         return
     m, v = mean[rows], square[rows]
     m.lerp_(grad, 1 - betas[0])
     v.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
     mean[rows], square[rows] = m, v
     param[rows] -= step * m / (v.sqrt() * scale + eps)
+
+
+def _has_triton(param: Tensor) -> bool:
+    return param.is_cuda and HAS_TRITON and param.dtype != torch.float64
 
 
 def _fits(x: Tensor) -> bool:

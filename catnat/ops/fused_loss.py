@@ -6,28 +6,27 @@ derivative of the gradient. Both agree to rounding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from catnat.numerics import is_plain
 from catnat.ops import triton_layer as kernels
 from catnat.ops.known_rows import sparse_gradient
-from catnat.ops.triton_launch import on_device_of
-from catnat.ops.triton_rows import _block, _power
+from catnat.ops.triton_launch import Launch
+from catnat.ops.triton_rows import _block, _pieces, _power
 from catnat.ops.triton_splits import split_constants, split_numbers
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_AT_ONCE = 128  # entries that a program takes, where programs take entries
+_ROWS_AT_ONCE = 4  # rows of hidden that a program of the kernel "near" takes
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What a loss needs to know of a layer besides its parameters.
 
     Args:
@@ -60,17 +59,18 @@ class Layer:
 
 
 def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None, upper: int) -> bool:
-    """Whether the kernels take these tensors, if Triton does."""
+    """Whether the kernels take these tensors, if Triton does and ``hidden`` is plain."""
     height = weight.shape[0].bit_length()
     return (
         hidden.dtype in _DTYPES
         and weight.dtype in _DTYPES
-        and len(hidden) > 0
+        and hidden.shape[0] > 0
         and 1 <= upper <= 10
         and upper < height < 30
         and weight.is_contiguous()
         and (bias is None or bias.is_contiguous())
-        and all(is_plain(x) for x in (hidden, weight, bias) if x is not None)
+        and is_plain(weight)
+        and (bias is None or is_plain(bias))
     )
 
 
@@ -117,48 +117,33 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         given = hidden
         hidden, target = hidden.contiguous(), target.contiguous()
-        (M, D), K, H, U = hidden.shape, layer.num_categories, layer.height, layer.upper
+        M = hidden.shape[0]
+        launches = _launches_for(hidden, weight, bias, target, layer, ignored, mean)
         # One row more than the nodes near the root: matmuls are fast where sizes are aligned.
-        top = weight[: layer.near + 1].to(hidden.dtype)
-        near = hidden @ top.T
+        near = hidden @ weight[: layer.near + 1].to(hidden.dtype).T
         keys = hidden.new_empty(M, dtype=torch.int32)
-        slopes = hidden.new_empty(M, H, dtype=torch.float32)
+        slopes = hidden.new_empty(M, layer.height, dtype=torch.float32)
         out = hidden.new_empty(M, dtype=torch.float32)
-        scale = hidden.new_empty(1, dtype=torch.float32) if mean else out
-        with on_device_of(hidden):
-            kernels._forward_kernel[(M,)](
-                hidden,
-                weight,
-                hidden if bias is None else bias,
-                near,
-                target,
-                target if layer.order is None else layer.order,
-                slopes if layer.constants is None else layer.constants,
-                keys,
-                slopes,
-                out,
-                -1 if ignored is None else ignored,
-                **_numbers(layer.split),
-                N=len(top),
-                D=D,
-                K=K,
-                H=H,
-                U=U,
-                PU=_power(U),
-                PL=_power(H - U),
-                B=_block(D, 256),
-                BIAS=bias is not None,
-                ORDERED=layer.order is not None,
-                IGNORES=ignored is not None,
-                CENTRED=layer.constants is None,
-            )
-            if mean:
-                log_probs, out = out, hidden.new_empty((), dtype=torch.float32)
-                kernels._mean_kernel[(1,)](
-                    log_probs, target, out, scale, M, ignored, B=4096, num_warps=8
-                )
-        ctx.save_for_backward(given, weight, bias, target, keys, slopes, scale if mean else keys)
-        ctx.layer, ctx.ignored, ctx.mean = layer, ignored, mean
+        scale = keys
+        launches.forward(
+            hidden,
+            weight,
+            hidden if bias is None else bias,
+            near,
+            target,
+            target if layer.order is None else layer.order,
+            slopes if layer.constants is None else layer.constants,
+            keys,
+            slopes,
+            out,
+            programs=(M,),
+        )
+        if mean:
+            log_probs, out = out, hidden.new_empty((), dtype=torch.float32)
+            scale = hidden.new_empty(1, dtype=torch.float32)
+            launches.mean(log_probs, target, out, scale, numbers=(M,), programs=(1,))
+        ctx.save_for_backward(given, weight, bias, target, keys, slopes, scale)
+        ctx.layer, ctx.ignored, ctx.mean, ctx.launches = layer, ignored, mean, launches
         return out
 
     @staticmethod
@@ -169,13 +154,13 @@ class _Loss(torch.autograd.Function):
             return *_plain_backward(ctx, hidden, weight, bias, target, grad), *rest
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = of_weight = of_bias = None
-        step = _Backward(hidden.contiguous(), weight, bias, grad, taken, ctx.layer, ctx.mean)
-        with on_device_of(hidden), _without_autocast(hidden):
-            runs = step.runs() if wants_weight or wants_bias else None  # waits for the device
+        step = _Backward(hidden.contiguous(), weight, bias, grad, taken, ctx.layer, ctx.launches)
+        with _without_autocast(hidden):
+            runs = step.runs() if wants_weight or wants_bias else None
             step.spread()
             if wants_hidden:
                 of_hidden = step.of_hidden()
-            if runs is not None:
+            if runs is not None:  # last: the device works on the rest while the host waits
                 of_weight, of_bias = step.of_rows(*runs)
         of_weight, of_bias = of_weight if wants_weight else None, of_bias if wants_bias else None
         return of_hidden, of_weight, of_bias, *rest
@@ -192,69 +177,47 @@ class _Backward:
         grad: Tensor,
         taken: list[Tensor],
         layer: Layer,
-        mean: bool,
+        launches: _Launches,
     ) -> None:
         self.hidden, self.weight, self.bias, self.layer = hidden, weight, bias, layer
         self.keys, self.slopes, self.scale = taken
-        self.grad = grad.contiguous()
-        self.sizes = {"H": layer.height, "U": layer.upper, "MEAN": mean}
+        self.grad, self.launches = grad.contiguous(), launches
 
     def spread(self) -> None:
         """The gradient at the nodes near the root, (M, 2^U), with a last column of zeros."""
-        M, N = len(self.hidden), self.layer.near + 1
-        self.near = self.hidden.new_empty(M, N)
-        largest = torch.finfo(self.near.dtype).max  # a steep gradient must not become infinite
-        kernels._near_kernel[(triton.cdiv(M, 4),)](
-            self.keys,
-            self.slopes,
-            self.grad,
-            self.scale,
-            self.near,
-            M,
-            largest,
-            N=N,
-            R=4,
-            C=N,
-            **self.sizes,
-        )
+        M = self.hidden.shape[0]
+        self.near = self.hidden.new_empty(M, self.layer.near + 1)
+        tensors = (self.keys, self.slopes, self.grad, self.scale, self.near)
+        self.launches.near(*tensors, numbers=(M,), programs=(_pieces(M, _ROWS_AT_ONCE),))
 
     def of_hidden(self) -> Tensor:
         """The gradient in hidden, (M, D)."""
         M, D = self.hidden.shape
-        out = self.near @ self.weight[: self.near.shape[1]].to(self.near.dtype)
-        B = _block(D, 1024)
-        kernels._hidden_kernel[(M, triton.cdiv(D, B))](
-            self.weight,
-            self.keys,
-            self.slopes,
-            self.grad,
-            self.scale,
-            out,
-            D=D,
-            K=self.layer.num_categories,
-            B=B,
-            **self.sizes,
-        )
+        out = self.near @ self.weight[: self.layer.near + 1].to(self.near.dtype)
+        tensors = (self.weight, self.keys, self.slopes, self.grad, self.scale, out)
+        self.launches.hidden(*tensors, programs=(M, _pieces(D, _block(D, 1024))))
         return out
 
-    def runs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys in order, their tokens, and where the tokens of each node below begin."""
-        M, H, U = len(self.hidden), self.layer.height, self.layer.upper
+    def runs(self) -> tuple[Tensor, Tensor, Tensor, Callable[[], int]]:
+        """Keys in order, their tokens, where the tokens of each node below begin, and how often."""
+        M, L = self.hidden.shape[0], self.layer.height - self.layer.upper
         ranked, tokens = self.keys.sort()
-        begins = self.keys.new_empty((H - U) * (M + 1), dtype=torch.uint8)
-        kernels._starts_kernel[(triton.cdiv(M + 1, 128),)](
-            ranked, begins, M, K=self.layer.num_categories, H=H, U=U, B=128
-        )
-        return ranked, tokens, begins.nonzero()
+        size, launches = L * (M + 1), self.launches
+        begins = tokens.new_empty(size)
+        launches.begins(ranked, begins, numbers=(M,), programs=(_pieces(M + 1, _AT_ONCE),))
+        places, starts = begins.cumsum(0), begins  # the memory is used once more
+        count = _promised(places[-1:])
+        launches.starts(places, starts, numbers=(size,), programs=(_pieces(size, _AT_ONCE),))
+        return ranked, tokens, starts, count
 
     def of_rows(
-        self, ranked: Tensor, tokens: Tensor, starts: Tensor
+        self, ranked: Tensor, tokens: Tensor, starts: Tensor, promised: Callable[[], int]
     ) -> tuple[Tensor, Tensor | None]:
         """The gradients in weight and bias."""
         (M, D), layer = self.hidden.shape, self.layer
-        N, dense = layer.near, not layer.sparse
-        n = N + len(starts) - (layer.height - layer.upper)  # each level ends with an entry more
-        rows = starts if dense else torch.empty(n, dtype=torch.int64, device=starts.device)
+        N, dense, count = layer.near, not layer.sparse, promised()
+        n = N + count - (layer.height - layer.upper)  # each level ends with an entry more
+        rows = starts if dense else starts.new_empty(n)
         values = _room(self.weight, dense, n, N + 1)
         biases = None if self.bias is None else _room(self.bias, dense, n, N + 1)
         # The row after those near the root gets zeros here. If it is in use, it is set below.
@@ -264,8 +227,7 @@ class _Backward:
             values[: N + 1] = self.near.T @ self.hidden
         if biases is not None:
             torch.sum(self.near, 0, dtype=biases.dtype, out=biases[: N + 1])
-        B = _block(D, 1024)
-        kernels._rows_kernel[(len(starts), triton.cdiv(D, B))](
+        self.launches.rows(
             self.hidden,
             self.slopes,
             self.grad,
@@ -276,16 +238,8 @@ class _Backward:
             rows,
             values,
             values if biases is None else biases,
-            M,
-            len(starts),
-            N=N,
-            C=N + 1,
-            D=D,
-            K=layer.num_categories,
-            B=B,
-            BIAS=biases is not None,
-            DENSE=dense,
-            **self.sizes,
+            numbers=(M, count),
+            programs=(count, _pieces(D, _block(D, 1024))),
         )
         if dense:
             return values, biases
@@ -293,6 +247,19 @@ class _Backward:
         if biases is not None and self.bias is not None:
             of_bias = sparse_gradient(rows, biases[:n], self.bias)
         return sparse_gradient(rows, values[:n], self.weight), of_bias
+
+
+def _promised(number: Tensor) -> Callable[[], int]:
+    """Begin to copy a number to the host. The result waits for the copy, and for nothing else."""
+    copy = number.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
+
+    def wait() -> int:
+        if copied is not None:
+            copied.synchronize()
+        return int(copy)
+
+    return wait
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
@@ -324,6 +291,63 @@ def _plain_backward(
     return [next(found) if need else None for need in needed]
 
 
-@functools.lru_cache(maxsize=64)
-def _numbers(split: Any) -> dict[str, int | float]:
-    return split_numbers(split) | {"NATURAL": split_constants(split, True)["NATURAL"]}
+class _Launches(NamedTuple):
+    """The kernels of a loss, with all that does not change from batch to batch."""
+
+    forward: Launch
+    mean: Launch
+    near: Launch
+    hidden: Launch
+    begins: Launch
+    starts: Launch
+    rows: Launch
+
+
+def _launches_for(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    layer: Layer,
+    ignored: int | None,
+    mean: bool,
+) -> _Launches:
+    dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype, target.dtype)
+    absent = (layer.order is None, layer.constants is None)
+    sizes = (hidden.shape[1], layer.num_categories, layer.upper)
+    return _launches(dtypes, sizes, layer.split, absent, layer.sparse, ignored, mean)
+
+
+@lru_cache(maxsize=256)
+def _launches(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype],
+    sizes: tuple[int, int, int],  # D, K and the number of upper levels
+    split: Any,
+    absent: tuple[bool, bool],  # whether there is no order, and whether there are no constants
+    sparse: bool,
+    ignored: int | None,
+    mean: bool,
+) -> _Launches:
+    (D, K, U), (unordered, centred) = sizes, absent
+    H, N, bias = (K - 1).bit_length(), 1 << U, dtypes[2] is not None
+    tree, path = {"K": K, "H": H, "U": U}, {"H": H, "U": U}
+    forward = {
+        "ignored": -1 if ignored is None else ignored,
+        **split_numbers(split),
+        **{"N": N, "D": D, **tree, "PU": _power(U), "PL": _power(H - U), "B": _block(D, 256)},
+        **{"BIAS": bias, "ORDERED": not unordered, "IGNORES": ignored is not None},
+        **split_constants(split, centred),
+    }
+    # A steep gradient must not become infinite in the dtype of hidden.
+    near = {"largest": torch.finfo(dtypes[0]).max, "N": N, **path, "R": _ROWS_AT_ONCE, "C": N}
+    wide = {"D": D, **tree, "B": _block(D, 1024)}
+    rows = {"N": N - 1, "C": N, **wide, "BIAS": bias, "DENSE": not sparse, "MEAN": mean}
+    return _Launches(
+        Launch(kernels._forward_kernel, None, forward),
+        Launch(kernels._mean_kernel, None, {"ignored": ignored, "B": 4096, "num_warps": 8}),
+        Launch(kernels._near_kernel, None, {**near, "MEAN": mean}),
+        Launch(kernels._hidden_kernel, None, {**wide, "MEAN": mean}),
+        Launch(kernels._begins_kernel, None, {**tree, "B": _AT_ONCE}),
+        Launch(kernels._starts_kernel, None, {"B": _AT_ONCE}),
+        Launch(kernels._rows_kernel, None, rows),
+    )

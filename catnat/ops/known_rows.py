@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _KNOWN: dict[int, tuple[StorageWeakRef, StorageWeakRef, int]] = {}
+_MOST = 64
+"""From so many gradients on, those whose memory is no longer in use are forgotten."""
 
 
 def remember(indices: Tensor, values: Tensor) -> None:
     """Of a sparse gradient with these indices, (1, n), ascending and different, and values."""
-    for key in [key for key, known in _KNOWN.items() if known[1].expired()]:
-        del _KNOWN[key]
+    if len(_KNOWN) >= _MOST:  # seldom: looking at them all takes time
+        for key in [key for key, known in _KNOWN.items() if known[1].expired()]:
+            del _KNOWN[key]
     at, of = StorageWeakRef(indices.untyped_storage()), StorageWeakRef(values.untyped_storage())
     _KNOWN[of.cdata] = at, of, len(values)
 

@@ -29,41 +29,65 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
 
 
 class Launch:
-    """A kernel with all of its arguments but the tensors. Calling it with these launches it.
+    """A kernel with the arguments that never change. Calling it with the others launches it.
 
-    The binary depends on the device, on the dtypes of the tensors and on whether their addresses
-    are multiples of 16. The tensors of a launch have the same dtypes at every call. Where an
-    address is no such multiple, where another device is the current one, or where a profiler asked
-    Triton to be told of launches, Triton finds the binary as it always does.
+    The binary depends on the device, on the dtypes of the tensors, on whether their addresses are
+    multiples of 16, and on the kinds of the numbers. The tensors of a launch have the same dtypes
+    at every call. Where an address is no such multiple, where another device is the current one,
+    or where a profiler asked Triton to be told of launches, Triton finds the binary as it always
+    does.
 
     Args:
         kernel: takes tensors, then numbers, then constants.
-        programs: how many programs run.
-        settings: the numbers and constants by their names, in the order of the kernel's arguments,
-            and ``num_warps``.
+        programs: how many programs run; None where every call says it.
+        settings: the last numbers and the constants by their names, in the order of the kernel's
+            arguments, and ``num_warps``.
     """
 
-    def __init__(self, kernel: Any, programs: int, settings: dict[str, Any]) -> None:
-        self.kernel, self.programs, self.settings = kernel, programs, settings
+    def __init__(self, kernel: Any, programs: int | None, settings: dict[str, Any]) -> None:
+        self.kernel, self.settings = kernel, settings
+        self.programs = (programs or 1,)
         self.values = [value for name, value in settings.items() if name != "num_warps"]
-        self._binaries: dict[int, tuple[Any, Any, Any]] = {}  # by the device
+        # by the device and the kinds of the numbers
+        self._binaries: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernel on the current stream of the tensors' device."""
+    def __call__(
+        self,
+        *tensors: Tensor,
+        numbers: tuple[int | float, ...] = (),
+        programs: tuple[int, ...] | None = None,
+    ) -> None:
+        """Launch the kernel on the current stream of the tensors' device.
+
+        Args:
+            tensors: the first arguments of the kernel.
+            numbers: the arguments between the tensors and the settings.
+            programs: how many programs run, in one or two dimensions.
+        """
+        programs = programs or self.programs
         device = tensors[0].get_device()  # -1 for the CPU, where Triton's interpreter runs
         addresses = [each.data_ptr() for each in tensors]
         usual = device >= 0 and _is_usual(addresses, device)
-        binary = self._binaries.get(device)
+        key = (device, *map(_kind, numbers)) if numbers else (device,)
+        binary = self._binaries.get(key)
         if usual and binary is not None:
             run, function, metadata = binary
             stream = torch._C._cuda_getCurrentRawStream(device)
-            start = (self.programs, 1, 1, stream, function, metadata, None, None, None)
-            run(*start, *addresses, *self.values)
+            grid = (*programs, 1, 1)[:3]
+            start = (*grid, stream, function, metadata, None, None, None)
+            run(*start, *addresses, *numbers, *self.values)
             return
         with on_device_of(tensors[0]):
-            compiled = self.kernel[(self.programs,)](*tensors, **self.settings)
+            compiled = self.kernel[programs](*tensors, *numbers, **self.settings)
         if usual:
-            self._binaries[device] = (compiled.run, compiled.function, compiled.packed_metadata)
+            self._binaries[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+
+
+def _kind(number: int | float) -> int:
+    """What a binary may depend on: float or integer, and of an integer its size, 1, and 16 | n."""
+    if isinstance(number, float):
+        return -1
+    return 4 * (-(2**31) <= number < 2**31) + 2 * (number == 1) + (number % 16 == 0)
 
 
 def _is_usual(addresses: list[int], device: int) -> bool:

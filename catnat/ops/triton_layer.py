@@ -229,7 +229,7 @@ def _hidden_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _starts_kernel(
+def _begins_kernel(
     ranked,
     out,
     M,
@@ -238,7 +238,7 @@ def _starts_kernel(
     U: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Where the tokens of a node begin, (L, M + 1), from sorted keys; and where they end at all."""
+    """1 where the tokens of a node begin or all tokens end, else 0: (M,) sorted -> (L, M + 1)."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     key = tl.load(ranked + i, mask=i < M, other=2 << H)
     before = tl.load(ranked + i - 1, mask=(i > 0) & (i <= M), other=0)
@@ -249,6 +249,15 @@ def _starts_kernel(
         begins = tl.where(inside, node != last, followed) | (i == 0)
         at = out + (level - U) * (M + 1).to(tl.int64) + i
         tl.store(at, begins.to(out.dtype.element_ty), mask=i <= M)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _starts_kernel(places, out, size, B: tl.constexpr):
+    """The indices at which ``places``, running sums of 0 and 1, grow."""
+    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    place = tl.load(places + i, mask=i < size, other=0)
+    before = tl.load(places + i - 1, mask=(i > 0) & (i < size), other=0)
+    tl.store(out + place - 1, i, mask=place > before)
 
 
 @triton.jit(do_not_specialize=["M", "count"])
