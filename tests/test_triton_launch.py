@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from catnat import make_head
-from catnat.ops import triton_launch, triton_path, triton_sparsemax, triton_tree
+from catnat.ops import triton_launch, triton_path, triton_softmax, triton_sparsemax, triton_tree
 from catnat.ops.triton_launch import Launch
 
 STREAM = 77
@@ -118,7 +118,8 @@ def test_settings_are_in_the_order_of_the_arguments_of_their_kernel() -> None:
     launches = [triton_tree._kept_launch(name, 9, 8, split, True) for name in triton_tree._KERNELS]
     paths = triton_path._KERNELS
     launches += [triton_path._kept_launch(name, 9, 9, 8, split, True) for name in paths]
-    launches += [triton_sparsemax._kept_launch(name, 9, 8) for name in triton_sparsemax._KERNELS]
+    for module in (triton_sparsemax, triton_softmax):
+        launches += [module._kept_launch(name, 9, 8) for name in module._KERNELS]
     for launch in launches:
         given = [name for name in launch.settings if name != "num_warps"]
         names = launch.kernel.arg_names
@@ -126,16 +127,17 @@ def test_settings_are_in_the_order_of_the_arguments_of_their_kernel() -> None:
         assert names[0] in ("scores", "log_probs") and len(names) - len(given) <= 5
 
 
-@pytest.mark.parametrize("name", ["sparsemax", "sigmoid", "natural"])
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "sigmoid", "natural"])
 def test_a_call_of_a_head_asks_triton_once_for_each_pass(
     name: str, on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, backward = Kernel(), Kernel()
     tuned = {"forward": (forward, 1024, 1), "backward": (backward, 512, 2)}
     monkeypatch.setattr(triton_tree, "_KERNELS", tuned)
-    monkeypatch.setattr(triton_sparsemax, "_KERNELS", {"forward": forward, "backward": backward})
+    for module in (triton_sparsemax, triton_softmax):
+        monkeypatch.setattr(module, "_KERNELS", {"forward": forward, "backward": backward})
     monkeypatch.setattr("catnat.ops.dispatch.kernels_for", lambda *given: "triton")
-    caches = (triton_tree._kept_launch, triton_sparsemax._kept_launch)
+    caches = [each._kept_launch for each in (triton_tree, triton_sparsemax, triton_softmax)]
     for cache in caches:
         cache.cache_clear()
     head = make_head(name, 32)
@@ -158,7 +160,7 @@ from catnat import make_head
 from catnat.ops import dispatch
 
 torch.manual_seed(0)
-for name in ("sparsemax", "sigmoid", "natural"):
+for name in ("softmax", "sparsemax", "sigmoid", "natural"):
     head = make_head(name, 5)
     for shape in ((), (3,), (2, 3), (2, 0, 3)):
         scores = torch.randn(*shape, head.num_scores)
