@@ -171,8 +171,10 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         if self._has_paths():
             return self._path_log_prob(self._checked(scores), value)
         log_probs = self.log_probs(scores)
-        valid = (value >= 0) & (value < self.num_categories)
         shape = common_shape(value.shape, log_probs.shape[:-1])
+        if can_branch_on(value):  # then all values were looked at, and are categories
+            return take(log_probs, value.expand(shape)[..., None])[..., 0]
+        valid = (value >= 0) & (value < self.num_categories)
         index = torch.where(valid, value, 0).expand(shape)[..., None]
         chosen = take(log_probs, index)[..., 0]
         return chosen * torch.where(valid, 1.0, torch.nan).to(chosen.dtype)

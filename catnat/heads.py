@@ -21,8 +21,8 @@ from torch import Tensor
 from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
 from catnat.checks import require_choice, require_within
 from catnat.mixed_head import MixedHead
-from catnat.numerics import largest_score, safe_log
-from catnat.ops import sparsemax_log_probs
+from catnat.numerics import safe_log
+from catnat.ops import softmax_log_probs, sparsemax_log_probs
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 __all__ = ["CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"]
@@ -94,8 +94,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
-        out = torch.log_softmax(self._checked(scores), -1)
-        return out.clamp_min(-largest_score(out.dtype))
+        return softmax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""

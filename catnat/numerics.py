@@ -64,6 +64,20 @@ def finite_log_probs(log_probs: Tensor) -> Tensor:
     return torch.where(log_probs == -torch.inf, LOG_ZERO, log_probs)
 
 
+def floored(log_probs: Tensor) -> Tensor:
+    """Log-probabilities no lower than -:func:`largest_score`; those at that floor get no gradient.
+
+    On the CPU the minimum costs little, and usually shows that no log-probability is lower.
+    """
+    lowest = -largest_score(log_probs.dtype)
+    if not is_plain(log_probs):
+        return log_probs.clamp_min(lowest)  # exporters know clamp, and not every threshold
+    looked_at = log_probs.is_cpu and log_probs.numel() > 0
+    if looked_at and log_probs.detach().amin().item() >= lowest:  # not where one is NaN
+        return log_probs
+    return F.threshold(log_probs, lowest, lowest)  # as clamp, with half of its cost backward
+
+
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
     """``exp`` of log-probabilities in float32 or float64, exactly 0 for impossible categories.
 

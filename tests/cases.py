@@ -52,6 +52,20 @@ class CauchyHead(CatnatHead):
         )
 
 
+class Own(CatnatHead):
+    """A split of one's own."""
+
+    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return -torch.nn.functional.softplus(2 * x), -torch.nn.functional.softplus(-2 * x)
+
+
+class Flattened(NaturalHead):
+    """A tree whose log-probabilities are not those of its scores alone."""
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        return torch.logaddexp(super().log_probs(scores), torch.tensor(-2.0)).log_softmax(-1)
+
+
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:
     """Normal scores in float64."""
     return scale * torch.randn(rows, head.num_scores, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Scores that are not finite, and the boundary of the simplex: one rule in every implementation.
 
-The rule is written down in catnat/_numerics.py.
+The rule is written down in catnat/numerics.py.
 """
 
 from __future__ import annotations
@@ -136,6 +136,54 @@ def test_log_probabilities_of_many_impossible_categories_can_be_added(name):
     masked[:, 0] = -INF
     q = torch.distributions.Independent(head(masked), 1)
     assert q.log_prob(torch.full((50,), 0 if name not in TREES else 3)).isfinite()
+
+
+# ----------------------------------------------------------------- the floor of softmax
+
+
+def test_softmax_of_ordinary_scores_is_torchs_own_and_its_floor_costs_no_backward():
+    for dtype in DTYPES:
+        scores = torch.randn(3, 5, dtype=dtype, requires_grad=True)
+        out = make_head("softmax", 5).log_probs(scores)
+        assert out.grad_fn.name() == "LogSoftmaxBackward0"
+        assert torch.equal(out, torch.log_softmax(scores.to(out.dtype), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", [*range(len(ROWS)), slice(None), slice(0)])
+def test_the_floor_of_softmax_is_a_clamp_in_values_and_both_derivatives(row, dtype):
+    """Rows one by one and together: a NaN in one row must not hide the floor of another."""
+    head = make_head("softmax", 5)
+    scores = torch.cat((scores_of(head, dtype), torch.zeros(1, 5, dtype=dtype)))
+    scores[-1, 1], scores[-1, 2] = -torch.finfo(dtype).max, torch.finfo(dtype).max
+    weight = torch.linspace(1, 2, 5)
+
+    def clamped(scores: Tensor) -> Tensor:
+        out = torch.log_softmax(scores.to(torch.promote_types(dtype, torch.float32)), -1)
+        return out.clamp_min(-torch.finfo(out.dtype).max / 2**24)
+
+    results = []
+    for log_probs in (head.log_probs, clamped):
+        leaf = scores[row].clone().requires_grad_()
+        out = log_probs(leaf)
+        (grad,) = torch.autograd.grad((out * weight).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), leaf)
+        results.append((out, grad, second))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+def test_a_mask_of_softmax_gives_the_floor_and_no_gradient_to_what_it_forbids():
+    head, mask = make_head("softmax", 4), torch.tensor([True, False, True, True])
+    scores = torch.randn(3, 4, requires_grad=True)
+    out = head(scores, mask=mask).logits
+    assert (out[:, 1] == -torch.finfo(torch.float32).max / 2**24).all()
+    (grad,) = torch.autograd.grad(out.sum(), scores)
+    alone = torch.log_softmax(scores[:, mask], -1)
+    assert torch.allclose(out[:, mask], alone)
+    assert not grad[:, 1].any()
+    assert torch.allclose(grad, torch.autograd.grad(alone.sum(), scores)[0], atol=1e-6)
 
 
 # ----------------------------------------------------------------- the boundary of the simplex

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cases_ppo import CLOCK, same, same_run
 from stable_baselines3 import A2C
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
-from test_train_ppo import CLOCK, same, same_run
 
 import train
 from catnat.callbacks.run_sb3 import RunSB3

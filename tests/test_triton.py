@@ -108,8 +108,43 @@ for K in (2, 3, 5, 8, 18, 32, 100):
     assert torch.equal(triton_sparsemax.backward(out, grad)[1].isnan(), torch.ones(K) > 0), K
 """
 
+SOFTMAX = """
+import torch
+from catnat.numerics import largest_score
+from catnat.ops import dispatch
 
-@pytest.mark.parametrize("code", [TREE, PATH, SPARSEMAX], ids=["tree", "path", "sparsemax"])
+lowest = -largest_score(torch.float32)
+dispatch.kernels_for = lambda *given: "triton"
+torch.manual_seed(0)
+for K in (2, 3, 5, 8, 18, 32, 100, 600):
+    scores = torch.randn(9, K) * torch.logspace(-2, 2, 9)[:, None]
+    scores[1, 0], scores[2, 0], scores[3], scores[4, 0] = torch.nan, torch.inf, -torch.inf, -3e38
+    scores[5, 1:] = -torch.inf
+    scores[6, 0], scores[7], scores[7, -1] = -torch.inf, -3e38, 3e38
+    grad = torch.randn(9, K)
+    results = []
+    for function in (
+        dispatch.softmax_log_probs,
+        lambda s: torch.log_softmax(s, -1).clamp_min(lowest),
+    ):
+        leaf = scores.clone().requires_grad_()
+        out = function(leaf)
+        (first,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+        (again,) = torch.autograd.grad(out, leaf, grad, create_graph=True)
+        assert torch.allclose(first, again, atol=1e-5, equal_nan=True), K
+        (second,) = torch.autograd.grad(again.square().sum(), leaf)
+        results.append((out, first, second))
+    for ours, theirs, atol in zip(*results, (3e-6, 1e-5, 1e-4)):
+        assert torch.allclose(ours, theirs, rtol=3e-6, atol=atol, equal_nan=True), K
+    ours = results[0][0]
+    assert ours[5, 1:].eq(lowest).all() and ours[1:4].isnan().all() and ours[4:].isfinite().all()
+    assert not results[0][1][5:8][scores[5:8] < -1e38].any(), K
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [TREE, PATH, SPARSEMAX, SOFTMAX], ids=["tree", "path", "sparsemax", "softmax"]
+)
 def test_interpreted_kernels(code):
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run(

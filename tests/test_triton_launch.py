@@ -22,6 +22,7 @@ from catnat.ops import (
     triton_layer,
     triton_path,
     triton_rows,
+    triton_softmax,
     triton_sparsemax,
     triton_tree,
 )
@@ -152,7 +153,8 @@ def test_settings_are_in_the_order_of_the_arguments_of_their_kernel() -> None:
     launches = [triton_tree._kept_launch(name, 9, 8, split, True) for name in triton_tree._KERNELS]
     paths = triton_path._KERNELS
     launches += [triton_path._kept_launch(name, 9, 9, 8, split, True) for name in paths]
-    launches += [triton_sparsemax._kept_launch(name, 9, 8) for name in triton_sparsemax._KERNELS]
+    for module in (triton_sparsemax, triton_softmax):
+        launches += [module._kept_launch(name, 9, 8) for name in module._KERNELS]
     for launch in launches:
         given = [name for name in launch.settings if name != "num_warps"]
         names = launch.kernel.arg_names
@@ -173,16 +175,17 @@ def test_the_loss_of_a_layer_gives_its_kernels_all_settings_in_order(mean: bool)
         assert launch.kernel.arg_names[before:] == given, name
 
 
-@pytest.mark.parametrize("name", ["sparsemax", "sigmoid", "natural"])
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "sigmoid", "natural"])
 def test_a_call_of_a_head_asks_triton_once_for_each_pass(
     name: str, on_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, backward = Kernel(), Kernel()
     tuned = {"forward": (forward, 1024, 1), "backward": (backward, 512, 2)}
     monkeypatch.setattr(triton_tree, "_KERNELS", tuned)
-    monkeypatch.setattr(triton_sparsemax, "_KERNELS", {"forward": forward, "backward": backward})
+    for module in (triton_sparsemax, triton_softmax):
+        monkeypatch.setattr(module, "_KERNELS", {"forward": forward, "backward": backward})
     monkeypatch.setattr("catnat.ops.dispatch.kernels_for", lambda *given: "triton")
-    caches = (triton_tree._kept_launch, triton_sparsemax._kept_launch)
+    caches = [each._kept_launch for each in (triton_tree, triton_sparsemax, triton_softmax)]
     for cache in caches:
         cache.cache_clear()
     head = make_head(name, 32)
@@ -268,7 +271,7 @@ from catnat import make_head
 from catnat.ops import dispatch
 
 torch.manual_seed(0)
-for name in ("sparsemax", "sigmoid", "natural"):
+for name in ("softmax", "sparsemax", "sigmoid", "natural"):
     head = make_head(name, 5)
     for shape in ((), (3,), (2, 3), (2, 0, 3)):
         scores = torch.randn(*shape, head.num_scores)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.numerics import is_plain, safe_log
+from catnat.numerics import floored, is_plain, largest_score, safe_log
 from catnat.ops import native, reference
 from catnat.splits import CustomSplit, Split
 
@@ -17,6 +17,8 @@ TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
 SPARSEMAX_TRITON_LIMIT = 16384
 """Largest K of the Triton kernels for sparsemax."""
+SOFTMAX_TRITON_LIMIT = 32768
+"""Largest K of the Triton kernels for softmax."""
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
 
 
@@ -98,6 +100,19 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
     if fused is None:
         return safe_log(reference.sparsemax_probs(scores))
     out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
+    return out
+
+
+def softmax_log_probs(scores: Tensor) -> Tensor:
+    """Log-probabilities of softmax, (*, K) -> (*, K), no lower than -largest_score.
+
+    A category at that floor gets no gradient. On the CPU torch's own kernels are the fastest.
+    ``torch.compile`` makes one kernel of log_softmax and the floor.
+    """
+    fused = kernels_for(scores, scores.shape[-1], SOFTMAX_TRITON_LIMIT)
+    if fused != "triton" or torch.compiler.is_compiling():
+        return floored(torch.log_softmax(scores, -1))
+    out: Tensor = _SoftmaxLogProbs.apply(scores)
     return out
 
 
@@ -239,3 +254,25 @@ class _SparsemaxLogProbs(torch.autograd.Function):
             return triton_sparsemax.backward(log_probs, grad), None
         out = native.sparsemax_backward(_rows(log_probs), _rows(grad))
         return out.view(scores.shape), None
+
+
+class _SoftmaxLogProbs(torch.autograd.Function):
+    """scores (*, K) -> log-probabilities (*, K) with a floor, by fused kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        from catnat.ops import triton_softmax
+
+        log_probs = triton_softmax.forward(scores)
+        ctx.save_for_backward(log_probs)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        log_probs: Tensor = ctx.saved_tensors[0]
+        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
+            grad = torch.where(log_probs <= -largest_score(grad.dtype), 0.0, grad)
+            return grad - log_probs.exp() * grad.sum(-1, keepdim=True)
+        from catnat.ops import triton_softmax
+
+        return triton_softmax.backward(log_probs, grad)

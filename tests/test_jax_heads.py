@@ -1,30 +1,9 @@
-"""The JAX heads: the same numbers as the torch heads, Fisher matrices, masks, mixes, and samples.
-
-How two implementations are compared: a difference of values is divided by max(1, |value|), because
-log-probabilities reach -1000 and float32 has seven digits. A difference of gradients is divided by
-max(1, the largest gradient of the row): the gradient of a score is a sum of terms of that size.
-"""
+"""The JAX heads: the same numbers as the torch heads, Fisher matrices, masks, mixes, tails."""
 
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import re
-import subprocess
-import sys
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-
-# Compiling takes the time of these tests, half of it for making code fast. So a test compiles one
-# function where it can: JAX compiles every operation outside of jit alone.
-# XLA ends the process at a flag that it does not know.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
-    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
-)
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +11,21 @@ import numpy as np
 import pytest
 import torch
 from cases import leaf_path, slow
-from cases_fresh import one_server, run_fresh
-from scipy import stats
+from cases_jax import (
+    AS_USERS_HAVE_IT,
+    CASES,
+    CATNAT,
+    DTYPES,
+    HEADS,
+    TOLERANCE,
+    _precision,  # noqa: F401 - a fixture
+    difference,
+    scores_for,
+)
 
 import catnat
-from catnat.jax import Categorical, MixedHead, NaturalHead, head_names, make_head
-from catnat.jax.numerics import uniform as accurate_uniform
+from catnat.jax import MixedHead, NaturalHead, make_head
 
-AS_USERS_HAVE_IT = {"xla_backend_optimization_level": 3}
-if version("jaxlib").startswith("0.10."):
-    AS_USERS_HAVE_IT["xla_cpu_use_fusion_emitters"] = True
-ROOT = Path(__file__).resolve().parent.parent
-HEADS = head_names()
-CATNAT = ("sigmoid", "natural")
-CASES = {name: (name, {}) for name in HEADS} | {"tail": ("natural", {"tail": 0.05})}
-DTYPES = (np.float32, np.float64)
-TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
 WIDTHS = {np.float32: (3, 18, 1000), np.float64: (5,)}
 GRID = [
     (slow if K in (3, 1000) and name != "natural" else pytest.param)(name, K, dtype)
@@ -56,31 +34,6 @@ GRID = [
     for K in some
 ]
 GRID += [("sigmoid", 2, np.float32), ("natural", 32, np.float64), ("tail", 5, np.float64)]
-SCALES = (0.1, 1.0, 3.0, 30.0)  # the last saturates natural and sparsemax
-
-
-@pytest.fixture(autouse=True)
-def _precision(request):
-    """float64 for the tests in float64, and for no others."""
-    wide = getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype")
-    with jax.enable_x64(wide is np.float64):
-        yield
-
-
-def scores_for(head, dtype, rows=3):
-    """Scores of all scales, and scores near and on the edges of natural."""
-    rng = np.random.default_rng(head.num_categories)
-    scores = [scale * rng.standard_normal((rows, head.num_scores)) for scale in SCALES]
-    sign = rng.choice((-1.0, 1.0), (rows, head.num_scores))
-    edge = math.pi - 10.0 ** rng.uniform(-7, 0, (rows, head.num_scores))
-    return np.concatenate((*scores, sign * edge, sign[:1] * math.pi, 0 * sign[:1])).astype(dtype)
-
-
-def difference(got, want, by_row=False):
-    """Largest difference, relative as this file's first lines say."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    size = np.abs(want).max(-1, keepdims=True) if by_row else np.abs(want)
-    return (np.abs(got - want) / np.maximum(1, size)).max(initial=0)
 
 
 # ------------------------------------------------------------------------ against the torch heads
@@ -437,248 +390,3 @@ def test_order_says_which_leaf_a_class_has():
     assert difference(paths, log_probs) < 1e-6
     assert np.array_equal(np.array(order)[drawn], leaves)
     assert difference(back[:3], p[:3]) < 1e-6
-
-
-# -------------------------------------------------------------------- samples and distribution
-
-
-@pytest.mark.parametrize("name", [*HEADS, "mixed"])
-def test_samples_have_the_probabilities(name):
-    head = make_head("sigmoid", 5, mix=0.2) if name == "mixed" else make_head(name, 5)
-    rng = np.random.default_rng(3)
-    scores = (0.7 * rng.standard_normal((2, head.num_scores))).astype(np.float32)
-
-    @jax.jit
-    def compute(scores):
-        return head.sample(jax.random.key(1), scores, (20000,)), head.probs(scores)
-
-    drawn, probs = map(np.asarray, compute(scores))
-    assert drawn.shape == (20000, 2) and drawn.dtype == np.int32
-    for column, p in zip(drawn.T, probs.astype(np.float64), strict=True):
-        counts, possible = np.bincount(column, minlength=5), p > 0
-        assert not counts[~possible].any()
-        if possible.sum() > 1:
-            expected = 20000 * p[possible] / p[possible].sum()
-            assert stats.chisquare(counts[possible], expected).pvalue > 1e-4
-
-
-def test_rare_events_have_their_probability_in_float32():
-    """jax.random.uniform alone would draw a number below 1e-9 with probability 1e-7."""
-    draw = jax.jit(lambda key: accurate_uniform(key, (2**22,), jnp.float32))
-    u = np.asarray(draw(jax.random.key(0)), np.float64)
-    assert u.max() < 1 and not (u[u < 1e-4] % 2.0**-23 == 0).all()
-    assert stats.kstest(u[:20000], "uniform").pvalue > 1e-3
-    assert stats.kstest(u[u < 1e-4] / 1e-4, "uniform").pvalue > 1e-3
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
-    head, other = make_head(name, 5), catnat.make_head(name, 5)
-    q = head(scores_for(head, np.float32))
-    p = head(np.zeros((1, head.num_scores), np.float32))
-    theirs = other(torch.tensor(np.asarray(q.scores)))
-    flat = other(torch.zeros(1, head.num_scores))
-    assert isinstance(q, Categorical)
-    assert (q.batch_shape, q.event_shape, q.num_categories) == ((len(q.scores),), (), 5)
-
-    @jax.jit
-    def compute(p, q, key):
-        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.prob(q.mode())
-        again = jax.tree.map(lambda x: 2 * x, q)
-        draws = (
-            *q.sample_and_log_prob(seed=3, sample_shape=7),
-            q.sample(seed=key, sample_shape=(7,)),
-        )
-        return numbers, again, jax.vmap(lambda q: q.entropy())(q), draws
-
-    numbers, again, entropies, (drawn, log_prob, same) = compute(p, q, jax.random.key(3))
-    wanted = (
-        torch.distributions.kl_divergence(theirs, flat),
-        torch.distributions.kl_divergence(flat, theirs),
-        theirs.entropy(),
-        theirs.probs,
-        theirs.probs.max(-1).values,
-    )
-    for got, want in zip(numbers, wanted, strict=True):
-        assert difference(got, want) < 2e-6
-    assert isinstance(again, Categorical) and again.head == head
-    assert np.array_equal(again.scores, 2 * np.asarray(q.scores))
-    assert difference(entropies, numbers[2]) < 1e-6
-
-    assert drawn.shape == log_prob.shape == (7, len(q.scores))
-    assert np.array_equal(drawn, same)
-    each = theirs.log_prob(torch.tensor(np.asarray(drawn), dtype=torch.int64))
-    assert difference(log_prob, each) < 2e-6
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
-    head = make_head(name, 5)
-    scores, weight = scores_for(head, np.float32)[:6], np.arange(5, dtype=np.float32)
-
-    @jax.jit
-    def compute(scores):
-        def surrogate(s):
-            drawn = head(s).rsample_straight_through(seed=0)
-            return (drawn @ weight).sum(), drawn
-
-        gradient, drawn = jax.grad(surrogate, has_aux=True)(scores)
-        want = jax.grad(lambda s: (head.probs(s) @ weight).sum())(scores)
-        return gradient, want, drawn, head(scores).sample(seed=0)
-
-    gradient, want, drawn, category = map(np.asarray, compute(scores))
-    assert np.array_equal(drawn.argmax(-1), category)
-    assert difference(drawn.sum(-1), np.ones(6)) < 1e-6
-    assert difference(gradient, want) < 1e-6
-
-
-# ------------------------------------------------------------------------------ company in JAX
-
-
-@pytest.mark.parametrize("name", ["sparsemax", "natural"])
-def test_jit_vmap_and_grad_agree_with_plain_calls(name):
-    head = make_head(name, 5)
-    scores = scores_for(head, np.float32)[:4]
-    value = np.arange(4)
-
-    def loss(s, v):
-        return head(s).log_prob(v) + head(s).entropy()
-
-    plain = jax.grad(loss)(scores[0], value[0])
-    got = jax.jit(jax.vmap(jax.grad(loss)))(scores, value)
-    assert difference(got[0], plain, by_row=True) < 2e-6
-    keys = jax.random.split(jax.random.key(0), 4)
-    drawn, one = jax.jit(jax.vmap(head.sample))(keys, scores), jax.jit(head.sample)
-    assert drawn.tolist() == [int(one(k, s)) for k, s in zip(keys, scores, strict=True)]
-    static = jax.jit(lambda head, s: head.probs(s), static_argnums=0)
-    leafless = jax.jit(lambda head, s: head.probs(s))
-    assert np.array_equal(static(head, scores), leafless(head, scores))
-
-
-def test_heads_are_values():
-    head = make_head("natural", 5, tail=0.05, mix=0.01)
-    assert head == make_head("catnat-natural", 5, tail=0.05, mix=0.01)
-    assert head != make_head("natural", 5, tail=0.05)
-    assert len({head, pickle.loads(pickle.dumps(head))}) == 1
-    assert jax.tree.leaves(head) == []
-    assert repr(make_head("sigmoid", 4)) == (
-        "SigmoidHead(num_categories=4, center=0.0, uniform_at_zero=True)"
-    )
-    with pytest.raises(AttributeError):
-        head.mix = 0.5
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_shapes(name):
-    head = make_head(name, 3)
-    shape_of = lambda function, *inputs: jax.eval_shape(function, *inputs).shape  # noqa: E731
-    for shape in ((), (0,), (2, 3)):
-        scores, value = np.zeros((*shape, head.num_scores)), np.zeros((4, *shape), int)
-        assert shape_of(head.log_probs, scores) == (*shape, 3)
-        assert shape_of(head.fisher, scores) == (*shape, head.num_scores, head.num_scores)
-        draw = lambda s: head.sample(jax.random.key(0), s, (4,))  # noqa: E731
-        assert shape_of(draw, scores) == (4, *shape)
-        assert shape_of(head.log_prob, scores, value) == (4, *shape)
-    assert head.log_probs(np.zeros((0, head.num_scores))).shape == (0, 3)
-    assert shape_of(head.log_prob, np.zeros(head.num_scores), 1) == ()
-    column = np.zeros((1, 5, 1), np.uint8)
-    assert shape_of(head.log_prob, np.zeros((1, 2, head.num_scores)), column) == (1, 5, 2)
-
-
-def test_a_million_categories_take_a_path():
-    head = make_head("natural", 10**6, uniform_at_zero=False)
-    scores = jnp.zeros(head.num_scores)
-    drawn = head.sample(jax.random.key(0), scores, (3,))
-    text = str(jax.make_jaxpr(head.log_prob)(scores, drawn))
-    assert len(text.splitlines()) < 200 and "1000000]" not in text
-    assert difference(head.log_prob(scores, drawn), np.full(3, -20 * math.log(2))) < 0.06
-
-
-# ---------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "said"),
-    [
-        (("softmx", 4), {}, "unknown head 'softmx'; choose from softmax, sparsemax"),
-        (("softmax", 4), {"tail": 0.1}, "'softmax' has no option 'tail'; its options: mix"),
-        (("sigmoid", 4), {"tail": 0.1}, "no option 'tail'; its options: center, uniform_at_zero"),
-        (("natural", 1), {}, "num_categories must be at least 2, got 1"),
-        (("natural", 2.0), {}, "num_categories must be an integer, got 2.0"),
-        (("natural", 4), {"tail": 0.5}, "tail must be 0 or lie in [1e-30, 0.5), got 0.5"),
-        (("natural", 4), {"tail": -0.1}, "tail must be 0 or lie in [1e-30, 0.5), got -0.1"),
-        (("natural", 4), {"amplitude": 0.0}, "amplitude must lie in"),
-        (("natural", 4), {"center": math.nan}, "center must be finite, got nan"),
-        (("natural", 4), {"order": [0, 1, 1, 2]}, "order must be a permutation of 0..3, got [0, 1"),
-        (("softmax", 4), {"mix": 1.0}, "mix must lie in [0, 1), got 1.0"),
-    ],
-)
-def test_wrong_options_are_named(arguments, options, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        make_head(*arguments, **options)
-
-
-def test_wrong_arrays_are_named():
-    head = make_head("natural", 5)
-    for call, error, said in (
-        (lambda: head(jnp.zeros((2, 7))), ValueError, r"takes 4 scores .* got shape \(2, 7\)"),
-        (lambda: head(jnp.zeros(4, int)), ValueError, "floating point, got int32"),
-        (lambda: head([0.0] * 4), TypeError, "scores must be a JAX or numpy array, got list"),
-        (lambda: head(torch.zeros(4)), TypeError, "JAX or numpy array, got Tensor"),
-        (lambda: head(jnp.zeros(4), jnp.ones(5)), TypeError, "array of bool, .* got float32"),
-        (lambda: head(jnp.zeros(4), jnp.ones(4, bool)), ValueError, r"5 categories .* \(4,\)"),
-        (lambda: head.log_prob(jnp.zeros(4), 5), ValueError, r"lie in 0\.\.4, got 5"),
-        (lambda: head.log_prob(jnp.zeros(4), jnp.zeros(())), ValueError, "integers, got float32"),
-        (lambda: head.inverse(jnp.ones(4) / 4), ValueError, "expected 5 probabilities"),
-        (lambda: head.inverse(jnp.ones(5)), ValueError, "must sum to 1, got a sum of 5"),
-        (lambda: head.inverse(jnp.array([2.0, -1, 0, 0, 0])), ValueError, "negative, got -1"),
-        (
-            lambda: MixedHead(head, 0.5).inverse(jnp.ones(5).at[:2].set([0.05, 1.95]) / 5),
-            ValueError,
-            "mix=0.5 a probability must be 0 or at least 0.1, got 0.01",
-        ),
-        (
-            lambda: head(jnp.zeros(4)).kl_divergence(make_head("softmax", 3)(jnp.zeros(3))),
-            ValueError,
-            "over 5 and 3 categories",
-        ),
-    ):
-        with pytest.raises(error, match=said):
-            call()
-    outside = jax.jit(head.log_prob)(jnp.zeros(4), jnp.array([4, 5, -1]))
-    assert np.isnan(outside).tolist() == [False, True, True]
-
-
-@one_server
-def test_jax_and_torch_stay_apart():
-    code = "import sys, catnat.jax; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-    code = "import sys, catnat.heads, catnat.losses; print('jax' in sys.modules)"
-    done = run_fresh("-c", code)
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-
-
-def test_the_names_are_those_of_torch():
-    assert head_names() == ("softmax", "sparsemax", "sigmoid", "natural") == catnat.head_names()[:4]
-
-
-def example(*arguments):
-    command = [sys.executable, str(ROOT / "examples" / "jax_world_model.py"), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    return subprocess.run(command, env=env, capture_output=True, text=True)
-
-
-def test_the_example_runs(tmp_path):
-    out = tmp_path / "world_model.png"
-    done = example("--steps=2", f"--out={out}")
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["softmax", "natural"]
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_example_refuses_a_bad_picture_in_one_line_before_it_trains():
-    done = example("--out=no/such/folder/world.png")
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.endswith("in a folder that exists, got 'no/such/folder/world.png'")
