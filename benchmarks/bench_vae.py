@@ -4,6 +4,9 @@ CPU: ``DiscreteVAE`` in Lightning with ``FisherMonitor`` at every step, against 
 write by hand: a torchvision dataset, a ``DataLoader``, and the same network, with torch's layers
 and with ours.
 CUDA: steps replayed as graphs against eager ones, with and without the monitor.
+The cost of the monitor is estimated twice: from runs with and without it, and from one run in which
+it is turned on and off. The first counts one or two pictures of the Fisher matrix (a run draws them
+at steps 0, 10, 100, 1000 and so on), the second none.
 Several processes on one device: replayed steps against eager ones, and the parts of a step.
 
     python benchmarks/bench_vae.py --root DATA
@@ -35,6 +38,7 @@ from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
 
 N, K = 20, 32
+ON_AND_OFF = "the monitor on and off in one run"
 
 
 class Clock(pl.Callback):
@@ -56,28 +60,40 @@ class Clock(pl.Callback):
 
 
 class Toggle(pl.Callback):
-    """Turns a monitor on and off, a block of steps each, and keeps the seconds of each block."""
+    """Turns a monitor on and off in turns, and keeps the seconds per step of each turn.
 
-    def __init__(self, monitor: FisherMonitor) -> None:
-        self.monitor = monitor
-        self.times: list[float] = []
+    A turn is as long as some of the monitor's blocks and begins in the middle of one: a monitor
+    writes at the end of a block, which then lies inside a turn, with steps on both sides. On a GPU
+    what a block has found is written when the next block ends, so every turn but the first writes
+    as many blocks as it observes, and the device can work while the host writes.
+
+    Args:
+        monitor: the monitor.
+        blocks: length of a turn.
+    """
+
+    def __init__(self, monitor: FisherMonitor, blocks: int) -> None:
+        self.monitor, self.blocks = monitor, blocks
+        self.turn = -1
+        self.marks: list[tuple[int, float]] = []  # the step and the time at which a turn began
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Begin a block."""
-        number, step = divmod(trainer.global_step, self.monitor._steps_per_block)
-        probe = self.monitor._probe
-        if step or probe is None:
+        """Begin a turn; the turns of even number have the monitor."""
+        block, probe = self.monitor._steps_per_block, self.monitor._probe
+        turn = max(0, trainer.global_step - block // 2) // (self.blocks * block)
+        if turn == self.turn or probe is None:
             return
-        self.times.append(time.perf_counter())
-        self.monitor.every_n_steps = 10**9 if number % 2 else 1
-        if number % 2:
+        self.turn = turn
+        self.marks.append((trainer.global_step, now()))
+        self.monitor.every_n_steps = 10**9 if turn % 2 else 1
+        if turn % 2:
             probe.detach()
         else:
             probe.attach()
 
     def cost(self) -> float:
-        """Median of the extra time of blocks with the monitor over the blocks beside them."""
-        seconds = [b - a for a, b in pairwise(self.times)][2:]
+        """Median of the extra time of turns with the monitor over the turns beside them."""
+        seconds = [(t1 - t0) / (s1 - s0) for (s0, t0), (s1, t1) in pairwise(self.marks)]
         around = zip(seconds[1::2], seconds[2::2], seconds[3::2], strict=False)
         return statistics.median(on / ((before + after) / 2) for before, on, after in around) - 1
 
@@ -88,8 +104,8 @@ def monitor_cost(args: argparse.Namespace) -> float:
     That leaves out what it may do to the whole run, such as to the layout of memory.
     """
     monitor = FisherMonitor()
-    toggle = Toggle(monitor)
-    train(args, 20 * args.steps, None, toggle, monitor)
+    toggle = Toggle(monitor, blocks=1 if args.device == "cpu" else 5)
+    train(args, 4 * args.steps, None, toggle, monitor)
     return toggle.cost()
 
 
@@ -178,7 +194,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--head", default="natural")
     parser.add_argument("--steps", type=int, help="steps of a run (CPU 120, CUDA 4000)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
     parser.add_argument("--processes", type=int, help="ranks of DDP that share the device")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of DDP")
@@ -206,15 +222,16 @@ def main() -> None:
             "replayed, no monitor": lambda: lightning(args, None, False),
         }
     if args.run:
-        print(runs[args.run]())
+        print(monitor_cost(args) if args.run == ON_AND_OFF else runs[args.run]())
         return
     times: dict[str, list[float]] = {name: [] for name in runs}
+    toggled: list[float] = []
     for _ in range(args.rounds):
-        for name in runs:  # each in a process of its own
-            command = [sys.executable, __file__, *sys.argv[1:], "--run", name]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            times[name].append(float(done.stdout.split()[-1]))
+        for name in runs:
+            times[name].append(in_its_process(name))
             print(f"  {name}: {times[name][-1] * 1e3:.3f} ms", flush=True)
+        toggled.append(in_its_process(ON_AND_OFF))
+        print(f"  {ON_AND_OFF}: {toggled[-1]:.1%}", flush=True)
     base = next(iter(times.values()))
     print(f"\nDiscreteVAE, {args.head}, N = {N}, K = {K}, batch 100, {args.device}")
     print(f"{'':38}{'ms/step':>9}{'steps/s ratio':>15}")
@@ -222,10 +239,18 @@ def main() -> None:
         ratio = statistics.median(b / v for b, v in zip(base, values, strict=True))
         print(f"{name:38}{statistics.median(values) * 1e3:9.3f}{ratio:15.2f}")
     with_it, without = list(times.values())[-2:]
-    costs = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
-    print(f"the monitor costs {costs - 1:.1%} of a step, the median of {args.rounds} rounds")
-    if args.device == "cpu":
-        print(f"and {monitor_cost(args):.1%}, turned on and off in one run")
+    costs = [a / b - 1 for a, b in zip(with_it, without, strict=True)]
+    print(f"the monitor's share of a step, median (least to most) of {args.rounds} rounds:")
+    for how, shares in (("a run with and a run without it", costs), (ON_AND_OFF, toggled)):
+        spread = f"({min(shares):.1%} to {max(shares):.1%})"
+        print(f"  {how}: {statistics.median(shares):.1%} {spread}")
+
+
+def in_its_process(name: str) -> float:
+    """What a run gives in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--run", name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
 
 
 if __name__ == "__main__":

@@ -216,14 +216,16 @@ class HeadHistory:
 
     def send(self, trainer: Trainer) -> Callable[[], Report]:
         """Start the copy to the host; the returned function waits for it and gives the report."""
-        exact, sampled = self._exact.send(trainer), self._sampled.send(trainer)
+        exact = send(self._exact.over_ranks(trainer))
+        # Three numbers of a step instead of two matrices: most of the copy, and of the host's work.
+        sampled = send(self._sampled_masses(self._sampled.over_ranks(trainer)))
 
         def receive() -> Report:
             diagnostics, steps = exact(), self._exact.steps
             scalars = self._scalars(diagnostics)
             tables = [Table(SCALARS, steps, scalars)]
             if drawn := self._sampled.steps:
-                masses = self._sampled_masses(sampled())
+                masses = sampled()
                 if drawn == steps:
                     tables = [Table(SCALARS + SAMPLED, steps, torch.cat((scalars, masses), 1))]
                 else:
@@ -248,7 +250,7 @@ class HeadHistory:
             return sampled_scalars_of(sampled.reshape(-1, 2, S, S))
         except Exception as error:  # the matrices were too large, or a mass cannot be computed
             self._remember(error)
-            return torch.full((len(sampled), len(SAMPLED)), torch.nan)
+            return torch.full((len(sampled), len(SAMPLED)), torch.nan, device=sampled.device)
 
 
 class _MeansOverRanks:
@@ -265,10 +267,10 @@ class _MeansOverRanks:
         self._rows += [rows] * len(steps)
         self._means.append(means)
 
-    def send(self, trainer: Trainer) -> Callable[[], Tensor]:
-        """Average over ranks and start the copy to the host; call the result to wait for it."""
+    def over_ranks(self, trainer: Trainer) -> Tensor:
+        """The means of T steps, (T, D)."""
         if not self.steps:
-            return lambda: torch.empty(0)
+            return torch.empty(0)
         means, self._means = torch.cat(self._means), []
         if trainer.world_size > 1:
             rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
@@ -276,4 +278,4 @@ class _MeansOverRanks:
             sums = trainer.strategy.reduce(torch.cat([rows, sums], 1), reduce_op="sum")
             assert isinstance(sums, Tensor)
             means = sums[:, 1:] / sums[:, :1]
-        return send(means)
+        return means

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
-from matplotlib import colormaps
 from torch import Tensor
+from torch.utils.tensorboard.writer import SummaryWriter
 
 from catnat import HeadProbe
-from catnat.callbacks.dashboard import kind_of
+from catnat.callbacks.dashboard import kind_of, write_image
 from catnat.checks import require_at_least
 from catnat.noise import forked_random_state
 
@@ -22,11 +21,15 @@ _BLUE = (0.2, 0.3, 0.6)
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
-    """Give an image (H, W, 1 or 3) in [0, 1] to every logger that takes images."""
-    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().numpy()
+    """Give an image (H, W, 1 or 3), bytes or numbers in [0, 1], to every logger that takes any."""
+    if image.dtype != torch.uint8:
+        image = (image.detach().float().clamp(0, 1) * 255).round().byte()
+    pixels = image.cpu().numpy()
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
-        if hasattr(experiment, "add_image"):
+        if isinstance(experiment, SummaryWriter):
+            write_image(experiment, tag, pixels, step)
+        elif hasattr(experiment, "add_image"):
             experiment.add_image(tag, pixels, step, dataformats="HWC")
         elif hasattr(logger, "log_image"):
             logger.log_image(tag, [pixels], step=step)
@@ -37,11 +40,10 @@ def step_of(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def heat_map(matrix: Tensor, colours: str, low: float, high: float, cell: int = 12) -> Tensor:
-    """A matrix (R, C) as an image (R * cell, C * cell, 3): values low..high become colours."""
-    scaled = (matrix.detach().float().cpu().numpy() - low) / max(high - low, 1e-12)
-    picture = colormaps[colours](scaled)[..., :3].astype(np.float32)
-    return torch.from_numpy(picture.repeat(cell, 0).repeat(cell, 1))
+def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
+    """A matrix (R, C) as an image (R * cell, C * cell, 3): 0 is black, 1 is white."""
+    grey = matrix.detach().float().cpu().clamp(0, 1)
+    return grey.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[..., None].expand(-1, -1, 3)
 
 
 def tile(images: Tensor, columns: int) -> Tensor:
@@ -152,7 +154,7 @@ class VAEFigures(Callback):
             assert isinstance(summed, Tensor)
             share = summed / summed.sum(-1, keepdim=True)
             tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
-            add_image(trainer.loggers, tag, heat_map(share, "gray", 0, 1), step_of(trainer))
+            add_image(trainer.loggers, tag, heat_map(share), step_of(trainer))
 
     def _draw_images(self, trainer: Trainer, model: Any) -> None:
         pictures = {
@@ -197,11 +199,11 @@ class GraphFigures(Callback):
         theta = getattr(pl_module, "theta", None)
         if trainer.sanity_checking or not trainer.is_global_zero or theta is None:
             return
-        pictures = [heat_map(theta, "gray", 0, 1)]
+        pictures = [heat_map(theta)]
         truth = getattr(getattr(trainer, "datamodule", None), "edge_probs", None)
         if truth is not None:
             gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
-            pictures += [gap, heat_map(truth, "gray", 0, 1)]
+            pictures += [gap, heat_map(truth)]
         add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), step_of(trainer))
 
 

@@ -5,8 +5,6 @@ names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of th
 Ray cluster) run in one worker, so that the fixture is made once.
 """
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -47,24 +45,6 @@ def _seed():
 def _validation():
     """Distributions check what they are given: torch.compile in another test turned that off."""
     torch.distributions.Distribution.set_default_validate_args(True)
-
-
-def _bare_picture(matrix, head, limit, title):
-    return (matrix / limit).clamp(0, 1)[..., None].expand(-1, -1, 3)
-
-
-@pytest.fixture(autouse=True)
-def _bare_pictures(request, monkeypatch):
-    """Monitors draw the matrix alone: axes and colour bar take most of the time of a short run."""
-    if "whole_pictures" not in request.fixturenames:
-        for name in ("fisher_monitor", "fisher_monitor_sb3"):
-            if module := sys.modules.get(f"catnat.callbacks.{name}"):
-                monkeypatch.setattr(module, "fisher_picture", _bare_picture)
-
-
-@pytest.fixture
-def whole_pictures():
-    """For a test of what monitors draw."""
 
 
 @pytest.fixture(scope="session")

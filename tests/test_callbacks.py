@@ -27,7 +27,7 @@ def test_tiles_and_heat_maps():
     assert grid[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
     assert grid[3, :, 0].tolist() == [2, 2, 2, 3, 3, 3]
     assert torch.equal(tile(images[:, 0], 2), grid)
-    picture = heat_map(torch.tensor([[0.0, 1.0]]), "gray", 0, 1, cell=2)
+    picture = heat_map(torch.tensor([[0.0, 1.0]]), cell=2)
     assert picture.shape == (2, 4, 3)
     assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
 

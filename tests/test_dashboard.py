@@ -1,24 +1,29 @@
 """What TensorBoard offers of a run: its own answers over HTTP, and what the pictures show."""
 
+import io
 import json
 import random
+import re
 import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases_callbacks import Small, fit
 from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
 from tensorboard import program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from catnat import make_head
-from catnat.callbacks import FisherMonitor
+from catnat.callbacks import FisherMonitor, RunLogger
 from catnat.callbacks.dashboard import use_fast_checksums
 from catnat.callbacks.fisher_picture import fisher_picture, is_drawn, limit_of
+from catnat.callbacks.images import add_image
 from catnat.callbacks.tags import charts, explanation, guide
 
 RUNS = {"vae/natural/version_0", "ppo/softmax/version_0", "gsl/natural/version_0"}
@@ -190,6 +195,72 @@ def test_tree_levels_are_marked_for_catnat_heads():
     catnat, other = make_head("natural", 5), make_head("softmax", 4)
     G = torch.zeros(4, 4)  # both have four scores
     assert not torch.equal(fisher_picture(G, catnat, 1, ""), fisher_picture(G, other, 1, ""))
+
+
+def matrix_of(picture):
+    """The part of a picture that shows the matrix, without the frame: found by its black corner."""
+    black = (picture == 0).all(-1)
+    frame = (black.sum(1) > 200).nonzero().flatten()
+    column = (black.sum(0) > 200).nonzero().flatten()
+    return picture[frame[0] + 1 : frame[-1], column[0] + 1 : column[1]]
+
+
+RED, WHITE, BLUE = [0x67, 0, 0x1F], [0xF7, 0xF7, 0xF7], [0x05, 0x30, 0x61]
+
+
+def test_a_picture_shows_every_entry_in_its_colour():
+    G = torch.tensor([[0.25, 0.0, -0.25], [0.0, 0.025, 0.0], [-1.0, 0.0, 1.0]])
+    square = matrix_of(fisher_picture(G, make_head("softmax", 3), 0.25, "title"))
+    side = len(square)
+    assert square.shape == (side, side, 3)
+    middles = square[side // 6 :: side // 3, side // 6 :: side // 3].tolist()
+    assert middles[0] == [RED, WHITE, BLUE]
+    assert middles[2] == [BLUE, WHITE, RED], "beyond the limit"
+    red, green, blue = middles[1][1]
+    assert red > 0x67 and 0 < green < 0xF7 and 0x1F < blue < 0xF7, "between white and red"
+    assert square.flatten(0, 1).unique(dim=0).shape[0] == 4, "and nothing else"
+
+
+def test_a_picture_of_more_entries_than_pixels_loses_none_of_them():
+    G = torch.zeros(1000, 1000)
+    G[500, 250] = -0.25
+    square = matrix_of(fisher_picture(G, make_head("softmax", 1000), 0.25, ""))
+    ((i, j),) = (square == torch.tensor(BLUE)).all(-1).nonzero().tolist()
+    assert (i, j) == (len(square) // 2, len(square) // 4)
+
+
+def test_the_title_and_what_is_beyond_the_scale_are_shown():
+    head, G = make_head("softmax", 3), 0.2 * torch.eye(3)
+    one, other = (fisher_picture(G, head, 0.25, title) for title in ("step 0", "step 10"))
+    changed = (one != other).any(-1).any(-1).nonzero()
+    assert 0 < len(changed) < 20 and changed.max() < 62, "the title, above the matrix"
+    beyond = fisher_picture(2 * G, head, 0.25, "step 0")
+    assert (beyond[:61, 360:] != one[:61, 360:]).any(), "the colour bar has a tip"
+
+
+def test_no_run_imports_matplotlib_to_draw():
+    folder = Path(FisherMonitor.__init__.__code__.co_filename).parent
+    imports = re.compile(r"^ *(from|import) matplotlib", re.MULTILINE)
+    assert [p.name for p in folder.glob("*.py") if imports.search(p.read_text())] == []
+
+
+@pytest.mark.parametrize("kind", [RunLogger, TensorBoardLogger])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_reads_like_one_that_tensorboard_wrote(kind, channels, tmp_path):
+    logger = kind(tmp_path, name="", version="run")
+    image = torch.rand(5, 7, channels)
+    add_image([logger], "fim/mean", image, 3)
+    add_image([logger], "fim/mean", (image * 255).round().byte(), 4)
+    logger.experiment.add_image("theirs", (image * 255).round().byte(), 3, dataformats="HWC")
+    logger.experiment.close()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    found = [*events.Images("fim/mean"), *events.Images("theirs")]
+    assert [each.step for each in found] == [3, 4, 3]
+    assert {(each.width, each.height) for each in found} == {(7, 5)}
+    ours, bytes_, theirs = (
+        np.array(Image.open(io.BytesIO(each.encoded_image_string)).convert("RGB")) for each in found
+    )
+    assert np.array_equal(ours, theirs) and np.array_equal(bytes_, theirs)
 
 
 def test_a_run_without_pictures_draws_none(tmp_path):

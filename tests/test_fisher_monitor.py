@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import head_names, make_head
-from catnat.callbacks import FisherMonitor, VAEFigures
+from catnat.callbacks import FisherMonitor, VAEFigures, fisher_diagnostics
 from catnat.callbacks.fisher_diagnostics import matrices_of
 from catnat.fisher import condition_number, off_diagonal_mass, score_fisher
+from catnat.replay import send
 
 SCALARS = (
     "off_diagonal_mass",
@@ -288,7 +289,19 @@ def test_samples_give_a_diagonal_matrix_a_floor_that_falls_with_their_number():
     assert floors[2] < 0.02
 
 
-def test_logged_to_tensorboard_with_a_picture(tmp_path, whole_pictures):
+def test_three_numbers_of_a_step_are_copied_for_its_draws_and_no_matrices(monkeypatch):
+    sizes = []
+
+    def noted(x):
+        sizes.append(tuple(x.shape))
+        return send(x)
+
+    monkeypatch.setattr(fisher_diagnostics, "send", noted)
+    fit(Small("natural"), FisherMonitor())
+    assert sizes == [(5, S_OF["natural"] + 1), (5, 3)]
+
+
+def test_logged_to_tensorboard_with_a_picture(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="", version="run")
