@@ -198,6 +198,9 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
     parser.add_argument("--processes", type=int, help="ranks of DDP that share the device")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of DDP")
+    parser.add_argument(
+        "--here", action="store_true", help="all runs in this process: fewer starts"
+    )
     parser.add_argument("--run", help="only this one; prints seconds per step")
     args = parser.parse_args()
     args.torchvision_root = args.torchvision_root or args.root
@@ -221,16 +224,17 @@ def main() -> None:
             "replayed, FisherMonitor every step": lambda: lightning(args, None, True),
             "replayed, no monitor": lambda: lightning(args, None, False),
         }
+    known = runs | {ON_AND_OFF: lambda: monitor_cost(args)}
     if args.run:
-        print(monitor_cost(args) if args.run == ON_AND_OFF else runs[args.run]())
+        print(known[args.run]())
         return
     times: dict[str, list[float]] = {name: [] for name in runs}
     toggled: list[float] = []
     for _ in range(args.rounds):
         for name in runs:
-            times[name].append(in_its_process(name))
+            times[name].append(known[name]() if args.here else in_its_process(name))
             print(f"  {name}: {times[name][-1] * 1e3:.3f} ms", flush=True)
-        toggled.append(in_its_process(ON_AND_OFF))
+        toggled.append(known[ON_AND_OFF]() if args.here else in_its_process(ON_AND_OFF))
         print(f"  {ON_AND_OFF}: {toggled[-1]:.1%}", flush=True)
     base = next(iter(times.values()))
     print(f"\nDiscreteVAE, {args.head}, N = {N}, K = {K}, batch 100, {args.device}")
