@@ -1,5 +1,7 @@
 """TreeLinear: the same numbers as a linear layer and a head, by way of few rows."""
 
+import math
+
 import pytest
 import scipy.stats
 import torch
@@ -9,11 +11,18 @@ from cases_tree_linear import by_linear_and_head, layer_and_data, without_kernel
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from catnat import TreeLinear
+from catnat import CatnatHead, TreeLinear
 from catnat.ops import path_scores as ops
 from catnat.tree_search import leaf_paths
 
 HEADS = ("sigmoid", "natural", "cauchy")
+
+
+class CauchyHead(CatnatHead, name="cauchy"):
+    """A head of one's own: a(s) = 1/2 + arctan(s) / pi."""
+
+    def log_split(self, x):
+        return torch.log(0.5 - torch.atan(x) / math.pi), torch.log(0.5 + torch.atan(x) / math.pi)
 
 
 @pytest.mark.parametrize("upper", [0, 2, 8])
