@@ -35,7 +35,7 @@ SAMPLED = (
     "off_diagonal_share_sampled",
 )
 _MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
-_MAX_IN_CACHE = 2**19  # the same on a CPU, where 2 MB stay in a cache: that halves the time
+_MAX_IN_CACHE = 2**19  # the same on a CPU: 2 MB stay in a cache, which saves a third of the time
 _MAX_NOISE = 2**22  # numbers that are drawn at once: 16 MB
 _MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 
