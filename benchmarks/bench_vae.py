@@ -253,7 +253,9 @@ def main() -> None:
 def in_its_process(name: str) -> float:
     """What a run gives in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--run", name]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
     return float(done.stdout.split()[-1])
 
 

@@ -111,19 +111,26 @@ def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
 
     Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S).
     """
+    # A CPU's time goes with the numbers: two draws share the probabilities. A GPU's goes with the
+    # calls, and so does that of many draws: each draw gets a copy of the scores.
+    shared = len(levels) <= 2 and not scores.is_cuda
     with torch.inference_mode(False), torch.enable_grad():
         wide = at_least_float32(scores.detach())
-        leaf = wide.expand(*levels.shape, scores.shape[-1]).clone().requires_grad_()
+        copies = levels.shape[1:] if shared else levels.shape
+        leaf = wide.expand(*copies, scores.shape[-1]).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
-        drawn = _category_at(log_probs.detach(), levels[..., None])
+        fixed = log_probs.detach()
+        drawn = _category_at(fixed, levels[..., None])  # (M, *, 1)
+        one_hots = fixed.new_zeros(*levels.shape, fixed.shape[-1]).scatter_(-1, drawn, 1.0)
         # Rows are independent, so one backward pass gives every row's own gradient.
-        one_hot = torch.zeros_like(log_probs).scatter_(-1, drawn, 1.0)
-        (gradients,) = torch.autograd.grad(log_probs, leaf, one_hot)
-    return gradients
+        if not shared:
+            return torch.autograd.grad(log_probs, leaf, one_hots)[0]
+        passes = (torch.autograd.grad(log_probs, leaf, x, retain_graph=True)[0] for x in one_hots)
+        return torch.stack(tuple(passes))
 
 
 def _category_at(log_probs: Tensor, levels: Tensor) -> Tensor:
-    """Where the distribution function passes a level in [0, 1), (*, K) and (*, 1) -> (*, 1).
+    """Where the distribution function passes a level in [0, 1), (*, K) and (M, *, 1) -> (M, *, 1).
 
     ``torch.multinomial`` would make the host wait for the device.
     """
@@ -132,7 +139,8 @@ def _category_at(log_probs: Tensor, levels: Tensor) -> Tensor:
         reached = probs.movedim(-1, 0).contiguous().cumsum(0).movedim(0, -1)
     else:
         reached = probs.cumsum(-1)
-    drawn = (reached <= levels * reached[..., -1:]).sum(-1, keepdim=True)
+    passed = reached <= levels * reached[..., -1:]
+    drawn = passed.sum(-1, keepdim=True, dtype=torch.int32).long()  # int64 sums take longer
     return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 

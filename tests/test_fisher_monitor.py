@@ -301,6 +301,25 @@ def test_three_numbers_of_a_step_are_copied_for_its_draws_and_no_matrices(monkey
     assert sizes == [(5, S_OF["natural"] + 1), (5, 3)]
 
 
+def test_a_cpu_computes_before_the_scores_leave_its_cache_and_the_values_stay(monkeypatch):
+    rows, sizes = [], []
+    diagnostics = fisher_diagnostics.HeadHistory._compute
+
+    def noted(self, steps, scores, draws):
+        sizes.append(len(steps))
+        diagnostics(self, steps, scores, draws)
+
+    monkeypatch.setattr(fisher_diagnostics.HeadHistory, "_compute", noted)
+    for most in (2**19, 1):
+        monkeypatch.setattr(fisher_diagnostics, "_MAX_IN_CACHE", most)
+        torch.manual_seed(0)
+        fit(Small("natural"), FisherMonitor(), logger=(logger := Memory()))
+        rows.append(logger.rows)
+    assert sizes == [5, 1, 1, 1, 1, 1]
+    for step, row in rows[0].items():
+        assert row == pytest.approx(rows[1][step], rel=1e-4, abs=1e-5)
+
+
 def test_logged_to_tensorboard_with_a_picture(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

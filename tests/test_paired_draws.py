@@ -87,3 +87,12 @@ def test_a_negative_share_is_shown_as_mass_zero():
 def test_one_draw_cannot_be_halved():
     with pytest.raises(ValueError, match="num_samples must be 0 or at least 2, got 1"):
         FisherMonitor(num_samples=1)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "sigmoid", "natural"])
+def test_two_draws_that_share_their_probabilities_are_those_of_draws_of_their_own(name):
+    head = make_head(name, 5)
+    scores, levels = torch.randn(3, 4, head.num_scores), torch.rand(2, 3, 4)
+    both = paired_mean_fishers(head, scores, levels)
+    four = torch.cat((levels[:1], levels[:1], levels[1:], levels[1:]))  # more than two: copies
+    assert torch.allclose(both, paired_mean_fishers(head, scores, four), atol=1e-6)
