@@ -78,12 +78,16 @@ class StepGraph(Generic[Output]):
         return output
 
     def _capture(self, batch: Any) -> None:
+        current = torch.cuda.current_stream()
         self._graph = torch.cuda.CUDAGraph()
         with (
             _garbage_waits(),
             torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._output = self.step(batch)
+        # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device
+        # that happened after the first replay had set the place, and its noise was another one.
+        current.wait_stream(self._stream)
 
 
 class StepInParts(Generic[Output]):

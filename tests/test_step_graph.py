@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -48,6 +49,60 @@ def test_a_sequence_of_tensors_is_captured_too():
     for k in range(8):
         x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
         assert graph([x, y]).item() == 3 * k
+
+
+def test_the_first_replay_waits_for_what_torch_does_when_it_captures(monkeypatch):
+    """Torch sets the place of the noise on the stream that captures, and again before a replay."""
+    happened = []
+
+    class Stream:
+        def __init__(self, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            happened.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self):
+            happened.append("replay")
+
+    @contextlib.contextmanager
+    def capture(graph, stream, **_):
+        happened.append(f"capture on {stream.name}")
+        yield
+
+    usual = Stream("usual")
+    for name, stand_in in {"Stream": Stream, "CUDAGraph": Graph, "graph": capture}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: usual)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    graph = graphs.StepGraph(lambda x: x + 1)
+    for _ in range(graphs.WARM_UP):
+        graph(torch.zeros(2))
+    happened.clear()
+    graph(torch.zeros(2))
+    graph(torch.zeros(2))
+    assert happened == ["capture on side", "usual waits for side", "replay", "replay"]
+
+
+@cuda
+def test_noise_goes_on_after_a_capture_on_a_busy_stream(monkeypatch):
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(graph, *args, **options):
+        torch.cuda._sleep(200_000_000)  # on the stream that captures
+        begin(graph, *args, **options)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    graph = graphs.StepGraph(lambda x: x + torch.rand_like(x))
+    x = torch.zeros(1000, device="cuda")
+    torch.manual_seed(0)
+    found = [graph(x).clone() for _ in range(graphs.WARM_UP + 3)]
+    torch.cuda.current_stream().synchronize()
+    assert graph._stream.query()  # nothing of the capture is left behind the replays
+    torch.manual_seed(0)
+    for each in found:
+        assert torch.equal(each, torch.rand_like(x))
 
 
 @cuda
