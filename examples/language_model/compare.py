@@ -32,7 +32,6 @@ for _head, _options in TREES.items():
         "--order=cooccurrence",
         "--rebuild_at={rebuild}",
     ]
-REBUILD = 0.2  # share of the steps after which a tree is rebuilt
 
 
 class Run(NamedTuple):
@@ -51,7 +50,7 @@ class Run(NamedTuple):
 
 def command(run: Run, given: argparse.Namespace) -> list[str]:
     """The words after ``catnat`` for a run."""
-    every, places = max(1, run.steps // 20), {"rebuild": int(REBUILD * run.steps)}
+    every, places = max(1, run.steps // 20), {"rebuild": int(given.rebuild * run.steps)}
     places["quarter"] = given.vocabulary // 4
     return [
         *("--model=language_model.LanguageModel", "--data=language_model.TextData"),
@@ -206,6 +205,7 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[0.001, 0.002, 0.004, 0.008, 0.016]
     )
+    parser.add_argument("--rebuild", type=float, default=0.2, help="after this share of the steps")
     parser.add_argument("--accelerator", default="auto")
     sizes = {"seeds": 3, "steps": 1000, "vocabulary": 32768, "width": 512, "layers": 2}
     for name, default in (sizes | {"rows": 256, "length": 32}).items():
