@@ -2,7 +2,9 @@
 
 import sys
 
-from catnat.training.main import main
+from catnat.training.main import main, program
+
+__all__ = ["main"]  # for those who call it in a process of their own
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -170,6 +170,39 @@ def test_names_are_checked_before_torch_is_imported():
         assert out.stdout.splitlines()[-1] == f"{rc} False"
 
 
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--head", "naturl"], 2)])
+def test_a_process_ends_at_once_after_its_threads_and_what_was_registered(words, code):
+    source = """
+import atexit, sys, threading, time
+from catnat.training import main
+class Large:
+    def __del__(self): print("freed")
+large, usual = Large(), main.main
+def work():
+    atexit.register(print, "registered")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    return usual()
+main.main = work
+sys.exit(main.program())
+"""
+    words = [sys.executable, "-c", source, *words]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-2:] == ["thread", "registered"]
+    assert ("usage" in done.stdout) == (code == 0) and ("naturl" in done.stderr) == (code == 2)
+
+
+def test_a_bug_in_the_program_ends_it_as_python_does():
+    source = """
+import sys
+from catnat.training import main
+main.main = lambda: 1 / 0
+sys.exit(main.program())
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
 def test_a_damaged_data_file_is_named(workspace, capfd, tmp_path):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0" * 100)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(b"\0" * 100)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 import time
 
@@ -16,6 +19,29 @@ from catnat.training.errors import (
 )
 from catnat.training.help_pages import help_page
 from catnat.training.names import GROUPS, Names, check_choice, read_names
+
+
+def program() -> int:
+    """Run the words of the command line in a process of its own, which ends at once afterwards.
+
+    Python would take more than a second to free one by one what torch and others have in memory.
+    So one of the functions that Python calls at its end ends the process. Python calls them in
+    reverse order, after all threads have ended: those that were registered while the program ran
+    are called before.
+    """
+    codes: list[int] = []
+    atexit.register(_end, codes)
+    codes.append(main())
+    return codes[0]
+
+
+def _end(codes: list[int]) -> None:
+    """End the process with this exit code; without one a bug ended the program, as Python does."""
+    if codes:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a reader has gone, or it is closed
+                stream.flush()
+        os._exit(codes[0])
 
 
 def main(argv: list[str] | None = None) -> int:
