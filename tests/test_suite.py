@@ -2,8 +2,6 @@
 
 import gzip
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 from cases_fresh import one_server, run_fresh
@@ -11,9 +9,11 @@ from cases_fresh import one_server, run_fresh
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_doctests_of_one_file_pass_alone():
-    argv = [sys.executable, "-m", "pytest", "-q", "-n0", "catnat/heads.py"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
+@one_server
+def test_the_doctests_of_one_file_pass_alone(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-n0', 'catnat/heads.py']))"
+    done = run_fresh("-c", code)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
 
