@@ -1,6 +1,5 @@
 """Two processes on the CPU: same parameters on both, and what one process would compute."""
 
-import os
 import signal
 import sys
 import warnings
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from cases_fresh import one_server, run_fresh
 from cases_mnist import write_mnist
 from lightning.pytorch import Trainer, seed_everything
@@ -202,7 +202,7 @@ DiscreteVAE.{step} = step
 """
 
 
-@pytest.mark.parametrize("step", ["validation_step", "test_step"])
+@pytest.mark.parametrize("step", ["validation_step", slow("test_step")])
 def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
     """Rank 0 alone gets it; no rank is left waiting for another."""
     Path("late_signal.py").write_text(LATE_SIGNAL.format(step=step))

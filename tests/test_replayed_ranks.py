@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
-
 from cases_fresh import one_server, run_fresh
 from cases_mnist import write_mnist
 from cases_replay import replay_on_the_cpu
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import LastCheckpoint
