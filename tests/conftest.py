@@ -5,7 +5,6 @@ names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of th
 Ray cluster) run in one worker, so that the fixture is made once.
 """
 
-import os
 import sys
 
 import numpy as np
@@ -17,13 +16,6 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
-
-
-def pytest_configure(config):
-    """JAX compiles in half the time for quick tests, and as for its users with ``-m slow``."""
-    if not config.option.markexpr:
-        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        os.environ.setdefault("XLA_FLAGS", quick)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

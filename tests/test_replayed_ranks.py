@@ -22,7 +22,11 @@ from catnat.callbacks.checkpoints import LastCheckpoint
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
-pytestmark = [one_server, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
+pytestmark = [
+    one_server,
+    pytest.mark.slow,  # 16 runs, most of them of two processes
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+]
 
 
 class SmoothVAE(MLPDiscreteVAE):
