@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(config, items):
         shared = any(each[-1].scope == "module" for each in defined)
         if shared and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    _leave_out_slow_ones(config, items)
+    if hasattr(config, "workerinput"):
+        _write_groups(items)
+
+
+def _leave_out_slow_ones(config, items):
     if config.option.markexpr:
         return
     named = tuple(word.partition("::")[2] for word in config.args if "::" in word)
@@ -34,6 +40,17 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=list(filter(left_out, items)))
     items[:] = [item for item in items if not left_out(item)]
+
+
+def _write_groups(items):
+    """Groups stand in the ids of tests, where pytest-xdist reads them in its main process.
+
+    pytest-xdist 3.8 writes them to an attribute that pytest 9.2 no longer reads.
+    """
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group and hasattr(item, "_id"):
+            item._id = item.parent.id.child(f"{item.name}@{group.args[0]}")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases import HEADS
+from cases import HEADS, slow
 from cases_cli import ROOT, last, run
 from cases_fresh import one_server, run_fresh
 
@@ -444,7 +444,9 @@ def test_the_order_of_help_and_other_options_does_not_matter(capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--model", "vae", "--help", "model"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], slow(["--model", "vae", "--help", "model"], id="of an option")]
+)
 def test_a_reader_who_leaves_early_hears_nothing(argv):
     read, write = os.pipe()
     os.close(read)

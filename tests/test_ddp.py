@@ -1,14 +1,14 @@
 """Two processes on the CPU: same parameters on both, and what one process would compute."""
 
-import os
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
+from cases_fresh import one_server, run_fresh
 from cases_mnist import write_mnist
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,6 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from catnat.callbacks import FisherMonitor, VAEFigures
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+
+pytestmark = one_server
 
 
 class Recorder:
@@ -127,19 +129,8 @@ def evaluate_one_item(folder):
 def folder(tmp_path_factory):
     """What :func:`work` leaves behind, done in a process of its own."""
     folder = tmp_path_factory.mktemp("ddp")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(timeout=600)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too
-            code = "timeout"
-    assert code == 0, (folder / "log").read_text()[-3000:]
+    done = run_fresh(__file__, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
@@ -211,14 +202,14 @@ DiscreteVAE.{step} = step
 """
 
 
-@pytest.mark.parametrize("step", ["validation_step", "test_step"])
+@pytest.mark.parametrize("step", ["validation_step", slow("test_step")])
 def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
     """Rank 0 alone gets it; no rank is left waiting for another."""
     Path("late_signal.py").write_text(LATE_SIGNAL.format(step=step))
     train = Path(__file__).resolve().parent.parent / "train.py"
-    argv = [sys.executable, str(train), "--import=late_signal", *workspace, "--batch_size=3"]
+    argv = [train, "--import=late_signal", *workspace, "--batch_size=3"]
     argv += ["--devices=2", "--strategy=ddp", "--accelerator=cpu", "--val_check_interval=3"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    done = run_fresh(*argv)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr == ""
     assert "stopped by SIGTERM after step 3; go on with" in done.stdout.splitlines()[-1]

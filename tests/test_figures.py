@@ -80,6 +80,7 @@ def test_a_tag_that_no_run_has_gets_one_line(table, capsys):
     assert "no run of mlp_vae has fim/off_diagonal_mass_fro" in line
 
 
+@pytest.mark.slow
 def test_samples_of_a_real_run(tmp_path, capsys):
     """Also: metrics.json has what to select by, even if a run is resumed after its last step."""
     import train

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cases import slow
 
 from experiments import plan, runs, stages, train_interface
 from experiments.engines import forks
@@ -96,7 +95,8 @@ def test_where_imports_have_begun_cuda_programs_are_new(shown, driver, monkeypat
 
 
 @linux
-@pytest.mark.parametrize("model", ["gsl", slow("ppo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gsl", "ppo"])
 def test_imports_do_not_begin_cuda(model, driver):
     check = """\
 import os, sys

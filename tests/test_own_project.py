@@ -24,6 +24,7 @@ def words(plan, folder):
     return [str(plan), "--scale", "smoke", "--runs", str(folder)]
 
 
+@pytest.mark.slow
 def test_a_program_with_data_and_metrics_of_its_own_becomes_a_table(project, tmp_path, capsys):
     assert sweep.main(words(project / "patches.yaml", tmp_path)) == 0, capsys.readouterr().out
     assert tables.main(words(project / "patches.yaml", tmp_path)) == 0

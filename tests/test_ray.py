@@ -87,6 +87,7 @@ def begin(cluster, path, *more):
     return start(path, *words, **HERE_ALONE)
 
 
+@pytest.mark.slow
 def test_asha_stops_bad_runs_of_the_search_and_no_seeds(cluster, tmp_path):
     path = write_table(
         tmp_path,
@@ -107,6 +108,7 @@ def test_asha_stops_bad_runs_of_the_search_and_no_seeds(cluster, tmp_path):
     wait_for(lambda: not runs.running(bad))  # its process is gone
 
 
+@pytest.mark.slow
 def test_runs_take_the_gpus_of_the_cluster(cluster, tmp_path):
     (tmp_path / "gate").touch()
     path = write_table(tmp_path, grid={"x": [1.0, 2.0]})
@@ -118,6 +120,7 @@ def test_runs_take_the_gpus_of_the_cluster(cluster, tmp_path):
     assert sorted(found) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_tpe_killed_and_restored(cluster, tmp_path):
     search = {"metric": "val/loss", "better": "lower", "seed": 0, "trials": 5, "top": 2}
     search["space"] = {"x": {"low": 0.0, "high": 9.0}}
@@ -150,6 +153,7 @@ def _x(name, path):
     return json.loads(record.read_text())["settings"]["x"]
 
 
+@pytest.mark.slow
 def test_24_runs_on_two_nodes_survive_the_death_of_one(cluster, tmp_path):
     """All four that run wait when the node dies; its two go on from their checkpoints."""
     cluster.tell("add")

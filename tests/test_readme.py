@@ -1,13 +1,11 @@
 """What the README and the site show runs: code in full, commands up to their configuration."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import cases_docs
 import pytest
+from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -18,22 +16,23 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def run_pages(what: str, cwd: Path) -> str:
+def run_pages(what: str) -> str:
     """Run what the README and all pages of the site show, in another process."""
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, str(ROOT / "tests" / "cases_docs.py"), what, *map(str, PAGES)]
-    env = os.environ | {"PYTHONPATH": places}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    done = run_fresh(ROOT / "tests" / "cases_docs.py", what, *PAGES)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_every_python_block_of_the_readme_and_the_site_runs(tmp_path):
-    assert "natural" in run_pages("blocks", tmp_path)
+@one_server
+def test_every_python_block_of_the_readme_and_the_site_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "natural" in run_pages("blocks")
 
 
-def test_every_command_of_the_readme_and_the_site_is_understood(tmp_path):
-    run_pages("commands", tmp_path)
+@one_server
+def test_every_command_of_the_readme_and_the_site_is_understood(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_pages("commands")
 
 
 def test_a_wrong_command_or_block_of_a_page_is_found(tmp_path):

@@ -6,27 +6,27 @@ take the place of CUDA graphs.
 
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
-
-if __name__ == "__main__":  # what pytest does for the others
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
+from cases_fresh import one_server, run_fresh
 from cases_mnist import write_mnist
 from cases_replay import replay_on_the_cpu
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import LastCheckpoint
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [
+    one_server,
+    pytest.mark.slow,  # 16 runs, most of them of two processes
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+]
 
 
 class SmoothVAE(MLPDiscreteVAE):
@@ -156,8 +156,7 @@ def work(folder):
 def folder(tmp_path_factory):
     """What :func:`work` leaves behind."""
     folder = tmp_path_factory.mktemp("ranks")
-    argv = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    done = run_fresh(__file__, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

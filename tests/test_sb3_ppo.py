@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import HEADS
+from cases import HEADS, slow
 from cases_sb3 import BOTH, PICTURE, SMALL, Spoil, Unmasked, cartpole, learn, same_parameters
 from gymnasium import spaces
 from stable_baselines3 import PPO
@@ -17,22 +17,26 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, head_ppo, objective
 
+STEPS = {
+    "plain": {},
+    "clipped values": {"clip_range_vf": 0.01, "ent_coef": 0.1, "normalize_advantage": False},
+    "target kl": {"target_kl": 1e-5, "learning_rate": 0.01},
+    "odd batches, falling rate": {"batch_size": 24, "learning_rate": lambda left: 0.01 * left},
+    "falling clip": {"clip_range": lambda left: 0.01 + 0.1 * left, "gae_lambda": 0.5},
+}
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"clip_range_vf": 0.01, "ent_coef": 0.1, "normalize_advantage": False},
-        {"target_kl": 1e-5, "learning_rate": 0.01},
-        {"batch_size": 24, "learning_rate": lambda remaining: 0.01 * remaining},
-        {"clip_range": lambda remaining: 0.01 + 0.1 * remaining, "gae_lambda": 0.5},
-    ],
-    ids=["plain", "clipped values", "target kl", "odd batches, falling rate", "falling clip"],
-)
+
+def every_head_with(first, *others):
+    """Every head with the first case, natural with all; the rest of the grid is slow."""
+    quick = [(head, first) for head in HEADS] + [("natural", case) for case in others]
+    rest = [(head, case) for case in others for head in HEADS]
+    return [*quick, *(slow(*each) for each in rest if each not in quick)]
+
+
+@pytest.mark.parametrize(("head", "options"), every_head_with(*STEPS))
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_takes_the_steps_of_stable_baselines(head, options):
-    options = {"n_steps": 32, "n_epochs": 3} | options
+    options = {"n_steps": 32, "n_epochs": 3} | STEPS[options]
     theirs, ours = (learn(kind, head=head, **options) for kind in (PPO, HeadPPO))
     assert ours.num_timesteps == theirs.num_timesteps == 256
     for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
@@ -135,17 +139,17 @@ def test_a_schedule_of_nothing_is_refused(total, batch):
         cleanrl_schedule(1e-3, total, batch)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("returns", math.nan, "value_loss is nan"),
-        ("advantages", math.inf, "policy_gradient_loss is nan"),
-        ("log_probs", -math.inf, "(policy_gradient_loss|approx_kl) is (inf|nan)"),
-        ("values", 0.0, None),
-    ],
-)
-def test_lost_numbers_stop_training(head, name, value, what, tmp_path):
+LOST = {
+    "log_probs": (-math.inf, "(policy_gradient_loss|approx_kl) is (inf|nan)"),
+    "returns": (math.nan, "value_loss is nan"),
+    "advantages": (math.inf, "policy_gradient_loss is nan"),
+    "values": (0.0, None),
+}
+
+
+@pytest.mark.parametrize(("head", "name"), every_head_with(*LOST))
+def test_lost_numbers_stop_training(head, name, tmp_path):
+    value, what = LOST[name]
     model = HeadPPO(
         "MlpPolicy", cartpole(2), policy_kwargs={"head": head}, **(SMALL | {"batch_size": 8})
     )
@@ -208,7 +212,7 @@ def test_small_networks_are_recommended_to_stay_on_the_cpu():
         model._maybe_recommend_cpu()
 
 
-@pytest.mark.parametrize("head", ["softmax", "natural"])
+@pytest.mark.parametrize("head", [slow("softmax"), "natural"])
 def test_learns(head):
     env = make_vec_env("CartPole-v1", 8, seed=0)
     model = HeadPPO(

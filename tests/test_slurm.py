@@ -103,8 +103,8 @@ def test_a_job_that_always_dies_is_given_up(cluster, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the runs")
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
-    """24 runs; the worker of one that waits is killed. Its run goes on from its checkpoint."""
-    grid = {"x": [x / 10 for x in range(11)] + [3.0], "head": ["a", "b"]}
+    """8 runs; the worker of one that waits is killed. Its run goes on from its checkpoint."""
+    grid = {"x": [0.0, 0.1, 0.2, 3.0], "head": ["a", "b"]}
     path = write_table(tmp_path, grid=grid)
     process = start(path, "--engine", "slurm", "--jobs", "4")
     wait_for(lambda: "x3-a-seed1" in calls(tmp_path), process)
@@ -114,7 +114,7 @@ def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     (tmp_path / "gate").touch()
     assert process.wait(600) == 0
     after = calls(tmp_path)
-    assert len(after) == 24 and after.pop("x3-a-seed1") == ["new", "last"]
+    assert len(after) == 8 and after.pop("x3-a-seed1") == ["new", "last"]
     assert all(each == ["new"] for each in after.values())
     assert _table(path, tmp_path / "runs", tmp_path / "slurm") == _local_table(path, tmp_path)
 

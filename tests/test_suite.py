@@ -2,18 +2,19 @@
 
 import gzip
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_doctests_of_one_file_pass_alone():
-    argv = [sys.executable, "-m", "pytest", "-q", "-n0", "catnat/heads.py"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
+@one_server
+def test_the_doctests_of_one_file_pass_alone(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-n0', 'catnat/heads.py']))"
+    done = run_fresh("-c", code)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
 
@@ -57,3 +58,24 @@ def test_parameters_do_not_depend_on_the_time_of_collection(monkeypatch):
     now = parameters()
     monkeypatch.setattr(gzip.time, "time", lambda: 1e9)
     assert now and parameters() == now
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Of this file: one worker makes it."""
+
+
+@one_server
+def test_the_group_of_a_mark_stands_in_the_id(request):
+    assert_grouped(request, "fresh")
+
+
+def test_tests_with_a_fixture_of_their_file_are_a_group(request, shared):
+    assert_grouped(request, "test_suite")
+
+
+def assert_grouped(request, name):
+    """pytest-xdist goes by the id: tests whose ids have one group run in one worker."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith(f"@{name}")

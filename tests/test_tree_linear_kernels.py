@@ -168,6 +168,8 @@ def learn(layer, hidden, target, fused, reduction):
 
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
 cases = ((5, 3, "sigmoid", {}), (100, 20, "natural", {}), (64, 300, "natural", {"tail": 0.1}))
+# Triton's interpreter is slow: bfloat16 or not, sparse or not, "none" or not, in all pairs.
+few = {5: ((0, 0, 0), (1, 1, 1)), 100: ((0, 0, 1), (1, 1, 0)), 64: ((0, 1, 0), (1, 0, 1))}
 for dtype, tolerance in close.items():
     for K, D, head, options in cases:
         for sparse in (False, True):
@@ -175,11 +177,14 @@ for dtype, tolerance in close.items():
             options |= {"bias": K != 64}
             layer = TreeLinear(D, K, head, order, sparse=sparse, upper_levels=2, **options)
             layer.to(dtype)
-            hidden = torch.randn(40, D).to(dtype).requires_grad_()
-            target = torch.randint(K, (40,))
-            target[:35] = target[0]  # a frequent class: its kernel takes some tokens at a time
-            target[37] = -100 if K == 100 else 0
+            hidden = torch.randn(24, D).to(dtype).requires_grad_()
+            target = torch.randint(K, (24,))
+            target[:20] = target[0]  # a frequent class: its kernel takes some tokens at a time
+            target[21] = -100 if K == 100 else 0
             for reduction in ("mean", "none"):
+                kind = (dtype == torch.bfloat16, sparse, reduction == "none")
+                if not every and kind not in few[K]:
+                    continue
                 fused, plain = (
                     learn(layer, hidden, target, fused, reduction) for fused in (True, False)
                 )
@@ -224,8 +229,9 @@ for dtype, tolerance in close.items():
 
 
 @pytest.mark.skipif(not ops.HAS_TRITON, reason="Triton is not installed")
-def test_triton_kernels_agree_with_plain_torch(tmp_path):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_triton_kernels_agree_with_plain_torch(every):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", TRITON]
+    command = [sys.executable, "-c", f"every = {every}\n{TRITON}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from cases_mnist import write_mnist
 
+pytestmark = pytest.mark.slow  # builds, installs, and imports everything again
+
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = ("callbacks", "datamodules", "lit_modules", "training")  # packages of catnat
 
