@@ -17,6 +17,7 @@ from cases_jax import (
     CATNAT,
     DTYPES,
     HEADS,
+    QUICK,
     TOLERANCE,
     _precision,  # noqa: F401 - a fixture
     difference,
@@ -82,7 +83,7 @@ def test_the_numbers_of_torch(name, K, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_inverse_is_that_of_torch_and_gives_the_probabilities_back(name, dtype):
     head, other = make_head(name, 5), catnat.make_head(name, 5)
     inside = np.random.default_rng(0).dirichlet(np.ones(5), 20)
@@ -121,7 +122,7 @@ def test_options_are_those_of_torch(name, options, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_every_finite_score_gives_finite_numbers(name, dtype):
     head = make_head(name, 5)
     limit = float(jnp.finfo(dtype).max)
@@ -143,7 +144,7 @@ def test_every_finite_score_gives_finite_numbers(name, dtype):
     assert np.array_equal(out, wide)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_nan_spreads_and_is_never_a_category(name):
     head = make_head(name, 5)
     scores = np.zeros((3, head.num_scores), np.float32)
@@ -240,7 +241,7 @@ def masked_by_definition(head, scores, mask):
     return np.array([fill.get(tuple(s), np.nan) for s in sides])
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_masks(name):
     options = {"order": np.random.default_rng(1).permutation(18)} if name == "natural" else {}
     head, other = make_head(name, 18, **options), catnat.make_head(name, 18, **options)

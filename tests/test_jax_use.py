@@ -17,7 +17,7 @@ import pytest
 import torch
 from cases_fresh import one_server, run_fresh
 from cases_jax import (
-    HEADS,
+    QUICK,
     _precision,  # noqa: F401 - a fixture
     difference,
     scores_for,
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # -------------------------------------------------------------------- samples and distribution
 
 
-@pytest.mark.parametrize("name", [*HEADS, "mixed"])
+@pytest.mark.parametrize("name", [*QUICK, "mixed"])
 def test_samples_have_the_probabilities(name):
     head = make_head("sigmoid", 5, mix=0.2) if name == "mixed" else make_head(name, 5)
     rng = np.random.default_rng(3)
@@ -63,7 +63,7 @@ def test_rare_events_have_their_probability_in_float32():
     assert stats.kstest(u[u < 1e-4] / 1e-4, "uniform").pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
     head, other = make_head(name, 5), catnat.make_head(name, 5)
     q = head(scores_for(head, np.float32))
@@ -103,7 +103,7 @@ def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
     assert difference(log_prob, each) < 2e-6
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
     head = make_head(name, 5)
     scores, weight = scores_for(head, np.float32)[:6], np.arange(5, dtype=np.float32)
@@ -160,7 +160,7 @@ def test_heads_are_values():
         head.mix = 0.5
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", QUICK)
 def test_shapes(name):
     head = make_head(name, 3)
     shape_of = lambda function, *inputs: jax.eval_shape(function, *inputs).shape  # noqa: E731
