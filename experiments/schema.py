@@ -26,9 +26,10 @@ A plan is a YAML file with these keys:
         space, trials, top   instead of these: option: {low, high, step, log}, drawn by TPE; the
                          number of trials; how many of the best go on to all seeds
         fixed            instead of searching: option: value, or option: {head: value}
-        confirm          true: a value of the option whose runs with all seeds end worse than its
-                         run of the search gives way to the next best. For searches with fewer
-                         steps, which do not see that a learning rate diverges later
+        confirm          true: a value of the option whose runs with all seeds end worse on average
+                         than its run of the search gives way to the next best, and if all do, the
+                         one whose runs end best is taken. For searches with fewer steps, which
+                         do not see that a learning rate diverges later
         early_stop       asha: Ray stops runs of the search that are worse than most at their step
     metrics      key of metrics.json: {label, better, digits, paper}, where paper is the key in
                  the paper's row ("" for the row itself), or "<key> - optimal" for a difference;

@@ -133,23 +133,27 @@ def selected(experiment: Experiment, cell: Options) -> list[Options]:
     enough = len(tried) >= trials_wanted(experiment) if by_tpe(experiment) else bool(tried)
     if not enough or not all(map(runs.done, tried)):
         return []
-    if not search.confirm:
-        return [run.settings for run in runs.best(tried, search.metric, search.better, search.top)]
-    ranked = runs.best(tried, search.metric, search.better, len(tried))
-    confirmed = [run.settings for run in ranked if not _refuted(experiment, cell, run)]
-    return confirmed[:1] or [run.settings for run in ranked[:1]]
+    top = len(tried) if search.confirm else search.top
+    ranked = [run.settings for run in runs.best(tried, search.metric, search.better, top)]
+    return ranked if not search.confirm else ranked[:1] and [_confirmed(experiment, cell, ranked)]
 
 
-def _refuted(experiment: Experiment, cell: Options, trial: Run) -> bool:
-    """Whether all seeds are done with the settings of a trial, and are worse on average."""
+def _confirmed(experiment: Experiment, cell: Options, ranked: list[Options]) -> Options:
+    """The first settings that are not refuted; if all are, those whose runs end best."""
     search = _search(experiment)
-    finals = [experiment.run(cell, trial.settings, seed) for seed in experiment.seeds]
-    if not all(map(runs.done, finals)):
-        return False
-    ends = [(runs.metrics(run) or {}).get(search.metric, math.nan) for run in finals]
     sign = -1 if search.better == "higher" else 1
-    before = (runs.metrics(trial) or {})[search.metric]
-    return not sign * sum(ends) / len(ends) <= sign * before  # also where an end is NaN
+    ends = []
+    for settings in ranked:
+        finals = [experiment.run(cell, settings, seed) for seed in experiment.seeds]
+        numbers = [runs.metrics(run) for run in finals]
+        if None in numbers:  # not done yet, or failed: that says nothing about the settings
+            return settings
+        (trial,) = (run for run in searching(experiment, cell) if run.settings == settings)
+        end = sum(sign * (each or {})[search.metric] for each in numbers) / len(numbers)
+        if end <= sign * (runs.metrics(trial) or {})[search.metric]:  # not where it is NaN
+            return settings
+        ends.append((math.inf if math.isnan(end) else end, settings))
+    return min(ends, key=lambda each: each[0])[1]
 
 
 def searching(experiment: Experiment, cell: Options) -> list[Run]:

@@ -213,19 +213,30 @@ def test_a_cell_goes_on_to_its_seeds_while_another_still_searches(tmp_path):
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 8
 
 
-@pytest.mark.parametrize(("end", "chosen"), [("9.0", 2.5), ("float('nan')", 2.5), ("0.0", 2.0)])
-def test_a_rate_that_ends_worse_than_its_search_gives_way_to_the_next_best(tmp_path, end, chosen):
+@pytest.mark.parametrize(
+    ("end", "chosen", "calls_of_seeds"),
+    [
+        ("9.0 if x == 2 else 0.0", 2.5, 4),
+        ("float('nan') if x == 2 else 0.0", 2.5, 4),
+        ("0.0", 2.0, 2),
+        ("{1.0: 50.0, 2.0: 900.0, 2.5: 1.6}[x]", 2.5, 6),  # all worse: the best of them
+        ("sys.exit(2)", 2.0, 2),  # a run that failed says nothing about its rate
+    ],
+)
+def test_a_rate_that_ends_worse_than_its_search_gives_way_to_the_next_best(
+    tmp_path, end, chosen, calls_of_seeds
+):
     search = {**SEARCH, "coarse": [1.0, 2.0, 2.5], "confirm": True}
     path = write_table(tmp_path, grid={"head": ["a"]}, search=search, seeds=[1, 2])
     program = tmp_path / "program.py"
-    worse = f'x == 2 and options["seed"] != "0": found["val/loss"] = {end}'
-    text = program.read_text().replace('(home / "metrics', f'if {worse}\n(home / "metrics')
+    later = f'if options["seed"] != "0": found["val/loss"] = {end}'
+    text = program.read_text().replace('(home / "metrics', f'{later}\n(home / "metrics')
     program.write_text(text)
-    assert sweep.main(arguments(path)) == 0
+    assert sweep.main(arguments(path)) == ("exit" in end)
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
     (cell,) = experiment.cells()
     assert stages.selected(experiment, cell) == [{"x": chosen}]
-    assert len(calls(tmp_path)) == 3 + (2 if chosen == 2.0 else 4)
+    assert len(calls(tmp_path)) == 3 + calls_of_seeds
 
 
 def test_tpe_needs_no_ray(tmp_path):
