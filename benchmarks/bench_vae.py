@@ -104,8 +104,10 @@ def monitor_cost(args: argparse.Namespace) -> float:
     That leaves out what it may do to the whole run, such as to the layout of memory.
     """
     monitor = FisherMonitor()
-    toggle = Toggle(monitor, blocks=1 if args.device == "cpu" else 5)
-    train(args, 4 * args.steps, None, toggle, monitor)
+    blocks, block = (1, 50) if args.device == "cpu" else (5, 200)
+    toggle = Toggle(monitor, blocks)
+    turns = 5.5 * blocks * block  # one comparison takes five turns, the first not counted
+    train(args, max(4 * args.steps, int(turns)), None, toggle, monitor)
     return toggle.cost()
 
 
@@ -244,7 +246,7 @@ def main() -> None:
         print(f"{name:38}{statistics.median(values) * 1e3:9.3f}{ratio:15.2f}")
     with_it, without = list(times.values())[-2:]
     costs = [a / b - 1 for a, b in zip(with_it, without, strict=True)]
-    print(f"the monitor's share of a step, median (least to most) of {args.rounds} rounds:")
+    print(f"the monitor adds to a step, median (least to most) of {args.rounds} rounds:")
     for how, shares in (("a run with and a run without it", costs), (ON_AND_OFF, toggled)):
         spread = f"({min(shares):.1%} to {max(shares):.1%})"
         print(f"  {how}: {statistics.median(shares):.1%} {spread}")

@@ -53,7 +53,7 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: s
     """A Fisher matrix as an image (H, W, 3) of bytes, with axes, colour bar and tree levels.
 
     Args:
-        matrix: (S, S).
+        matrix: (S, S), finite.
         head: the head that it belongs to.
         limit: the colours go from -limit to limit, in the logarithm of the magnitude.
         title: what is written above.

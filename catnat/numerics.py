@@ -5,7 +5,7 @@
 - An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
   is finite, so that 0 * log 0 = 0.
 - Half precision is computed in float32; matrix products turn autocast off.
-- Floors, ``0 * log 0`` and logarithms of 0 are handled here and nowhere else.
+- Floors, ``0 * log 0`` and logarithms of 0 are handled here, and in kernels as here.
 - Code looks at values of a tensor only where that costs nothing, see :func:`can_branch_on`. Where
   it would wait for a device, wrong values pass on as NaN; they never become a wrong number.
 

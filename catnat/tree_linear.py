@@ -262,18 +262,24 @@ class TreeLinear(nn.Embedding):
         """(M, D), (M,) -> (M,)."""
         fused = self._fused(hidden)
         if fused is None:
-            return self._by_paths(hidden, self.weight, self.bias, target, self.sparse)
+            return self._by_paths(hidden, self.weight, self.bias, target, self.sparse, self.order)
         layer = self._for_kernels(fused, hidden)
         out: Tensor = fused.log_probs(hidden, self.weight, self.bias, target, layer)
         return out
 
     def _by_paths(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, sparse: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        sparse: bool,
+        order: Tensor | None,
     ) -> Tensor:
-        """:meth:`_log_prob` for any head, with these parameters."""
+        """:meth:`_log_prob` for any head, with these parameters and this order."""
         possible = (target >= 0) & (target < self.num_categories)
         leaf = torch.where(possible, target, 0)
-        leaf = leaf if self.order is None else self.order[leaf]
+        leaf = leaf if order is None else order[leaf]
         nodes, bits, inside = leaf_paths(leaf, self.num_categories)
         upper = min(self.upper_levels, nodes.shape[1])
         self._read(nodes)
@@ -302,7 +308,7 @@ class TreeLinear(nn.Embedding):
             constants=constants,
             order=self.order,
             sparse=self.sparse,
-            plainly=partial(self._by_paths, sparse=False),
+            plainly=partial(self._by_paths, sparse=False, order=self.order),
         )
 
     def _log_split(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,19 @@ def adam_rows(
         eps: added to the divisor.
     """
     grad = grad.to(param.dtype)
-    tensors = (param, mean, square, grad)
-    kernel = _kernel() if all(_fits(each) for each in tensors) else None
+    own = (param, mean, square)
+    kernel = _kernel() if all(_fits(each) for each in (*own, grad)) else None
     if kernel is not None:
-        grad, rows = grad.contiguous(), rows.contiguous()
+        rows = rows.contiguous()
         width = param[0].numel() if len(param) else 0
-        pointers = [x.data_ptr() for x in (*tensors[:3], grad, rows)]
+        pointers = [x.data_ptr() for x in (*own, grad, rows)]
         threads = torch.get_num_threads() if grad.numel() >= native.PARALLEL else 1
         kernel(*pointers, len(rows), width, *betas, step, scale, eps, threads)
         return
-    if _has_triton(param) and all(each.is_contiguous() for each in tensors[:3]):
+    if _has_triton(param) and all(each.is_contiguous() for each in own):
         from catnat.ops import triton_rows
 
-        given = (param, mean, square, rows.contiguous(), grad.contiguous())
+        given = (*own, rows.contiguous(), grad.contiguous())
         triton_rows.adam_rows(given, tuple(map(float, (*betas, step, scale, eps))))
         return
     m, v = mean[rows], square[rows]

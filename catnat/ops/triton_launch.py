@@ -46,7 +46,7 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int | None, settings: dict[str, Any]) -> None:
         self.kernel, self.settings = kernel, settings
-        self.programs = (programs or 1,)
+        self.programs = None if programs is None else (programs,)
         self.values = [value for name, value in settings.items() if name != "num_warps"]
         # by the device and the kinds of the numbers
         self._binaries: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
@@ -65,6 +65,7 @@ class Launch:
             programs: how many programs run, in one or two dimensions.
         """
         programs = programs or self.programs
+        assert programs is not None, "neither the launch nor the call says how many programs"
         device = tensors[0].get_device()  # -1 for the CPU, where Triton's interpreter runs
         addresses = [each.data_ptr() for each in tensors]
         usual = device >= 0 and _is_usual(addresses, device)
