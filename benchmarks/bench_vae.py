@@ -99,7 +99,7 @@ class Toggle(pl.Callback):
 
 
 def monitor_cost(args: argparse.Namespace) -> float:
-    """The monitor's share of a step, on and off in one run.
+    """What the monitor adds to a step, as a share of the step, on and off in one run.
 
     That leaves out what it may do to the whole run, such as to the layout of memory.
     """

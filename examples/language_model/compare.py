@@ -203,7 +203,7 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--speed", type=int, default=0, metavar="STEPS", help="only measure speed")
     parser.add_argument("--outputs", nargs="+", default=list(OUTPUTS), choices=OUTPUTS)
     parser.add_argument(
-        "--rates", nargs="+", type=float, default=[0.001, 0.002, 0.004, 0.008, 0.016]
+        "--rates", nargs="+", type=float, default=[0.002, 0.004, 0.008, 0.016, 0.032]
     )
     parser.add_argument("--rebuild", type=float, default=0.2, help="after this share of the steps")
     parser.add_argument("--accelerator", default="auto")
