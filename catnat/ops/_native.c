@@ -75,6 +75,9 @@ static inline float exp_minus(float x) {
     return from_bits(bits_of(power) + (int)((unsigned)bits_of(shifted) << 23));
 }
 
+/* exp(x) for x <= 0, and exactly 0 where that would be below 1e-38. */
+static inline float exp_or_zero(float x) { return x < -87.0f ? 0.0f : exp_minus(-x); }
+
 /* 2 atanh(t) = log((1 + t) / (1 - t)) for |t| <= 1/3. */
 static inline float two_atanh(float t) {
     float u = t * t, u2 = u * u, u4 = u2 * u2;
@@ -421,31 +424,33 @@ static void ascend(long K, const float *restrict left, const float *restrict rig
 }
 
 /* P(node) times the information of its split, and in the last place the share of flat splits. */
-static void weigh(long K, const float *restrict left, const float *restrict right,
-                             const float *restrict information, const float *restrict flat,
-                             float *restrict heap, float *restrict out) {
-    descend_inside(K, left, right, heap, 1);
-    float count = 0;
+static void weigh(long rows, long K, const float *restrict log_p, float *restrict information,
+                  const float *restrict flat, float *restrict out) {
+    long S = K - 1;
+    for (long i = 0; i < rows * S; i++)
+        information[i] = keep_nan(exp_or_zero(log_p[i]) * information[i], log_p[i]);
+    for (long r = 0; r < rows; r++) { /* rows are short: the exponentials are computed before */
+        float count = 0;
 #pragma omp simd reduction(+ : count)
-    for (long i = 0; i < K - 1; i++) {
-        float log_p = heap[i + 1], p = log_p < -87.0f ? 0.0f : exp_minus(-log_p);
-        out[i] = keep_nan(p * information[i], log_p);
-        count += flat[i];
+        for (long i = 0; i < S; i++) {
+            out[r * K + i] = information[r * S + i];
+            count += flat[r * S + i];
+        }
+        out[r * K + S] = count / (float)S;
     }
-    out[K - 1] = count / (float)(K - 1);
 }
 
 enum walk { FORWARD, BACKWARD, FISHER };
 
 static void tree_rows(job *job, long first, long last, enum walk walk) {
     long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, size = chunk * S;
-    float *left = malloc(sizeof(float) * (4 * size + K + 1));
+    float *left = malloc(sizeof(float) * (5 * size + K + 1));
     if (!left) {
         job->failed = 1;
         return;
     }
     float *right = left + size, *information = right + size, *flat = information + size;
-    float *heap = flat + size;
+    float *log_p = flat + size, *heap = log_p + size;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
         const float *scores = job->scores + row * S;
@@ -458,9 +463,10 @@ static void tree_rows(job *job, long first, long last, enum walk walk) {
                 descend(K, l, m, heap, out);
             else if (walk == BACKWARD)
                 ascend(K, l, m, job->grad + (row + r) * K, heap, out);
-            else
-                weigh(K, l, m, information + r * S, flat + r * S, heap, out);
+            else /* node 1 is the first of a row */
+                descend_inside(K, l, m, log_p + r * S - 1, 1);
         }
+        if (walk == FISHER) weigh(n, K, log_p, information, flat, job->out + row * K);
     }
     free(left);
 }
@@ -1070,9 +1076,6 @@ int catnat_path_sample(const float *scores, const float *constants, const double
  *
  * grad_s log p(c) for N levels in [0, 1) a row; c is the category where the distribution function
  * passes the level. */
-
-/* exp(x) for x <= 0, and exactly 0 where that would be below 1e-38. */
-static inline float exp_or_zero(float x) { return x < -87.0f ? 0.0f : exp_minus(-x); }
 
 /* Slopes at the nodes of a path, 0 elsewhere, NaN where a score is NaN. The leaves are in their
  * order from the left of the tree to the right: a node compares the level with the share of its
