@@ -212,6 +212,14 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         """Categories of this shape; the batch shape of the checked scores broadcasts to it."""
         raise NotImplementedError
 
+    def _gradients_at(self, scores: Tensor, levels: Tensor) -> Tensor | None:
+        """grad_s log p(c) of random categories c in closed form, or None if there is none.
+
+        (*, S) and (M, *) -> (M, *, S). A level in [0, 1) decides on its category: the category at
+        which the distribution function passes the level, with the categories in any fixed order.
+        """
+        return None
+
     def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
         """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
 

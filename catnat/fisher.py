@@ -111,6 +111,9 @@ def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
 
     Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S).
     """
+    closed_form = head._gradients_at(scores.detach(), levels)
+    if closed_form is not None:
+        return closed_form
     # A CPU's time goes with the numbers: two draws share the probabilities. A GPU's goes with the
     # calls, and so does that of many draws: each draw gets a copy of the scores.
     shared = len(levels) <= 2 and not scores.is_cuda

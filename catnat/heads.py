@@ -22,7 +22,7 @@ from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
 from catnat.checks import require_choice, require_within
 from catnat.mixed_head import MixedHead
 from catnat.numerics import safe_log
-from catnat.ops import softmax_log_probs, sparsemax_log_probs
+from catnat.ops import softmax_gradients_at, softmax_log_probs, sparsemax_log_probs
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 __all__ = ["CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"]
@@ -134,6 +134,11 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
         diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
         off = products.masked_fill(diagonal, 0.0)
         return torch.diag_embed(off.sum(-1)) - off
+
+    def _gradients_at(self, scores: Tensor, levels: Tensor) -> Tensor | None:
+        if type(self).log_probs is not SoftmaxHead.log_probs:
+            return None
+        return softmax_gradients_at(self._checked(scores), levels)
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """By Sherman and Morrison's formula, in O(K)."""

@@ -2,7 +2,8 @@
 
 Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`,
 :func:`softmax_log_probs`; along one path of a tree, in O(log K): :func:`tree_log_prob`,
-:func:`tree_sample`.
+:func:`tree_sample`. Gradients at random categories, on a CPU alone: :func:`tree_gradients_at`,
+:func:`softmax_gradients_at`.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
@@ -16,18 +17,22 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 """
 
 from catnat.ops.dispatch import (
+    softmax_gradients_at,
     softmax_log_probs,
     sparsemax_log_probs,
     tree_fisher,
+    tree_gradients_at,
     tree_log_prob,
     tree_log_probs,
     tree_sample,
 )
 
 __all__ = [
+    "softmax_gradients_at",
     "softmax_log_probs",
     "sparsemax_log_probs",
     "tree_fisher",
+    "tree_gradients_at",
     "tree_log_prob",
     "tree_log_probs",
     "tree_sample",

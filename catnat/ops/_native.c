@@ -75,6 +75,9 @@ static inline float exp_minus(float x) {
     return from_bits(bits_of(power) + (int)((unsigned)bits_of(shifted) << 23));
 }
 
+/* exp(x) for x <= 0, and exactly 0 where that would be below 1e-38. */
+static inline float exp_or_zero(float x) { return x < -87.0f ? 0.0f : exp_minus(-x); }
+
 /* 2 atanh(t) = log((1 + t) / (1 - t)) for |t| <= 1/3. */
 static inline float two_atanh(float t) {
     float u = t * t, u2 = u * u, u4 = u2 * u2;
@@ -421,31 +424,33 @@ static void ascend(long K, const float *restrict left, const float *restrict rig
 }
 
 /* P(node) times the information of its split, and in the last place the share of flat splits. */
-static void weigh(long K, const float *restrict left, const float *restrict right,
-                             const float *restrict information, const float *restrict flat,
-                             float *restrict heap, float *restrict out) {
-    descend_inside(K, left, right, heap, 1);
-    float count = 0;
+static void weigh(long rows, long K, const float *restrict log_p, float *restrict information,
+                  const float *restrict flat, float *restrict out) {
+    long S = K - 1;
+    for (long i = 0; i < rows * S; i++)
+        information[i] = keep_nan(exp_or_zero(log_p[i]) * information[i], log_p[i]);
+    for (long r = 0; r < rows; r++) { /* rows are short: the exponentials are computed before */
+        float count = 0;
 #pragma omp simd reduction(+ : count)
-    for (long i = 0; i < K - 1; i++) {
-        float log_p = heap[i + 1], p = log_p < -87.0f ? 0.0f : exp_minus(-log_p);
-        out[i] = keep_nan(p * information[i], log_p);
-        count += flat[i];
+        for (long i = 0; i < S; i++) {
+            out[r * K + i] = information[r * S + i];
+            count += flat[r * S + i];
+        }
+        out[r * K + S] = count / (float)S;
     }
-    out[K - 1] = count / (float)(K - 1);
 }
 
 enum walk { FORWARD, BACKWARD, FISHER };
 
 static void tree_rows(job *job, long first, long last, enum walk walk) {
     long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, size = chunk * S;
-    float *left = malloc(sizeof(float) * (4 * size + K + 1));
+    float *left = malloc(sizeof(float) * (5 * size + K + 1));
     if (!left) {
         job->failed = 1;
         return;
     }
     float *right = left + size, *information = right + size, *flat = information + size;
-    float *heap = flat + size;
+    float *log_p = flat + size, *heap = log_p + size;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
         const float *scores = job->scores + row * S;
@@ -458,9 +463,10 @@ static void tree_rows(job *job, long first, long last, enum walk walk) {
                 descend(K, l, m, heap, out);
             else if (walk == BACKWARD)
                 ascend(K, l, m, job->grad + (row + r) * K, heap, out);
-            else
-                weigh(K, l, m, information + r * S, flat + r * S, heap, out);
+            else /* node 1 is the first of a row */
+                descend_inside(K, l, m, log_p + r * S - 1, 1);
         }
+        if (walk == FISHER) weigh(n, K, log_p, information, flat, job->out + row * K);
     }
     free(left);
 }
@@ -916,6 +922,7 @@ typedef struct {
     job tree; /* first: a kernel gets a pointer to this */
     const long long *leaf;
     const double *uniforms;
+    const float *levels;
     long long *sampled;
     long repeats, constant_rows;
 } path_job;
@@ -1040,7 +1047,7 @@ int catnat_path_forward(const float *scores, const float *constants, const long 
                         float steepness, float at_edge, int threads) {
     job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
              high,   low,  joint,     steepness, at_edge, 0};
-    path_job p = {j, leaf, NULL, NULL, repeats, constant_rows};
+    path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
     return run(path_forward_rows, &p.tree, threads);
 }
 
@@ -1050,7 +1057,7 @@ int catnat_path_backward(const float *scores, const float *constants, const long
                          float joint, float steepness, float at_edge, int threads) {
     job j = {scores, grad, constants, out,       rows,    categories, split, rate,
              high,   low,  joint,     steepness, at_edge, 0};
-    path_job p = {j, leaf, NULL, NULL, repeats, constant_rows};
+    path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
     return run(path_backward_rows, &p.tree, threads);
 }
 
@@ -1060,6 +1067,107 @@ int catnat_path_sample(const float *scores, const float *constants, const double
                        float joint, float steepness, float at_edge, int threads) {
     job j = {scores, NULL, constants, NULL,       rows,    categories, split, rate,
              high,   low,  joint,     steepness, at_edge, 0};
-    path_job p = {j, NULL, uniforms, sampled, repeats, constant_rows};
+    path_job p = {.tree = j, .uniforms = uniforms, .sampled = sampled, .repeats = repeats,
+                  .constant_rows = constant_rows};
     return run(sample_rows, &p.tree, threads);
+}
+
+/* ---------------------------------------------------------- gradients at random categories
+ *
+ * grad_s log p(c) for N levels in [0, 1) a row; c is the category where the distribution function
+ * passes the level. */
+
+/* Slopes at the nodes of a path, 0 elsewhere, NaN where a score is NaN. The leaves are in their
+ * order from the left of the tree to the right: a node compares the level with the share of its
+ * left child, and its child gets the level's place within the child's share. */
+static void path_gradient_rows(job *j, long first, long last) {
+    path_job *p = (path_job *)j;
+    long K = j->categories, S = K - 1, H = height(K);
+    float level[BLOCK];
+    int right_hand[BLOCK];
+    long heap[BLOCK];
+    node_block *b = make_block(p);
+    if (!b) {
+        j->failed = 1;
+        return;
+    }
+    for (long repeat = 0; repeat < p->repeats; repeat++)
+        for (long row = first; row < last; row += BLOCK) {
+            long n = last - row < BLOCK ? last - row : BLOCK, start = repeat * j->rows + row;
+            const float *restrict scores = j->scores + row * S;
+            float *restrict out = j->out + start * S;
+            for (long i = 0; i < n * S; i++) out[i] = keep_nan(0.0f, scores[i]);
+            for (long i = 0; i < n; i++) heap[i] = 1, level[i] = p->levels[start + i];
+            for (long h = 0; h < H; h++) {
+                for (long i = 0; i < n; i++)
+                    gather(p, b, i, n, row + i, heap[i] < K ? heap[i] - 1 : 0);
+                split_block(b, n, split_logs);
+                for (long i = 0; i < n; i++) {
+                    float u = fminf(level[i], 0.99999994f), share = exp_or_zero(b->left[i]);
+                    right_hand[i] = u >= share;
+                    level[i] = u >= share ? (u - share) / (1.0f - share) : u / share;
+                }
+                split_block(b, n, split_slopes);
+                for (long i = 0; i < n; i++) /* apart, because random branches are slow */
+                    b->left[i] = right_hand[i] ? b->right[i] : -b->left[i];
+                for (long i = 0; i < n; i++)
+                    if (heap[i] < K) {
+                        out[i * S + heap[i] - 1] = b->left[i];
+                        heap[i] = 2 * heap[i] + right_hand[i];
+                    }
+            }
+        }
+    free(b);
+}
+
+/* 1 - p at the category, -p elsewhere. */
+NARROW static void softmax_gradient_rows(job *j, long first, long last) {
+    path_job *p = (path_job *)j;
+    long K = j->categories;
+    float *restrict weight = malloc(2 * sizeof(float) * (size_t)K);
+    if (!weight) {
+        j->failed = 1;
+        return;
+    }
+    float *restrict reached = weight + K;
+    for (long row = first; row < last; row++) {
+        const float *restrict s = j->scores + row * K;
+        double total = 0;
+        float top = s[0];
+        int bad = 0;
+#pragma omp simd reduction(max : top) reduction(| : bad)
+        for (long k = 0; k < K; k++) top = fmaxf(top, s[k]), bad |= nan_mask(s[k]);
+        for (long k = 0; k < K; k++) weight[k] = exp_or_zero(s[k] - top);
+        for (long k = 0; k < K; k++) reached[k] = (float)(total += weight[k]);
+        float sum = reached[K - 1];
+        float scale = bad | ~finite_mask(top) ? from_bits(-1) : 1.0f / sum;
+        float below = from_bits(bits_of(sum) - 1); /* no level reaches the sum itself */
+        for (long repeat = 0; repeat < p->repeats; repeat++) {
+            float wanted = fminf(p->levels[repeat * j->rows + row] * sum, below);
+            float *restrict out = j->out + (repeat * j->rows + row) * K;
+            int drawn = 0;
+#pragma omp simd reduction(+ : drawn)
+            for (long k = 0; k < K; k++) drawn += reached[k] <= wanted;
+            for (long k = 0; k < K; k++) out[k] = -scale * weight[k];
+            out[drawn < K ? drawn : 0] += 1.0f;
+        }
+    }
+    free(weight);
+}
+
+int catnat_path_gradients(const float *scores, const float *constants, const float *levels,
+                          float *out, long repeats, long constant_rows, long rows,
+                          long categories, int split, float rate, float high, float low,
+                          float joint, float steepness, float at_edge, int threads) {
+    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
+             high,   low,  joint,     steepness, at_edge, 0};
+    path_job p = {.tree = j, .levels = levels, .repeats = repeats, .constant_rows = constant_rows};
+    return run(path_gradient_rows, &p.tree, threads);
+}
+
+int catnat_softmax_gradients(const float *scores, const float *levels, float *out, long repeats,
+                             long rows, long categories, int threads) {
+    job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
+    path_job p = {.tree = j, .levels = levels, .repeats = repeats};
+    return run(softmax_gradient_rows, &p.tree, threads);
 }

@@ -94,6 +94,31 @@ def tree_sample(
     return native.tree_sample(flat, noise, split, constants).view(shape)
 
 
+def tree_gradients_at(
+    scores: Tensor, levels: Tensor, split: Split, constants: Tensor | None = None
+) -> Tensor | None:
+    """grad_s log p(c) of a leaf c for each level, by the O(log K) nodes of the leaf's path alone.
+
+    (*, K-1) and (M, *) -> (M, *, K-1), without gradient; None where there is no fused kernel. A
+    level in [0, 1) decides on the leaf, see ``CategoricalHead._gradients_at``. Other arguments as
+    in :func:`tree_log_probs`.
+    """
+    scores, shape = scores.detach(), levels.shape
+    if _path_kernels(scores, shape, split) != "native":
+        return None
+    out = native.tree_gradients(_rows(scores), levels.float().reshape(-1), split, constants)
+    return out.view(*shape, scores.shape[-1])
+
+
+def softmax_gradients_at(scores: Tensor, levels: Tensor) -> Tensor | None:
+    """The same for the categories of softmax, (*, K) and (M, *) -> (M, *, K)."""
+    scores = scores.detach()
+    if kernels_for(scores, 0, 0) != "native" or levels.shape[1:] != scores.shape[:-1]:
+        return None
+    out = native.softmax_gradients(_rows(scores), levels.float().reshape(-1))
+    return out.view(*levels.shape, scores.shape[-1])
+
+
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
     fused = kernels_for(scores, scores.shape[-1], SPARSEMAX_TRITON_LIMIT)

@@ -72,6 +72,8 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.catnat_path_forward.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_path_backward.argtypes = [pointer] * 5 + [long, long, *rest]
     lib.catnat_path_sample.argtypes = [pointer] * 4 + [long, long, *rest]
+    lib.catnat_path_gradients.argtypes = [pointer] * 4 + [long, long, *rest]
+    lib.catnat_softmax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
     lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
     return lib
@@ -126,6 +128,25 @@ def tree_sample(scores: Tensor, uniforms: Tensor, split: Split, constants: Tenso
     """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
     out = torch.empty(uniforms.shape[0], dtype=torch.int64)
     _path_call("catnat_path_sample", scores, _plain_memory(uniforms), (out,), split, constants)
+    return out
+
+
+def tree_gradients(
+    scores: Tensor, levels: Tensor, split: Split, constants: Tensor | None
+) -> Tensor:
+    """Gradients of the log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B, K-1)."""
+    out = scores.new_empty(len(levels), scores.shape[1])
+    _path_call("catnat_path_gradients", scores, _plain_memory(levels), (out,), split, constants)
+    return out
+
+
+def softmax_gradients(scores: Tensor, levels: Tensor) -> Tensor:
+    """Gradients of the log-probabilities of N categories a row, (B, K) and (N B) -> (N B, K)."""
+    scores, levels = _plain_memory(scores), _plain_memory(levels)
+    B, K = scores.shape
+    out = scores.new_empty(len(levels), K)
+    pointers, sizes = (levels.data_ptr(), out.data_ptr()), (len(levels) // max(1, B), B, K)
+    _call("catnat_softmax_gradients", scores, *pointers, *sizes, work=out.numel())
     return out
 
 
