@@ -108,7 +108,7 @@ def test_data_modules_do_not_import_games():
 # -- what both backends promise -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_envs", [1, 2, 3])
+@pytest.mark.parametrize("num_envs", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("backend", ["native", "sb3"])
 def test_the_contract_of_a_vector_environment(backend, num_envs, make):
     env = make("Breakout", num_envs, backend)
@@ -294,7 +294,7 @@ def test_a_lost_life_ends_the_episode_and_not_the_game(make):
     assert infos[0]["episode"]["l"] == pytest.approx(4 * (t + 1), abs=35)
 
 
-@pytest.mark.parametrize("action", [NOOP, FIRE, slow(RIGHT), slow(LEFT)])
+@pytest.mark.parametrize("action", [NOOP, slow(FIRE), slow(RIGHT), slow(LEFT)])
 def test_breakout_is_never_stuck(action, make):
     env = make("Breakout", 2)
     rows = play(env, always(action, 2), 400)

@@ -52,7 +52,7 @@ def outcome(root):
 
 
 # After a validation; after none; after a validation at an epoch's end.
-@pytest.mark.parametrize("steps", [slow(3), 4, 6])
+@pytest.mark.parametrize("steps", [slow(3), slow(4), 6])
 def test_a_resumed_run_validates_and_selects_like_an_uninterrupted_one(steps, workspace):
     options = [*workspace, *VALIDATED]
     assert run(*options, "--max_steps=12", "--default_root_dir=whole") == 0
@@ -102,7 +102,7 @@ def config(version=0):
     return yaml.safe_load(Path(f"runs/vae/natural/version_{version}/config.yaml").read_text())
 
 
-@pytest.mark.parametrize("where", [slow("last"), "run", "elsewhere"])
+@pytest.mark.parametrize("where", [slow("last"), slow("run"), "elsewhere"])
 def test_a_run_goes_on_with_what_it_was_started_with(where, workspace, capfd):
     assert run(*workspace, *STARTED) == 0
     path = Path("runs/vae/natural/version_0/checkpoints/last.ckpt")

@@ -242,6 +242,7 @@ def test_wrong_arrays_are_named():
 
 
 @one_server
+@pytest.mark.slow
 def test_jax_and_torch_stay_apart():
     code = "import sys, catnat.jax; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -261,6 +262,7 @@ def example(*arguments):
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     out = tmp_path / "world_model.png"
     done = example("--steps=2", f"--out={out}")

@@ -174,6 +174,7 @@ def test_a_report_takes_runs_whose_tags_have_no_explanation(project, tmp_path, c
     assert train.main(["report", str(done.parent), f"--out={tmp_path / 'page.html'}"]) == 0
 
 
+@pytest.mark.slow
 def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, monkeypatch, capsys):
     import compare
 

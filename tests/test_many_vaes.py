@@ -78,6 +78,7 @@ for n, padding in ((28, 1), (14, 1), (7, 0)):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.slow
 def test_the_kernels_of_patches_agree_with_plain_torch():
     path = os.pathsep.join([BENCHMARKS, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import cases_docs
 import pytest
+from cases import slow
 from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,23 +17,24 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
 
 
-def run_pages(what: str) -> str:
-    """Run what the README and all pages of the site show, in another process."""
-    done = run_fresh(ROOT / "tests" / "cases_docs.py", what, *PAGES)
+def run_pages(what: str, pages: list[Path]) -> str:
+    """Run what the README and pages of the site show, in another process."""
+    done = run_fresh(ROOT / "tests" / "cases_docs.py", what, *pages)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @one_server
-def test_every_python_block_of_the_readme_and_the_site_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("pages", [PAGES[:1], slow(PAGES[1:])], ids=["readme", "site"])
+def test_every_python_block_of_the_readme_and_the_site_runs(pages, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "natural" in run_pages("blocks")
+    assert "tensor" in run_pages("blocks", pages)  # some print
 
 
 @one_server
 def test_every_command_of_the_readme_and_the_site_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_pages("commands")
+    run_pages("commands", PAGES)
 
 
 def test_a_wrong_command_or_block_of_a_page_is_found(tmp_path):

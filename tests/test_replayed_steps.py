@@ -6,6 +6,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from cases import slow
 from cases_replay import Curve, Watch, equal, train, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -201,7 +202,10 @@ def test_a_checkpoint_callback_saves_at_the_steps_it_names_however_they_are_take
     assert watch.ends == [8, 16, 24, 30, 32, 40]
 
 
-@pytest.mark.parametrize("case", COUNTED)
+QUICK = ("limit_train_batches", "val_check_interval", "across epochs")
+
+
+@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in COUNTED])
 def test_options_of_the_trainer_count_steps_however_they_are_taken(without_cuda, data, case):
     options, ends = COUNTED[case]
     eager, watched, one, data_one, _ = counted(data, replayed=False, **options)

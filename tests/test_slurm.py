@@ -102,6 +102,7 @@ def test_a_job_that_always_dies_is_given_up(cluster, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the runs")
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     """8 runs; the worker of one that waits is killed. Its run goes on from its checkpoint."""
     grid = {"x": [0.0, 0.1, 0.2, 3.0], "head": ["a", "b"]}

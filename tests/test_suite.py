@@ -20,6 +20,7 @@ def test_the_doctests_of_one_file_pass_alone(monkeypatch):
 
 
 @one_server
+@pytest.mark.slow  # four processes with pytest
 def test_slow_tests_run_when_they_are_asked_for_or_named(tmp_path, monkeypatch):
     """In a project of two tests with the hooks of ours."""
     hooks = (ROOT / "tests" / "conftest.py").read_text()

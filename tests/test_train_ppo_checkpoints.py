@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cases import slow
 from cases_fresh import Fresh, one_server
 from cases_ppo import (
     FOLDER,
@@ -80,7 +81,7 @@ def test_more_steps_can_be_added(capfd):
 STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
 
 
-@pytest.mark.parametrize("where", ["last", "run", "elsewhere"])
+@pytest.mark.parametrize("where", [slow("last"), slow("run"), "elsewhere"])
 def test_a_run_goes_on_with_what_it_was_started_with(where, capfd):
     assert run(*QUICK, *STARTED) == 0
     path = FOLDER / "checkpoints/last.ckpt"

@@ -169,7 +169,7 @@ def learn(layer, hidden, target, fused, reduction):
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
 cases = ((5, 3, "sigmoid", {}), (100, 20, "natural", {}), (64, 300, "natural", {"tail": 0.1}))
 # Triton's interpreter is slow: bfloat16 or not, sparse or not, "none" or not, in all pairs.
-few = {5: ((0, 0, 0), (1, 1, 1)), 100: ((0, 0, 1), (1, 1, 0)), 64: ((0, 1, 0), (1, 0, 1))}
+few = {5: ((0, 0, 0), (1, 1, 0)), 100: ((0, 1, 1), (1, 0, 1)), 64: ()}
 for dtype, tolerance in close.items():
     for K, D, head, options in cases:
         for sparse in (False, True):
