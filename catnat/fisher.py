@@ -109,7 +109,8 @@ def sampled_scores(
 def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
     """grad_s log p(c), with c where the distribution function passes a level.
 
-    Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S).
+    Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S). A closed form may have the
+    categories in another order, and so draw another c for the same level.
     """
     closed_form = head._gradients_at(scores.detach(), levels)
     if closed_form is not None:

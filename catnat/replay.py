@@ -86,7 +86,7 @@ class StepGraph(Generic[Output]):
         ):
             self._output = self.step(batch)
         # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device
-        # that happened after the first replay had set the place, and its noise was another one.
+        # that could come after the first replay has set the place: its noise would begin anew.
         current.wait_stream(self._stream)
 
 

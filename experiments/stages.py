@@ -135,18 +135,24 @@ def selected(experiment: Experiment, cell: Options) -> list[Options]:
         return []
     top = len(tried) if search.confirm else search.top
     ranked = [run.settings for run in runs.best(tried, search.metric, search.better, top)]
-    return ranked if not search.confirm else ranked[:1] and [_confirmed(experiment, cell, ranked)]
+    if ranked and search.confirm:
+        return [_confirmed(experiment, cell, ranked)]
+    return ranked
 
 
 def _confirmed(experiment: Experiment, cell: Options, ranked: list[Options]) -> Options:
-    """The first settings that are not refuted; if all are, those whose runs end best."""
+    """The first settings whose runs with all seeds end no worse on average than their search did.
+
+    Runs that are not done, or failed, say nothing against their settings. If all settings end
+    worse, those whose runs end best.
+    """
     search = _search(experiment)
     sign = -1 if search.better == "higher" else 1
     ends = []
     for settings in ranked:
         finals = [experiment.run(cell, settings, seed) for seed in experiment.seeds]
         numbers = [runs.metrics(run) for run in finals]
-        if None in numbers:  # not done yet, or failed: that says nothing about the settings
+        if None in numbers:
             return settings
         (trial,) = (run for run in searching(experiment, cell) if run.settings == settings)
         end = sum(sign * (each or {})[search.metric] for each in numbers) / len(numbers)
