@@ -2,6 +2,7 @@ r"""Run a table of the paper: every run is one train.py command, done once, wher
 
     python experiments/sweep.py vae_adam --scale small --jobs_per_gpu 12       # on this machine
     python experiments/sweep.py path/to/mine.yaml                              # a plan of your own
+    python experiments/sweep.py vae_adam --engine together                     # one batched model
     python experiments/sweep.py gsl --scale paper --engine ray --address auto --jobs_per_gpu 12
     python experiments/sweep.py gsl --engine slurm --sbatch="--partition=gpu --gres=gpu:1"
     python experiments/sweep.py gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
@@ -38,9 +39,12 @@ from experiments.engines.commands import DRAWS, Print
 from experiments.engines.execute import sigterm_interrupts
 from experiments.engines.local import JOBS, Local
 from experiments.engines.slurm import Slurm
+from experiments.engines.together import MOST, Together
 from experiments.plan import Experiment
 from experiments.progress import Progress
 from experiments.schedule import Schedule
+
+ENGINES = ("local", "together", "print", "ray", "slurm")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,8 +78,9 @@ def build_parser() -> Parser:
     names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
     add_table_options(parser, "small, or the first of the plan")
-    parser.add_argument("--engine", choices=("local", "print", "ray", "slurm"), default="local")
-    many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room)"
+    parser.add_argument("--engine", choices=ENGINES, default="local")
+    many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room; "
+    many += f"together: models at once, {MOST})"
     parser.add_argument("--jobs", type=int, help=many)
     parser.add_argument("--jobs_per_gpu", type=int, help="runs that share a GPU (default 2)")
     share = "such as 2 or 0.08; wins over --jobs_per_gpu"
@@ -110,6 +115,8 @@ def make_engine(args: argparse.Namespace) -> Engine:
         return Print(args.retries)
     if args.engine == "slurm":
         return Slurm(args.jobs, args.retries, tuple(shlex.split(args.sbatch)), args.dry_run)
+    if args.engine == "together":
+        return Together(args.jobs or MOST)
     if args.engine == "local":
         return Local(args.jobs, args.jobs_per_gpu, args.gpus_per_run, args.retries, not args.no_mps)
     from experiments.engines.ray_tune import RayTune  # an extra

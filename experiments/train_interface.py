@@ -1,4 +1,7 @@
-"""Everything that experiments know of train.py: its command line, imports, and loading a run."""
+"""What experiments know of train.py: its command line, imports, and loading a run.
+
+Runs that are trained together know more: ``together/members.py``.
+"""
 
 from __future__ import annotations
 

@@ -6,66 +6,101 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from catnat.lit_modules import DiscreteVAE
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
 
-BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
-B, N, K = 5, 3, 4
-RATES = (1e-3, 1e-2)
+B = 5
 BEFORE_NORM = ("encoder.2.bias", "decoder.5.bias", "decoder.8.bias")
+GROUPS = [  # head, N, K
+    [("natural", 3, 4), ("natural", 3, 4)],
+    [("softmax", 3, 4), ("sparsemax", 3, 4)],
+    [("natural", 3, 4), ("sigmoid", 3, 4), ("softmax", 3, 4), ("softmax", 2, 5)],
+]
 
 
-@pytest.fixture
-def many_vaes(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import many_vaes
-
-    return many_vaes
-
-
-@pytest.mark.parametrize(
-    "heads", [("natural", "natural"), ("softmax", "softmax"), ("natural", "sigmoid")]
-)
-def test_a_batched_step_is_the_step_of_each_model(many_vaes, heads, monkeypatch):
+def separate_models(kind, group, optimizer):
     torch.manual_seed(0)
-    separate = [DiscreteVAE(head, N, K).double() for head in heads]
-    many = many_vaes.ManyVAEs(separate, RATES)
-    adams = [
-        torch.optim.Adam(model.parameters(), lr=rate)
-        for model, rate in zip(separate, RATES, strict=True)
+    rates = [1e-3 * 3**i for i in range(len(group))]
+    return [
+        kind(head, N, K, learning_rate=rate, optimizer=optimizer).double()
+        for (head, N, K), rate in zip(group, rates, strict=True)
     ]
-    for temperature in (1.0, 0.6):
-        images, noise = torch.rand(len(heads), B, 28, 28, dtype=torch.float64), many.noise(B)
-        many.temperature.fill_(temperature)
+
+
+def assert_same_state(many, number, model):
+    state, mine = model.state_dict(), many.state_of(number)
+    counters = {name for name in state if name.endswith("num_batches_tracked")}
+    assert set(mine) == set(state) - counters
+    for name, value in mine.items():
+        # A bias before a norm has gradient 0 but for rounding, and Adam divides by 1e-8.
+        loose = name in BEFORE_NORM or name.endswith("running_mean")
+        rounding = 1e-7 if loose else 1e-11
+        assert torch.allclose(value, state[name], rtol=1e-9, atol=rounding), name
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_batched_step_is_the_step_of_each_model(group, optimizer, monkeypatch):
+    separate = separate_models(DiscreteVAE, group, optimizer)
+    many = ManyVAEs(separate)
+    optimizers = [each.configure_optimizers() for each in separate]
+    for step in (0, 20_000):
+        images, noise = torch.rand(len(group), B, 1, 28, 28, dtype=torch.float64), many.noise(B)
+        many.prepare_step(step)
         losses = many.step(images, noise)
-        for i, (model, adam) in enumerate(zip(separate, adams, strict=True)):
-            model.temperature.set(temperature)
-            own = noise[i]
+        own_noise = [each for part in noise for each in part]
+        for i, (model, taken) in enumerate(zip(separate, optimizers, strict=True)):
+            model.prepare_step(step)
+            own = own_noise[i]
             monkeypatch.setattr("catnat.estimators.gumbel_like", lambda *_, g=own, **__: g)
-            loss = model.step_loss(images[i, :, None])
-            adam.zero_grad()
+            loss = model.step_loss(images[i])
+            taken.zero_grad()
             loss.backward()
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
-            adam.step()
+            taken.step()
             assert torch.allclose(losses[i], loss, rtol=1e-12)
-            state, mine = model.state_dict(), many.state_of(i)
-            counters = {name for name in state if name.endswith("num_batches_tracked")}
-            assert set(mine) == set(state) - counters
-            for name, value in mine.items():
-                # A bias before a norm has gradient 0 but for rounding, and Adam divides by 1e-8.
-                loose = name in BEFORE_NORM or name.endswith("running_mean")
-                rounding = 1e-7 if loose else 1e-11
-                assert torch.allclose(value, state[name], rtol=1e-9, atol=rounding), name
+            assert_same_state(many, i, model)
+
+
+@pytest.mark.parametrize("group", GROUPS[1:])
+def test_a_batched_step_by_score_function_is_the_step_of_each_model(group, monkeypatch):
+    separate = separate_models(MLPDiscreteVAE, group, "adam")
+    many = ManyMLPVAEs(separate)
+    optimizers = [each.configure_optimizers() for each in separate]
+    for step in range(2):
+        images = torch.rand(len(group), B, 1, 28, 28, dtype=torch.float64).bernoulli()
+        noise = many.noise(B)
+        many.prepare_step(step)
+        losses = many.step(images, noise)
+        own_noise = [each for part in noise for each in part]
+        for i, (model, taken) in enumerate(zip(separate, optimizers, strict=True)):
+            q = model(images[i])
+            index = (q.logits.detach() + own_noise[i]).argmax(-1)
+            monkeypatch.setattr(type(q), "sample", lambda *_, index=index: index[None])
+            loss = model.loss(images[i], q)
+            taken.zero_grad()
+            loss.backward()
+            taken.step()
+            assert torch.allclose(losses[i], loss, rtol=1e-12)
+            assert_same_state(many, i, model)
+
+
+def test_models_that_cannot_be_trained_together_are_named():
+    with pytest.raises(ValueError, match=r"gradient_clip, got \[0.5, 1.0\]"):
+        ManyVAEs([DiscreteVAE(gradient_clip=0.5), DiscreteVAE()])
+    with pytest.raises(ValueError, match=r"lr_decay 1, got 0\.9"):
+        ManyVAEs([DiscreteVAE(lr_decay=0.9)])
+    with pytest.raises(ValueError, match="num_samples 2"):
+        ManyMLPVAEs([MLPDiscreteVAE(num_samples=2)])
 
 
 PATCHES = """
 import torch
-import patches
-import triton_patches
+from experiments.together import patches, triton_patches
 
 for n, padding in ((28, 1), (14, 1), (7, 0)):
     x = torch.randn(2, n, n, 3)
@@ -80,10 +115,9 @@ for n, padding in ((28, 1), (14, 1), (7, 0)):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.slow
 def test_the_kernels_of_patches_agree_with_plain_torch():
-    path = os.pathsep.join([BENCHMARKS, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PATCHES],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if torch.cuda.is_available():  # which needs Triton
-    import triton_patches
+    from experiments.together import triton_patches
 
 
 def patches(x: Tensor, padding: int) -> Tensor:

@@ -1,0 +1,231 @@
+"""Train a group of runs as one batched model, and leave what ``train.py`` would have left."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from catnat.datamodules.in_memory import InMemoryDataModule
+from catnat.files import write_whole
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+from catnat.replay import Backlog, StepGraph
+from experiments import runs
+from experiments.together.graphs import ManyGraphLearners
+from experiments.together.members import Curve, Member, Model, write_run
+from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
+
+_KINDS: dict[type, Callable[[Any], Many]] = {
+    DiscreteVAE: ManyVAEs,
+    MLPDiscreteVAE: ManyMLPVAEs,
+    GraphStructureLearner: ManyGraphLearners,
+}
+_STEPS_AHEAD = 40  # of the host, before it waits for the device
+
+
+class Many(Protocol):
+    """M models trained as one."""
+
+    def prepare_step(self, step: int) -> None:
+        """Set the numbers that depend on the step; called before the step, on the host."""
+
+    def step(self, batch: Any) -> Tensor:
+        r"""Take a step of every model on its own batch, (M, B, \*); returns the losses, (M,)."""
+
+    def state_of(self, model: int) -> dict[str, Tensor]:
+        """Parameters and statistics of one model, for ``load_state_dict(..., strict=False)``."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that changes in a step: written back in place, the models are what they were."""
+
+
+class _Alone:
+    """What a model asks of its Trainer when it is validated."""
+
+    world_size, global_rank = 1, 0
+
+    def __init__(self, data: InMemoryDataModule) -> None:
+        self.datamodule = data
+
+
+@torch.inference_mode()
+def validated(model: Model, data: InMemoryDataModule, device: torch.device) -> dict[str, float]:
+    """What ``Trainer.validate`` gives, without the tenth of a second that it takes to begin."""
+    found: dict[str, float] = {}
+
+    def log_dict(metrics: dict[str, Tensor], **_: Any) -> None:
+        found.update({name: float(value) for name, value in metrics.items()})
+
+    alone = _Alone(data)
+    model.trainer = alone  # type: ignore[assignment]
+    model.log_dict = log_dict  # type: ignore[assignment, method-assign]
+    model.eval()
+    try:
+        model.on_validation_epoch_start()
+        for number, batch in enumerate(data.make_loader("val", device)):
+            model.validation_step(batch, number)
+        model.on_validation_epoch_end()
+    finally:
+        model.train()
+        del model.log_dict
+        model.trainer = None
+    return found
+
+
+class GroupTraining:
+    """The training of a group.
+
+    Args:
+        members: of one group.
+        folder: where the state of the group is kept until the group has ended.
+        say: prints a line.
+    """
+
+    def __init__(self, members: list[Member], folder: Path, say: Callable[[str], None]) -> None:
+        self.members, self.say = members, say
+        accelerator = members[0].trainer["accelerator"]
+        with_cuda = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        self.device = torch.device("cuda" if with_cuda else "cpu")
+        self.max_steps = members[0].trainer["max_steps"]
+        self.interval = members[0].trainer["val_check_interval"]
+        names = json.dumps([str(each.run.home) for each in members])
+        name = hashlib.sha1(names.encode()).hexdigest()[:12]
+        self.path = folder / f"together-{name}.pt"
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        self.trainer = Trainer(
+            accelerator="gpu" if with_cuda else "cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        self.data: dict[str, InMemoryDataModule] = {}
+        for each in members:
+            if each.same_data not in self.data:
+                data = each.data
+                assert isinstance(data, InMemoryDataModule)
+                data.prepare_data()
+                data.setup("fit")
+                self.data[each.same_data] = data
+        places = {name: place for place, name in enumerate(self.data)}
+        which = [places[each.same_data] for each in members]
+        self.which = torch.tensor(which, device=self.device)
+        for each in members:
+            each.model.to(self.device)
+        self.many: Many = _KINDS[type(members[0].model)]([each.model for each in members])
+        self.curves: list[Curve] = [[] for _ in members]
+        self.failed: dict[int, str] = {}  # why models were given up, by their number
+
+    def run(self) -> None:
+        """Train to the end; then validate and test every model, and write its folder."""
+        # The noise of a group is that of its first seed.
+        torch.manual_seed(self.members[0].seed)
+        begun = self._restore()
+        losses, spent = torch.zeros(len(self.members)), time.monotonic()
+        step, first = begun, begun
+        take = StepGraph(self._step) if self.device.type == "cuda" else self._step
+        backlog = Backlog(1) if self.device.type == "cuda" else None
+        for step, batch in enumerate(self._batches(begun), begun):
+            self.many.prepare_step(step)
+            losses = take(batch)
+            if backlog is not None and step % _STEPS_AHEAD == 0:
+                backlog.add()
+            done = step + 1
+            if done % self.interval == 0 or done == self.max_steps:
+                self._validate(done, losses)
+                rate = len(self.members) * (done - first) / (time.monotonic() - spent)
+                spent, first = time.monotonic(), done
+                self.say(
+                    f"{len(self.members)} models together: step {done} of {self.max_steps}, "
+                    f"{rate:,.0f} model-steps/s"
+                )
+                if done < self.max_steps:
+                    self._save(done)
+        for number, one in enumerate(self.members):
+            if number in self.failed:
+                runs.record_failure(one.run, 1, self.failed[number])
+            else:
+                self._finish(number)
+        self.path.unlink(missing_ok=True)
+
+    def _step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        own = tuple(each[self.which] for each in batch)
+        return self.many.step(own[0] if len(own) == 1 else own)
+
+    def _batches(self, begun: int) -> Iterator[tuple[Tensor, ...]]:
+        r"""What is left of the batches of all data, (D, B, \*), in the order of ``train.py``."""
+        loaders = []
+        for data in self.data.values():
+            loader = data.make_loader("train", self.device, shuffle=True, seed=data.seed)
+            if begun:
+                epoch, position = divmod(begun - 1, len(loader))
+                loader.load_state_dict({"epoch": epoch, "position": position + 1})
+            loaders.append(loader)
+        taken = begun
+        while taken < self.max_steps:
+            for found in zip(*loaders, strict=True):
+                batches = [each if isinstance(each, tuple) else (each,) for each in found]
+                yield tuple(torch.stack(each) for each in zip(*batches, strict=True))
+                taken += 1
+                if taken == self.max_steps:
+                    return
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _validate(self, step: int, losses: Tensor) -> None:
+        for number, (one, loss) in enumerate(zip(self.members, losses.tolist(), strict=True)):
+            if number in self.failed:
+                continue
+            one.model.load_state_dict(self.many.state_of(number), strict=False)
+            try:
+                found = validated(one.model, self.data[one.same_data], self.device)
+            except ValueError as error:  # its scores are not finite
+                self.failed[number] = str(error).splitlines()[0]
+                continue
+            self.curves[number].append((step, {"train/loss": loss, **found}))
+
+    def _finish(self, number: int) -> None:
+        """Test a model, and write its folder."""
+        one = self.members[number]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = self.data[one.same_data]
+            tested = dict(self.trainer.test(one.model, datamodule=data, verbose=False)[0])
+        log = f"trained together with {len(self.members) - 1} other models\n"
+        write_run(one, self.trainer, self.curves[number], self.max_steps, tested, log)
+
+    # -- interruptions -------------------------------------------------------------------------
+
+    def _save(self, step: int) -> None:
+        noise = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+        state = {"step": step, "tensors": self.many.tensors(), "noise": noise}
+        state |= {"curves": self.curves, "failed": self.failed}
+        packed = io.BytesIO()
+        torch.save(state, packed)
+        write_whole(self.path, packed.getbuffer())
+
+    def _restore(self) -> int:
+        """Go on from the group's last validation; returns the number of steps taken before."""
+        if not self.path.is_file():
+            return 0
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        with torch.no_grad():
+            for name, each in self.many.tensors().items():
+                each.copy_(state["tensors"][name])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["noise"])
+        else:
+            torch.set_rng_state(state["noise"])
+        self.curves, self.failed = state["curves"], state["failed"]
+        return int(state["step"])

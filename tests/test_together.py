@@ -1,0 +1,169 @@
+"""Sweeps that train many runs as one batched model leave what train.py would have left."""
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+
+import train
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+from experiments import plan, runs, stages, sweep
+from experiments.together import training
+from experiments.together.training import validated
+
+STILL = 1e-12  # a learning rate at which no weight moves
+VAE = {
+    "options": {"num_latents": 2, "num_categories": 3, "batch_size": 10, "nll_samples": 2},
+    "grid": {"variant": ["gray", "binary"], "head": ["softmax", "natural"]},
+}
+MODELS = {
+    "vae": VAE,
+    "mlp-vae": VAE | {"grid": {"variant": ["stochastic"], "head": ["sigmoid", "natural"]}},
+    "gsl": {
+        "options": {"communities": 1, "num_pairs": 100, "num_samples": 4, "test_passes": 1},
+        "grid": {"theta": [0.5, 0.75], "head": ["sparsemax", "natural"]},
+    },
+}
+
+
+def write_plan(folder, model, data, rates=(STILL,), seeds=(1, 2), **options):
+    steps = {"accelerator": "cpu", "max_steps": 7, "val_check_interval": 3, "data.root": str(data)}
+    content = {
+        "title": "A few steps",
+        "model": model,
+        "options": MODELS[model]["options"] | steps | options,
+        "grid": MODELS[model]["grid"] | {"learning_rate": list(rates)},
+        "seeds": list(seeds),
+        "metrics": {"val/loss": {"label": "loss"}},
+        "differences": [],
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def run_all(path, folder, *options):
+    arguments = [str(path), f"--runs={folder}", "--engine=together", *options]
+    assert sweep.main(arguments) == 0
+    return stages.known(plan.load(str(path), None, folder))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_begins_with_the_weights_of_its_seed_and_ends_as_train_py_does(model, tmp_path, data):
+    root = data if model != "gsl" else tmp_path
+    found = run_all(write_plan(tmp_path, model, root), tmp_path / "together")
+    assert len(found) == (4 if model == "mlp-vae" else 8)
+    run = found[-1]
+    assert train.main([*run.command[2:-1], f"--default_root_dir={tmp_path}/single"]) == 0
+    ours, theirs = runs.version(run), next(tmp_path.glob("single/*/*/version_0"))
+    configs = [yaml.safe_load((each / "config.yaml").read_text()) for each in (ours, theirs)]
+    for each in configs:
+        each["trainer"].pop("default_root_dir")
+    assert configs[0] == configs[1]
+    states = [
+        torch.load(each / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for each in (ours, theirs)
+    ]
+    assert set(states[0]) == set(states[1])
+    for name, value in states[0].items():
+        # Batch norms of the decoder saw draws of the latents.
+        if not (name.startswith("decoder") and "running" in name) and "tracked" not in name:
+            assert torch.allclose(value, states[1][name], rtol=1e-4, atol=1e-6), name
+    numbers = runs.metrics(run)
+    single = yaml.safe_load((theirs / "metrics.json").read_text())
+    assert list(numbers) == list(single)
+    if model != "vae":
+        assert numbers == pytest.approx(single, rel=1e-5)
+    curve = [(each["step"], each["value"]) for each in runs.curves(run, ["val/loss"])]
+    assert [step for step, _ in curve] == [3, 6, 7]
+    assert curve[-1][1] == pytest.approx(numbers["val/loss"], rel=1e-6)
+
+
+def test_a_group_that_was_interrupted_goes_on_from_its_last_validation(tmp_path, data, monkeypatch):
+    path = write_plan(tmp_path, "vae", data, rates=[0.01, 0.02])
+    whole = [runs.metrics(run) for run in run_all(path, tmp_path / "whole")]
+    steps, take = [], training.ManyVAEs.prepare_step
+
+    def interrupted(self, step):
+        steps.append(step)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        take(self, step)
+
+    monkeypatch.setattr(training.ManyVAEs, "prepare_step", interrupted)
+    arguments = [str(path), f"--runs={tmp_path / 'parts'}", "--engine=together"]
+    assert sweep.main(arguments) == 130
+    parts = [runs.metrics(run) for run in run_all(path, tmp_path / "parts")]
+    assert steps == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert parts == whole
+    assert not list(tmp_path.rglob("together-*"))
+
+
+def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
+    tmp_path, data, capsys
+):
+    path = write_plan(tmp_path, "mlp-vae", data, rates=[0.001, 1e30], seeds=(1,))
+    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
+    assert sweep.main([*arguments, "--jobs=3"]) == 1
+    found = stages.known(plan.load(str(path), None, tmp_path / "runs"))
+    assert {run.name for run in found if runs.failure(run)} == {
+        run.name for run in found if run.cell["learning_rate"] > 1
+    }
+    assert all(runs.metrics(run)["val/loss"] < 1e4 for run in found if not runs.failure(run))
+    assert capsys.readouterr().out.count("2 models together: step 7 of 7") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--precision=bf16-mixed"], "does not know --precision bf16-mixed"),
+        (["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
+        (["--headd=x"], "headd"),
+    ],
+)
+def test_options_that_a_group_cannot_have_are_named(options, says, tmp_path, data, capsys):
+    path = write_plan(tmp_path, "vae", data)
+    with pytest.raises(SystemExit) as end:
+        sweep.main([str(path), f"--runs={tmp_path}/runs", "--engine=together", "--", *options])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_model_that_has_no_batched_form_is_named(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        sweep.main(
+            ["ppo_cartpole", "--scale=smoke", f"--runs={tmp_path}/runs", "--engine=together"]
+        )
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--engine together cannot train --model ppo" in line
+
+
+@pytest.mark.parametrize("kind", [DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner])
+def test_validation_gives_what_the_trainer_gives(kind, data, tmp_path):
+    if kind is GraphStructureLearner:
+        model, source = kind(num_nodes=6), CommunityGraphDataModule(communities=1, num_pairs=50)
+        source.root = str(tmp_path)
+    else:
+        model, source = kind(num_latents=2), MNISTDataModule(str(data), batch_size=5)
+    source.prepare_data()
+    source.setup("fit")
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
+    (theirs,) = Trainer(accelerator="cpu", **quiet).validate(model, source, verbose=False)
+    assert validated(model, source, torch.device("cpu")) == theirs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_group_under_a_graph_takes_the_steps_of_an_eager_group(
+    model, tmp_path, data, monkeypatch
+):
+    root = data if model != "gsl" else tmp_path
+    path = write_plan(tmp_path, model, root, rates=[0.001, 0.003], accelerator="gpu")
+    replayed = [runs.metrics(run) for run in run_all(path, tmp_path / "replayed")]
+    monkeypatch.setattr(training, "StepGraph", lambda step: step)
+    eager = [runs.metrics(run) for run in run_all(path, tmp_path / "eager")]
+    for one, other in zip(replayed, eager, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
