@@ -58,13 +58,24 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
         raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
     error, distance = at_least_float32(error.detach()), at_least_float32(distance.detach())
     error, distance = error.mean(1), distance.mean(0)  # (M,), (M, M)
-    own, total = distance.sum(1), distance.sum()
-    others = (error.sum() - error) / (M - 1)
-    pairs = (total - 2 * own) / ((M - 1) * (M - 2))
-    weight = (error - others - own / (M - 1) + pairs) / M
+    weight = leave_one_out_weights(error, distance.sum(1), distance.sum())
     with torch.autocast(weight.device.type, enabled=False):
         direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
+
+
+def leave_one_out_weights(error: Tensor, own: Tensor, total: Tensor) -> Tensor:
+    """The weights c_m of :func:`score_function_direction`, (*, M).
+
+    Args:
+        error: |f_m - y|, (*, M).
+        own: r_m, (*, M).
+        total: S, which broadcasts with r_m.
+    """
+    M = error.shape[-1]
+    others = (error.sum(-1, keepdim=True) - error) / (M - 1)
+    pairs = (total - 2 * own) / ((M - 1) * (M - 2))
+    return (error - others - own / (M - 1) + pairs) / M
 
 
 @torch.no_grad()
@@ -173,17 +184,21 @@ class GCN(nn.Module):
         """Outputs of all nodes in every graph."""
         messages = self.messages(x)
         if self.is_dense(graphs.shape[-1]):
-            return _dense_sums(messages, graphs)
+            return dense_sums(messages, graphs)
         return _sparse_sums(messages, graphs)
 
 
-def _dense_sums(messages: Tensor, graphs: Tensor) -> Tensor:
-    """One matrix product for all pairs of an input and a graph."""
-    (B, N, D), M = messages.shape, graphs.shape[0]
+def dense_sums(messages: Tensor, graphs: Tensor) -> Tensor:
+    """The messages that arrive at each node, by one matrix product for all inputs and graphs.
+
+    Shapes: ``messages`` (*, B, N, D), ``graphs`` (*, M, N, N), result (*, M, B, N, D).
+    """
+    (B, N, D), M = messages.shape[-3:], graphs.shape[-3]
     # Both contiguous: on ARM processors a transposed operand takes a path a hundred times slower.
-    rows = graphs.mT.reshape(M * N, N)
-    columns = messages.transpose(0, 1).reshape(N, B * D)
-    return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
+    rows = graphs.mT.reshape(*graphs.shape[:-3], M * N, N)
+    columns = messages.transpose(-3, -2).reshape(*messages.shape[:-3], N, B * D)
+    sums = rows @ columns
+    return sums.reshape(*sums.shape[:-2], M, N, B, D).transpose(-3, -2)
 
 
 def _sparse_sums(messages: Tensor, graphs: Tensor) -> Tensor:

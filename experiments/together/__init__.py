@@ -1,0 +1,1 @@
+"""Many models of one shape, trained as one batched model."""
