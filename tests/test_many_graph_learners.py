@@ -118,6 +118,27 @@ def test_samples_that_coincide_give_finite_gradients():
     assert losses.isfinite().all() and many.flat.isfinite().all()
 
 
+def energy_by_differences(samples, target, scale):
+    """What the kernel computes: errors, sums of distances, scaled gradient of the energy score."""
+    G = samples.shape[-2]
+    residual = samples - target[..., None, :]  # (M, B, D, G, N)
+    apart = samples[..., :, None, :] - samples[..., None, :, :]  # (M, B, D, G, G, N)
+    error = residual.square().sum((2, 4)).sqrt()
+    distance = apart.square().sum((2, 5)).sqrt()
+    weight = torch.where(distance == 0, 0.0, 1 / distance)[:, :, None, ..., None]
+    slope = residual / error[:, :, None, :, None] - (weight * apart).sum(-2) / (G - 1)
+    return error, distance.sum(-1), scale / G * slope
+
+
+def test_a_step_with_the_kernel_of_a_gpu_is_the_same_step(monkeypatch):
+    pytest.importorskip("triton")
+    torch.manual_seed(5)
+    models = [learner().double() for _ in range(2)]
+    monkeypatch.setattr("experiments.together.graphs.kernels_for", lambda *_: "triton")
+    monkeypatch.setattr("catnat.ops.triton_energy.energy", energy_by_differences)
+    steps_agree(monkeypatch, ManyGraphLearners(models), Alone(models))
+
+
 def test_a_model_loads_what_was_trained():
     torch.manual_seed(4)
     models = [learner() for _ in range(3)]

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from catnat import CategoricalHead
 from catnat.checks import require_positive
-from catnat.graphs import GCN, dense_sums, leave_one_out_weights, sample_graphs
+from catnat.graphs import GCN, leave_one_out_weights, sample_graphs
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_from_terms, energy_terms
 from catnat.numerics import exp_of_log_probs
+from catnat.ops.dispatch import kernels_for
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's
 _NAMES = ("edge_scores", "predictor.weight")
+_TRITON_LIMIT = 8192  # numbers of all samples of a pair, which a program holds in registers
 
 
 class ManyGraphLearners:
@@ -41,7 +43,7 @@ class ManyGraphLearners:
         learning_rates: Sequence[float] | None = None,
     ) -> None:
         _check(models)
-        self.graphs = models[0].num_samples
+        self.num_graphs = models[0].num_samples
         self.heads = _runs_of_equal_heads([each.head for each in models])
         stacked = [torch.stack([each.get_parameter(n).detach() for each in models]) for n in _NAMES]
         sizes = [each.numel() for each in stacked]
@@ -73,16 +75,17 @@ class ManyGraphLearners:
             The losses, (M,).
         """
         x, y = batch
+        (M, B, N, _), G = x.shape, self.num_graphs
         log_probs = self._log_probs()  # (M, N, N, 2)
         theta = exp_of_log_probs(log_probs.detach())[..., 1]
-        graphs = sample_graphs(theta, self.graphs).movedim(0, 1)  # (M, G, N, N)
-        messages = (x.flatten(1, 2) @ self.psi).unflatten(1, x.shape[1:3])  # (M, B, N, D)
-        outputs = dense_sums(messages, graphs).transpose(1, 2).flatten(3)  # (M, B, G, N D)
-        losses, error, own, of_outputs = mean_energy(outputs.detach(), y.flatten(2))
+        graphs = sample_graphs(theta, G).permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
+        messages = (x.flatten(1, 2) @ self.psi).view(M, B, N, -1).mT  # (M, B, D, N)
+        # A matrix product that leaves all outputs of a pair side by side: nothing is moved again.
+        outputs = (messages.flatten(1, 2) @ graphs.flatten(2)).view(M, B, -1, G, N)
+        losses, error, own, of_outputs = mean_energy(outputs.detach(), y.mT)
         weight = leave_one_out_weights(error, own, own.sum(1, keepdim=True))  # (M, G)
         # Exactly 0 where all graphs agree, as in score_function_direction.
-        apart = (graphs - graphs[:, :1]).flatten(2)
-        of_odds = (weight[:, None] @ apart).view_as(theta)
+        of_odds = torch.einsum("mg, mjgi -> mji", weight, graphs - graphs[:, :, :1])
         odds = log_probs[..., 1] - log_probs[..., 0]
         grads = torch.autograd.grad((odds, outputs), (self.scores, self.psi), (of_odds, of_outputs))
         self._update(torch.cat([each.flatten() for each in grads]))
@@ -112,17 +115,26 @@ class ManyGraphLearners:
 def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The energy score of G samples x_g, and what its gradients need, as means over B pairs.
 
-    Shapes: ``samples`` (M, B, G, D), ``target`` (M, B, D).
+    Shapes: ``samples`` (M, B, D, G, N), ``target`` y (M, B, D, N).
 
     Returns:
         The scores (M,); the errors |x_g - y| (M, G); the sums of the distances |x_g - x_h| over h
-        (M, G); the gradients of the scores in the samples (M, B, G, D).
+        (M, G); the gradients of the scores in the samples (M, B, D, G, N).
     """
-    samples = samples.requires_grad_()
-    error, distance = energy_terms(samples.movedim(2, 0), target)  # (G, M, B), (M, B, G, G)
-    scores = energy_from_terms(error, distance).mean(1)
-    (gradient,) = torch.autograd.grad(scores.sum(), samples)
-    return scores.detach(), error.detach().mean(2).T, distance.detach().sum(3).mean(1), gradient
+    B, G = samples.shape[1], samples.shape[3]
+    if kernels_for(samples, samples[0, 0].numel(), _TRITON_LIMIT) == "triton":
+        from catnat.ops import triton_energy
+
+        error, own, gradient = triton_energy.energy(samples, target, 1 / B)
+    else:
+        samples = samples.requires_grad_()
+        x = samples.movedim(3, 0).flatten(3)  # (G, M, B, D N)
+        error, distance = energy_terms(x, target.flatten(2))  # (G, M, B), (M, B, G, G)
+        scores = energy_from_terms(error, distance).mean(1)
+        (gradient,) = torch.autograd.grad(scores.sum(), samples)
+        error, own = error.detach().movedim(0, 2), distance.detach().sum(3)
+    error, own = error.mean(1), own.mean(1)
+    return error.mean(1) - own.sum(1) / (2 * G * (G - 1)), error, own, gradient
 
 
 def _check(models: Sequence[GraphStructureLearner]) -> None:
