@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from catnat.lit_modules import GraphStructureLearner
+from catnat.replay import StepGraph
 from experiments.together.graphs import ManyGraphLearners
 
 B, N, IN, OUT, G = 5, 6, 3, 2, 4
@@ -188,3 +189,20 @@ def test_models_that_cannot_train_together_are_a_clear_error(models, rates, word
     with pytest.raises(ValueError, match=words) as error:
         ManyGraphLearners(models, rates)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_are_eager_steps_on_a_gpu():
+    torch.manual_seed(6)
+    models = [learner(head).cuda() for head in ("natural", "sigmoid")]
+    batches = [tuple(each.float().cuda() for each in pairs(2)) for _ in range(8)]
+    ends = []
+    for take in (lambda many: many.step, lambda many: StepGraph(many.step)):
+        torch.manual_seed(7)
+        many = ManyGraphLearners(models)
+        step = take(many)
+        losses = [step(batch).clone() for batch in batches]
+        ends.append((many.flat, torch.stack(losses)))
+    (eager, eager_losses), (captured, captured_losses) = ends
+    assert torch.allclose(captured, eager, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(captured_losses, eager_losses, rtol=1e-4)
