@@ -142,9 +142,25 @@ for K in (2, 3, 5, 8, 18, 32, 100, 600):
     assert not results[0][1][5:8][scores[5:8] < -1e38].any(), K
 """
 
+ENERGY = """
+from catnat.losses import energy_from_terms, energy_terms
+from catnat.ops import triton_energy
+
+for batch, D, G, N in (((2, 3), 2, 8, 6), ((1,), 1, 3, 2), ((2,), 3, 5, 7)):
+    x, y = torch.randn(*batch, D, G, N), torch.randn(*batch, N, D).mT
+    x[0, ..., 1, :] = x[0, ..., 0, :]  # two samples coincide
+    x[0, ..., 2, :] = y[0]
+    exact = x.double().requires_grad_()
+    terms = energy_terms(exact.movedim(-2, 0).flatten(-2), y.double().flatten(-2))
+    (slope,) = torch.autograd.grad(energy_from_terms(*terms).sum(), exact)
+    wanted = (terms[0].movedim(0, -1), terms[1].sum(-1), 0.25 * slope)
+    for got, want in zip(triton_energy.energy(x, y, 0.25), wanted):
+        assert torch.allclose(got.double(), want, rtol=2e-6, atol=1e-6), (D, G, N)
+"""
+
 
 def test_interpreted_kernels():
-    code = TREE + PATH + SPARSEMAX + SOFTMAX
+    code = TREE + PATH + SPARSEMAX + SOFTMAX + ENERGY
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

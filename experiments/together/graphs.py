@@ -1,0 +1,182 @@
+"""M graph structure learners of one shape as one batched model: one step trains all of them.
+
+Each model has its own scores, predictor, learning rates and batches. Its steps are those of a
+:class:`~catnat.lit_modules.GraphStructureLearner` that is trained alone; the noise of all models
+comes from one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from catnat import CategoricalHead
+from catnat.checks import require_positive
+from catnat.graphs import GCN, leave_one_out_weights, sample_graphs
+from catnat.lit_modules import GraphStructureLearner
+from catnat.losses import energy_from_terms, energy_terms
+from catnat.numerics import exp_of_log_probs
+from catnat.ops.dispatch import kernels_for
+
+BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's
+_NAMES = ("edge_scores", "predictor.weight")
+_TRITON_LIMIT = 8192  # numbers of all samples of a pair, which a program holds in registers
+
+
+class ManyGraphLearners:
+    """M models, trained with Adam by the score-function estimator.
+
+    Args:
+        models: of equal sizes, with the default predictor, a constant learning rate and no warm-up
+            of psi. Their heads may differ; models with equal heads should stand next to each other,
+            because each run of equal heads is computed at once. Their parameters are copied.
+        learning_rates: one for each model, of its scores and its psi. None: each model's own.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[GraphStructureLearner],
+        learning_rates: Sequence[float] | None = None,
+    ) -> None:
+        _check(models)
+        self.num_graphs = models[0].num_samples
+        self.heads = _runs_of_equal_heads([each.head for each in models])
+        stacked = [torch.stack([each.get_parameter(n).detach() for each in models]) for n in _NAMES]
+        sizes = [each.numel() for each in stacked]
+        # One vector of all numbers, so that Adam takes a few kernels. The parameters are parts.
+        self.flat = torch.cat([each.flatten() for each in stacked])
+        self.scores, self.psi = (  # (M, N, N, S), (M, in_features, out_features)
+            part.view_as(each).requires_grad_()
+            for part, each in zip(self.flat.split(sizes), stacked, strict=True)
+        )
+        rates = self.flat.new_tensor(_pairs_of_rates(models, learning_rates))  # (M, 2)
+        repeats = [size // len(models) for size in sizes]
+        self.rates = torch.cat(
+            [rate.repeat_interleave(n) for rate, n in zip(rates.unbind(1), repeats, strict=True)]
+        )
+        self.mean, self.square = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        # In float32 the correction 1 - 0.999^t would have four digits in the first steps.
+        self.steps = torch.zeros((), dtype=torch.float64, device=self.flat.device)
+
+    def prepare_step(self, step: int) -> None:
+        """Nothing depends on the step."""
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """One step of every model, on the device alone.
+
+        Args:
+            batch: each model's own x (M, B, N, in_features) and y (M, B, N, out_features).
+
+        Returns:
+            The losses, (M,).
+        """
+        x, y = batch
+        (M, B, N, _), G = x.shape, self.num_graphs
+        log_probs = self._log_probs()  # (M, N, N, 2)
+        theta = exp_of_log_probs(log_probs.detach())[..., 1]
+        graphs = sample_graphs(theta, G).permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
+        messages = (x.flatten(1, 2) @ self.psi).view(M, B, N, -1).mT  # (M, B, D, N)
+        # A matrix product that leaves all outputs of a pair side by side: nothing is moved again.
+        outputs = (messages.flatten(1, 2) @ graphs.flatten(2)).view(M, B, -1, G, N)
+        losses, error, own, of_outputs = mean_energy(outputs.detach(), y.mT)
+        weight = leave_one_out_weights(error, own, own.sum(1, keepdim=True))  # (M, G)
+        # Exactly 0 where all graphs agree, as in score_function_direction.
+        of_odds = torch.einsum("mg, mjgi -> mji", weight, graphs - graphs[:, :, :1])
+        odds = log_probs[..., 1] - log_probs[..., 0]
+        grads = torch.autograd.grad((odds, outputs), (self.scores, self.psi), (of_odds, of_outputs))
+        self._update(torch.cat([each.flatten() for each in grads]))
+        return losses
+
+    def state_of(self, model: int) -> dict[str, Tensor]:
+        """Parameters of one model, for ``load_state_dict(..., strict=False)``."""
+        parameters = zip(_NAMES, (self.scores, self.psi), strict=True)
+        return {name: each[model].detach().clone() for name, each in parameters}
+
+    def _log_probs(self) -> Tensor:
+        """Log-probabilities of the edges, each model's by its own head, (M, N, N, 2)."""
+        parts = self.scores.split([count for _, count in self.heads])
+        out = [head.log_probs(part) for (head, _), part in zip(self.heads, parts, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _update(self, grad: Tensor) -> None:
+        """A step of Adam."""
+        self.steps += 1
+        self.mean.lerp_(grad, 1 - BETAS[0])
+        self.square.mul_(BETAS[1]).addcmul_(grad, grad, value=1 - BETAS[1])
+        size = self.rates / (1 - BETAS[0] ** self.steps)
+        scale = self.square.sqrt() / (1 - BETAS[1] ** self.steps).sqrt() + EPS
+        self.flat.addcdiv_(size * self.mean, scale, value=-1)
+
+
+def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The energy score of G samples x_g, and what its gradients need, as means over B pairs.
+
+    Shapes: ``samples`` (M, B, D, G, N), ``target`` y (M, B, D, N).
+
+    Returns:
+        The scores (M,); the errors |x_g - y| (M, G); the sums of the distances |x_g - x_h| over h
+        (M, G); the gradients of the scores in the samples (M, B, D, G, N).
+    """
+    B, G = samples.shape[1], samples.shape[3]
+    if kernels_for(samples, samples[0, 0].numel(), _TRITON_LIMIT) == "triton":
+        from catnat.ops import triton_energy
+
+        error, own, gradient = triton_energy.energy(samples, target, 1 / B)
+    else:
+        samples = samples.requires_grad_()
+        x = samples.movedim(3, 0).flatten(3)  # (G, M, B, D N)
+        error, distance = energy_terms(x, target.flatten(2))  # (G, M, B), (M, B, G, G)
+        scores = energy_from_terms(error, distance).mean(1)
+        (gradient,) = torch.autograd.grad(scores.sum(), samples)
+        error, own = error.detach().movedim(0, 2), distance.detach().sum(3)
+    error, own = error.mean(1), own.mean(1)
+    return error.mean(1) - own.sum(1) / (2 * G * (G - 1)), error, own, gradient
+
+
+def _check(models: Sequence[GraphStructureLearner]) -> None:
+    if not models:
+        raise ValueError("models must be one or more, got none")
+    for each in models:
+        if type(each) is not GraphStructureLearner:
+            raise ValueError(f"models must be GraphStructureLearners, got {type(each).__name__}")
+        if type(each.predictor) is not GCN or not each.predictor.is_dense(each.num_nodes):
+            got = f"{type(each.predictor).__name__} with {each.num_nodes} nodes"
+            raise ValueError(f"predictor of every model must be a dense GCN, got {got}")
+        found: dict[str, tuple[Any, Any]] = {  # by name: what it is, what it must be
+            "estimator": (each.estimator, "score_function"),
+            "lr_schedule": (each.lr_schedule, "constant"),
+            "psi_warmup_steps": (each.psi_warmup_steps, 0),
+            "gradient_clip": (each.gradient_clip, 0),
+            "num_samples": (each.num_samples, models[0].num_samples),
+            "names of the parameters": (sorted(_shapes(each)), sorted(_NAMES)),
+            "shapes of the parameters": (_shapes(each), _shapes(models[0])),
+        }
+        for name, (is_now, must_be) in found.items():
+            if is_now != must_be:
+                raise ValueError(f"{name} of every model must be {must_be!r}, got {is_now!r}")
+
+
+def _shapes(model: GraphStructureLearner) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+def _pairs_of_rates(
+    models: Sequence[GraphStructureLearner], rates: Sequence[float] | None
+) -> list[tuple[float, float]]:
+    """Learning rates of the scores and of psi, for each model."""
+    if rates is None:
+        return [each.learning_rates for each in models]
+    if len(rates) != len(models):
+        raise ValueError(f"learning_rates must be {len(models)}, one each model, got {len(rates)}")
+    for each in rates:
+        require_positive(learning_rate=each)
+    return [(each, each) for each in rates]
+
+
+def _runs_of_equal_heads(heads: list[CategoricalHead]) -> list[tuple[CategoricalHead, int]]:
+    runs = [list(run) for _, run in groupby(heads, repr)]
+    return [(run[0], len(run)) for run in runs]
