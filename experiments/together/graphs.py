@@ -96,6 +96,10 @@ class ManyGraphLearners:
         parameters = zip(_NAMES, (self.scores, self.psi), strict=True)
         return {name: each[model].detach().clone() for name, each in parameters}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that changes in a step: written back in place, the models are what they were."""
+        return {"flat": self.flat, "mean": self.mean, "square": self.square, "steps": self.steps}
+
     def _log_probs(self) -> Tensor:
         """Log-probabilities of the edges, each model's by its own head, (M, N, N, 2)."""
         parts = self.scores.split([count for _, count in self.heads])

@@ -74,7 +74,8 @@ class Stacks:
         first = stacks[0][0].flat
         self.stacks, self.optimizer, self.clip = list(stacks), optimizer, clip
         self.rates = first.new_tensor(learning_rates)[:, None]
-        self.steps = first.new_zeros(())
+        # In float32 the correction 1 - 0.999^t would have four digits in the first steps.
+        self.steps = torch.zeros((), dtype=torch.float64, device=first.device)
 
     def step(self, losses: Tensor) -> None:
         """Take a step of every model down the gradient of its loss, (M,)."""
