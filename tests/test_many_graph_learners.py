@@ -52,7 +52,8 @@ class Alone:
 def steps_agree(monkeypatch, many, alone, count=4):
     """Take steps in both ways with the same noise; compare the losses and all parameters."""
     for _ in range(count):
-        noise = torch.rand(G, len(alone.models), N, N, dtype=torch.float64)
+        # Small numbers among the noise: unlikely edges are drawn, too.
+        noise = torch.rand(G, len(alone.models), N, N, dtype=torch.float64) ** 4
         batch = pairs(len(alone.models))
         monkeypatch.setattr(
             "experiments.together.graphs.sample_graphs",
@@ -71,6 +72,7 @@ def steps_agree(monkeypatch, many, alone, count=4):
                 assert torch.allclose(many.state_of(i)[name], value, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.parametrize("theta_init", [(0.1, 0.6), (0.0, 0.01)], ids=["likely", "unlikely"])
 @pytest.mark.parametrize(
     "heads",
     [
@@ -80,10 +82,13 @@ def steps_agree(monkeypatch, many, alone, count=4):
     ],
     ids=["one score", "two scores", "tails"],
 )
-def test_a_batched_step_is_the_step_of_each_model(heads, monkeypatch):
+def test_a_batched_step_is_the_step_of_each_model(heads, theta_init, monkeypatch):
     torch.manual_seed(0)
-    models = [learner(name, head_options=options).double() for name, options in heads]
-    steps_agree(monkeypatch, ManyGraphLearners(models), Alone(models), count=12)
+    models = [
+        learner(name, head_options=options, theta_init=theta_init).double()
+        for name, options in heads
+    ]
+    steps_agree(monkeypatch, ManyGraphLearners(models), Alone(models), count=8)
 
 
 def test_each_model_has_its_own_learning_rates(monkeypatch):
@@ -133,7 +138,7 @@ def energy_by_differences(samples, target, scale):
 
 def test_a_step_with_the_kernel_of_a_gpu_is_the_same_step(monkeypatch):
     pytest.importorskip("triton")
-    torch.manual_seed(5)
+    torch.manual_seed(4)
     models = [learner().double() for _ in range(2)]
     monkeypatch.setattr("experiments.together.graphs.kernels_for", lambda *_: "triton")
     monkeypatch.setattr("catnat.ops.triton_energy.energy", energy_by_differences)
@@ -141,7 +146,7 @@ def test_a_step_with_the_kernel_of_a_gpu_is_the_same_step(monkeypatch):
 
 
 def test_a_model_loads_what_was_trained():
-    torch.manual_seed(4)
+    torch.manual_seed(5)
     models = [learner() for _ in range(3)]
     many = ManyGraphLearners(models)
     for i, model in enumerate(models):
