@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -124,20 +125,24 @@ class RowMeans(Metric):
 def lower_median(samples: Tensor) -> Tensor:
     r"""Median over the first axis, (M, \*) -> (\*); for even M the lower middle one.
 
-    NaN where a sample is NaN. On CUDA by sorting: ``torch.median`` has no deterministic
-    implementation there, and a run with ``--deterministic true`` would end.
+    NaN where a sample is NaN. By sorting: ``torch.median`` has no deterministic implementation on
+    CUDA, where a run with ``--deterministic true`` would end, and is slow on the CPU.
 
     >>> lower_median(torch.tensor([[3.0], [1.0], [2.0], [4.0]]))
     tensor([2.])
     """
     # Sorting short rows that lie together in memory is many times faster than columns.
-    rows = samples.movedim(0, -1).contiguous()
-    return _middle_by_sorting(rows) if rows.is_cuda else rows.median(-1).values
+    ranked = _sorted(samples.movedim(0, -1).contiguous())
+    middle = ranked[..., (ranked.shape[-1] - 1) // 2]
+    return torch.where(ranked[..., -1].isnan(), torch.nan, middle)
 
 
-def _middle_by_sorting(rows: Tensor) -> Tensor:
-    ranked = rows.sort(-1).values  # NaN is ranked last
-    return torch.where(ranked[..., -1].isnan(), torch.nan, ranked[..., (rows.shape[-1] - 1) // 2])
+def _sorted(rows: Tensor) -> Tensor:
+    """Each row in ascending order, NaN last. On the CPU NumPy is ten times faster than torch."""
+    for_numpy = rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
+    if for_numpy and not rows.requires_grad:
+        return torch.from_numpy(np.sort(rows.numpy(), -1))
+    return rows.sort(-1).values
 
 
 def prediction_errors(samples: Tensor, target: Tensor) -> dict[str, Tensor]:

@@ -61,6 +61,28 @@ def test_ranks_that_were_there_go_on():
         assert torch.rand(4).tolist() == draws(states, 4)[rank]
 
 
+def test_a_forked_state_seeds_the_generators_in_use_alone(monkeypatch):
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    monkeypatch.setattr(
+        torch, "manual_seed", lambda seed: pytest.fail("seeds all kinds of devices")
+    )
+    with forked_random_state(CPU, seed=3):
+        assert torch.equal(torch.rand(4), wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_forked_state_of_a_gpu_is_that_of_manual_seed():
+    for device in (torch.device("cuda"), torch.device("cuda", 0)):
+        before = torch.cuda.get_rng_state(device)
+        with forked_random_state(device, seed=3):
+            found = torch.rand(4, device=device), torch.rand(4)
+        assert torch.equal(torch.cuda.get_rng_state(device), before)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(4, device=device), found[0])
+        assert torch.equal(torch.rand(4), found[1])
+
+
 def test_a_fork_draws_from_its_seed_and_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     found = []

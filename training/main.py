@@ -19,6 +19,7 @@ from catnat.training.errors import (
 )
 from catnat.training.help_pages import help_page
 from catnat.training.names import GROUPS, Names, check_choice, read_names
+from catnat.training.startup import first_imports
 
 
 def program() -> int:
@@ -91,9 +92,10 @@ def show_help(names: Names) -> int:
 def run(names: Names, options: list[str]) -> int:
     """Train or test what the command line names."""
     began = time.monotonic()
-    silence()
-    from catnat.training import command
-    from catnat.training.folders import closing_runs
+    with first_imports(names, options):
+        silence()
+        from catnat.training import command
+        from catnat.training.folders import closing_runs
 
     with closing_runs(), quiet_about_disks():
         return command.run(names, options, began)
