@@ -5,6 +5,9 @@ names them: ``pytest tests/test_x.py::test_y``. Tests that share a fixture of th
 Ray cluster) run in one worker, so that the fixture is made once.
 """
 
+import atexit
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,18 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The imports make a million objects that stay: Python does not search them for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # libraries complain of objects that are never freed
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from cases import GRID, make
+from cases import GRID, make, slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -149,7 +149,7 @@ def test_a_head_built_in_inference_mode_can_be_trained(make, dtype):
     assert scores.grad.isfinite().all() and scores.grad.any()
 
 
-@pytest.mark.parametrize(("make", "K"), [(Cauchy, 5), (Learned, 4)])
+@pytest.mark.parametrize(("make", "K"), [(Cauchy, 5), slow(Learned, 4)])
 def test_a_head_of_ones_own_compiles_and_exports_before_an_eager_call(make, K):
     want = make(K).probs(torch.ones(2, K - 1))
     torch._dynamo.reset()

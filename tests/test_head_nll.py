@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, HEADS, random_scores
+from cases import DTYPES, HEADS, LIKE_NATURAL, random_scores, slow
 
 from catnat import HeadProbe, make_head
 from catnat.losses import HeadNLL, head_nll
@@ -129,7 +129,7 @@ def test_the_module():
     assert [name for name, _, _ in probe] == ["head"]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [slow(n) if n in LIKE_NATURAL else n for n in HEADS])
 def test_compiled_and_batched_it_is_the_same(name):
     torch._dynamo.reset()
     loss = HeadNLL(name, K, label_smoothing=0.1, reduction="none")

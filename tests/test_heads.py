@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import (
     CATEGORIES,
+    COMPILED,
     GRID,
     HEADS,
     SEARCHED,
@@ -323,7 +324,7 @@ def test_a_head_of_one_method(K):
 
 
 @pytest.mark.parametrize("K", [5, slow(8)])
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", COMPILED)
 def test_compile(name, K):
     head = make(name, K)
     scores = torch.randn(6, head.num_scores, requires_grad=True)

@@ -29,7 +29,7 @@ from catnat.jax import MixedHead, NaturalHead, make_head
 
 WIDTHS = {np.float32: (3, 18, 1000), np.float64: (5,)}
 GRID = [
-    (slow if K in (3, 1000) and name != "natural" else pytest.param)(name, K, dtype)
+    (slow if K in (3, 1000) else pytest.param)(name, K, dtype)
     for name in HEADS
     for dtype, some in WIDTHS.items()
     for K in some

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from cases_fresh import one_server, run_fresh
 from cases_jax import (
     QUICK,
@@ -127,7 +128,7 @@ def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
 # ------------------------------------------------------------------------------ company in JAX
 
 
-@pytest.mark.parametrize("name", ["sparsemax", "natural"])
+@pytest.mark.parametrize("name", [slow("sparsemax"), "natural"])
 def test_jit_vmap_and_grad_agree_with_plain_calls(name):
     head = make_head(name, 5)
     scores = scores_for(head, np.float32)[:4]

@@ -13,6 +13,7 @@ from cases import (
     FUSED,
     GRID,
     HEADS,
+    LIKE_NATURAL,
     CauchyHead,
     autograd_fisher,
     exact_split,
@@ -53,7 +54,6 @@ class SquaredHead(CategoricalHead):
 
 
 ALL = (*GRID, CauchyHead, SquaredHead)
-LIKE_NATURAL = ("sigmoid", "natural-tail")  # to the compiler
 
 
 def make(kind, K: int) -> CategoricalHead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, random_scores
+from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, random_scores, slow
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
@@ -310,7 +310,7 @@ def test_transforms_of_torch_func(name):
     assert torch.allclose(hessian, full)
 
 
-@pytest.mark.parametrize(("name", "K"), [("sigmoid", 8), ("natural", 5)])
+@pytest.mark.parametrize(("name", "K"), [slow("sigmoid", 8), ("natural", 5)])
 def test_compiles_in_one_graph(name, K):
     head = make_head(name, K)
     scores, value = torch.randn(7, K - 1, requires_grad=True), torch.randint(K, (3, 7))

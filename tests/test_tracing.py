@@ -6,14 +6,14 @@ import io
 
 import pytest
 import torch
-from cases import GRID, OPTIONS, make, slow
+from cases import COMPILED, OPTIONS, make, slow
 from cases_fresh import one_server, run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 
-pytestmark = pytest.mark.parametrize("name", GRID)
+pytestmark = pytest.mark.parametrize("name", COMPILED)
 
 
 def scores_for(name: str) -> tuple:

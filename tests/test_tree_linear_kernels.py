@@ -190,7 +190,7 @@ for dtype, tolerance in close.items():
                 )
                 for a, b in zip(fused, plain):
                     torch.testing.assert_close(a, b, **tolerance)
-        if dtype == torch.float32:
+        if dtype == torch.float32 and (every or K == 100):
             twice = []
             for fused in (True, False):
                 path_scores._has_triton = lambda *tensors: fused

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import slow
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -19,7 +20,9 @@ from catnat import make_head
 from catnat.ops import reference, triton_tree
 
 torch.manual_seed(0)
-sizes = {"sigmoid": (2, 5, 18, 100), "natural": (3, 5, 8, 32), "tail": (2, 5, 32)}
+sizes = {"sigmoid": (2, 5, 100), "natural": (3, 32), "tail": (5,)}
+if every:
+    sizes = {"sigmoid": (2, 5, 18, 100), "natural": (3, 5, 8, 32), "tail": (2, 5, 32)}
 for K in (2, 3, 5, 8, 18, 32, 100):
     for name, tail in (("sigmoid", {}), ("natural", {}), ("natural", {"tail": 0.05})):
         if K not in sizes["tail" if tail else name]:
@@ -159,8 +162,9 @@ for batch, D, G, N in (((2, 3), 2, 8, 6), ((1,), 1, 3, 2), ((2,), 3, 5, 7)):
 """
 
 
-def test_interpreted_kernels():
-    code = TREE + PATH + SPARSEMAX + SOFTMAX + ENERGY
+@pytest.mark.parametrize("every", [False, slow(True)])
+def test_interpreted_kernels(every):
+    code = f"every = {every}\n" + TREE + PATH + SPARSEMAX + SOFTMAX + ENERGY
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
