@@ -22,7 +22,12 @@ from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
 from catnat.checks import require_choice, require_within
 from catnat.mixed_head import MixedHead
 from catnat.numerics import safe_log
-from catnat.ops import softmax_gradients_at, softmax_log_probs, sparsemax_log_probs
+from catnat.ops import (
+    softmax_gradients_at,
+    softmax_log_probs,
+    sparsemax_gradients_at,
+    sparsemax_log_probs,
+)
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 __all__ = ["CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"]
@@ -214,6 +219,11 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         mean = (w * inside).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
         moved = w * torch.where(possible, inside - mean, 0.0)
         return moved if damping == 0 else moved + (grad - inside) / damping
+
+    def _gradients_at(self, scores: Tensor, levels: Tensor) -> Tensor | None:
+        if type(self).log_probs is not SparsemaxHead.log_probs:
+            return None
+        return sparsemax_gradients_at(self._checked(scores), levels)
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores of impossible categories, and all of them where one category is certain."""
