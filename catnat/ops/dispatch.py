@@ -161,12 +161,12 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
     """
     if scores.dtype != torch.float32:
         return None
+    plain = is_plain(scores)
+    if plain and scores.is_cpu:
+        return "native" if native.library() is not None else None
     on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
-    if torch.compiler.is_compiling():
-        return "triton" if on_gpu and not _is_exporting() else None
-    if not (on_gpu or scores.is_cpu) or not is_plain(scores):
-        return None
-    return "triton" if on_gpu else "native" if native.library() is not None else None
+    known = plain or (torch.compiler.is_compiling() and not _is_exporting())
+    return "triton" if on_gpu and known else None
 
 
 def _tree_kernels(scores: Tensor, split: Split) -> str | None:

@@ -207,11 +207,16 @@ def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-@functools.cache
 def _settings(split: Split) -> bytes:
-    """The C struct: kind of split, pi/A, A/2 as two floats; joint, steepness and log_at_edge."""
-    if not isinstance(split, NaturalSplit):
-        return bytes(28)
+    """The split as a struct of C: kind, pi/A, A/2 as two floats; joint, steepness, log_at_edge."""
+    return _natural_settings(split) if isinstance(split, NaturalSplit) else _SIGMOID
+
+
+_SIGMOID = struct.pack("i6f", 0, *[0.0] * 6)
+
+
+@functools.cache
+def _natural_settings(split: NaturalSplit) -> bytes:
     kind = 2 if split.tail else 1
     tail = (split.joint, split.steepness, split.log_at_edge)
     return struct.pack("i6f", kind, split.rate, *split.half_width(torch.float32), *tail)
@@ -236,7 +241,7 @@ def _call(
 
     ``work`` is the number of scores that the kernel looks at, if these are not all of them.
     """
-    work = first.numel() if work is None else work
-    threads = torch.get_num_threads() if work >= PARALLEL else 1
+    many = (first.numel() if work is None else work) >= PARALLEL
+    threads = torch.get_num_threads() if many else 1
     if getattr(library(), name)(first.data_ptr(), *arguments, threads):
         raise MemoryError(f"out of memory in {name} for scores of shape {tuple(first.shape)}")
