@@ -3,8 +3,9 @@
  *
  * Scores are (B, K-1) or (B, K), rows contiguous. A kernel works through blocks of rows small
  * enough for the first-level cache: elementwise mathematics over the whole block (vectorized by
- * the compiler), then one walk over each row's tree. Built with -ffinite-math-only, which makes
- * comparisons cheap to vectorize; NaN is looked for in the bits and put into the results.
+ * the compiler), then one walk over each row's tree; a long row is walked block by block. Built with
+ * -ffinite-math-only, which makes comparisons cheap to vectorize; NaN is looked for in the bits and
+ * put into the results.
  */
 #include <math.h>
 #include <pthread.h>
@@ -443,8 +444,8 @@ static void weigh(long rows, long K, const float *restrict log_p, float *restric
     }
 }
 
-/* Both walks for a long row: the split of a block of nodes, then at once the step to their children
- * or from them. Nodes below `half` have children in the heap, of which K may be the first leaf. */
+/* Both walks for a long row, K >= 2 BLOCK: a block of nodes is split, and the walk goes through it
+ * at once. Nodes below `half` have their children in the heap; if K is odd, so is one leaf, K. */
 static void descend_long(const job *j, const float *scores, float *left, float *right, float *heap,
                          float *out) {
     long K = j->categories, half = (K + 1) / 2;
@@ -477,7 +478,8 @@ static void ascend_long(const job *j, const float *scores, const float *grad, fl
     ascend(BLOCK, left, right, heap + BLOCK, heap, out);
 }
 
-/* Floats in memory for n of them and a vector; the next part then begins with another cache line. */
+/* Room for n floats and some more. What comes next begins with a cache line, and not at the same place
+ * of a page as the n floats: a processor takes equal places for one and waits. */
 static long padded(long n) { return (n + 32) / 16 * 16; }
 
 static void walk_rows(job *j, long first, long last, int backward) {
