@@ -189,9 +189,9 @@ def _path_kernels(scores: Tensor, shape: torch.Size, split: Split) -> str | None
 
 def _needs_reference(grad: Tensor) -> bool:
     """Whether a backward pass must itself be plain torch: create_graph, or batched gradients."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or not is_plain(grad)
+    if is_plain(grad):
+        return torch.is_grad_enabled()
+    return not torch.compiler.is_compiling()
 
 
 def _rows(x: Tensor) -> Tensor:
