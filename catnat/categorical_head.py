@@ -299,8 +299,10 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
     def _checked(self, scores: Tensor) -> Tensor:
         """Scores in float32 or float64, after checking their shape and dtype."""
         self._check(scores)
+        if scores.dtype in (torch.float32, torch.float64):
+            return scores
         wide = at_least_float32(scores)
-        if wide.dtype != scores.dtype and wide.requires_grad and is_plain(scores):
+        if wide.requires_grad and is_plain(scores):
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide

@@ -21,8 +21,13 @@ from torch import Tensor
 from catnat.categorical_head import _ALIASES, _REGISTRY, CategoricalHead
 from catnat.checks import require_choice, require_within
 from catnat.mixed_head import MixedHead
-from catnat.numerics import safe_log
-from catnat.ops import softmax_gradients_at, softmax_log_probs, sparsemax_log_probs
+from catnat.numerics import LOG_ZERO, safe_log
+from catnat.ops import (
+    softmax_gradients_at,
+    softmax_log_probs,
+    sparsemax_gradients_at,
+    sparsemax_log_probs,
+)
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 __all__ = ["CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"]
@@ -195,15 +200,17 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
     def diagnostics(self, scores: Tensor) -> Tensor:
         """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
         q, support, n = self._support(scores)
-        still = (self.num_scores - n * (n > 1)).mean(-2) / self.num_scores
+        still = self.num_scores - torch.where(n <= 1, 0.0, n)
+        still = still.nan_to_num(0.0).mean(-2) / self.num_scores
         return torch.cat((self._mean_fisher(q, support, n).flatten(-2), still), -1).float()
 
     @staticmethod
     def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:
+        """diag(q) and, with u = 1 on the support: -(q u^T + u q^T) / n + u u^T sum(q) / n^2."""
+        half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
         with torch.autocast(q.device.type, enabled=False):
-            cross = (q / n).mT @ support
-            both = (support * (q.sum(-1, keepdim=True) / n.square())).mT @ support
-        return torch.diag_embed(q.mean(-2)) + (both - cross - cross.mT) / q.shape[-2]
+            product = half.mT @ support / q.shape[-2]
+        return torch.diag_embed(q.mean(-2)) + product + product.mT
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """In O(K): G maps onto the vectors on the support that sum to 0."""
@@ -215,6 +222,11 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         moved = w * torch.where(possible, inside - mean, 0.0)
         return moved if damping == 0 else moved + (grad - inside) / damping
 
+    def _gradients_at(self, scores: Tensor, levels: Tensor) -> Tensor | None:
+        if type(self).log_probs is not SparsemaxHead.log_probs:
+            return None
+        return sparsemax_gradients_at(self._checked(scores), levels)
+
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores of impossible categories, and all of them where one category is certain."""
         possible = ~(self.probs(scores) <= 0)
@@ -222,9 +234,10 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
 
     def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
-        p = self.probs(scores)
-        support = (~(p <= 0)).to(p.dtype)  # 1 for NaN
-        return support / (p + (1 - support)), support, support.sum(-1, keepdim=True)
+        log_p = self.log_probs(scores)  # LOG_ZERO, or above -80
+        support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
+        q = support * log_p.clamp_min(-80).neg().exp()
+        return q, support, support.sum(-1, keepdim=True)
 
 
 def _centred(x: Tensor, inside: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INSIDE, _FUNCTORCH = torch._C, torch._C._functorch  # looked up once: every call of a head asks
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category.
 
@@ -98,16 +101,15 @@ def transforms_active() -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether ``x`` is plain data in memory: not traced, batched, fake, or a dual number."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
         return False
-    inside = torch._C
     return not (
-        inside._is_tracing()  # torch.jit.trace, also torch.onnx.export(dynamo=False)
-        or inside._are_functorch_transforms_active()
-        or inside._len_torch_dispatch_stack()
-        or inside._functorch.is_functorch_wrapped_tensor(x)
-        or inside._functorch.is_legacy_batchedtensor(x)
-        or torch.autograd.forward_ad._current_level >= 0
+        _INSIDE._is_tracing()  # torch.jit.trace, also torch.onnx.export(dynamo=False)
+        or _INSIDE._are_functorch_transforms_active()
+        or _INSIDE._len_torch_dispatch_stack()
+        or _FUNCTORCH.is_functorch_wrapped_tensor(x)
+        or _FUNCTORCH.is_legacy_batchedtensor(x)
+        or forward_ad._current_level >= 0
     )
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from cases import CATEGORIES, FUSED, CauchyHead, Flattened, make, random_scores
 
-from catnat import SoftmaxHead, make_head
+from catnat import SoftmaxHead, SparsemaxHead, make_head
 from catnat.fisher import sampled_scores
 from catnat.ops import native
 
-CLOSED = ("softmax", *FUSED)
+CLOSED = ("softmax", "sparsemax", *FUSED)
 CERTAIN = 1 - 2**-24  # the largest level in float32
 built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
 
@@ -18,6 +18,13 @@ class Tempered(SoftmaxHead):
 
     def log_probs(self, scores):
         return super().log_probs(scores / 2)
+
+
+class Sharpened(SparsemaxHead):
+    """A sparsemax whose log-probabilities are not those of its scores alone."""
+
+    def log_probs(self, scores):
+        return super().log_probs(2 * scores)
 
 
 def all_gradients(head, scores):
@@ -60,7 +67,7 @@ def test_every_level_of_instructions_draws_as_autograd_and_the_distribution_func
     monkeypatch.setattr(native, "library", lambda: kernels)
     torch.manual_seed(0)
     for K in (*CATEGORIES, 33, 100):
-        orders = [None] if name == "softmax" else [None, torch.randperm(K).tolist()]
+        orders = [None, torch.randperm(K).tolist()] if name in FUSED else [None]
         for order in orders:
             head = make(name, K) if order is None else make(name, K, order=order)
             scores, levels = 1.5 * torch.randn(40, head.num_scores), torch.rand(30, 40)
@@ -90,7 +97,7 @@ def test_the_general_way_draws_the_same_from_the_same_levels(name, monkeypatch):
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_category_is_drawn_as_often_as_its_probability_says(name, K):
     torch.manual_seed(K)
-    order = {} if name == "softmax" else {"order": torch.randperm(K).tolist()}
+    order = {"order": torch.randperm(K).tolist()} if name in FUSED else {}
     head, count = make(name, K, **order), 20_000
     mask = torch.arange(K) != 1
     free = random_scores(head, rows=1).float()
@@ -133,7 +140,7 @@ def test_no_level_draws_an_impossible_category(name):
         got = head._gradients_at(scores, levels)
         table = all_gradients(head, scores[None])[0, mask].float()
         assert (got[:, None] - table).abs().amax(-1).amin(-1).max() < 1e-5
-        if name == "softmax":
+        if name not in FUSED:
             assert (got[:, ~mask] == 0).all()
 
 
@@ -149,6 +156,16 @@ def test_softmax_gives_far_categories_no_gradient_and_stays_finite():
 
 
 @built
+def test_sparsemax_has_no_gradient_outside_of_its_support_nor_where_one_category_is_certain():
+    head = make_head("sparsemax", 4)
+    scores = torch.tensor([[0.5, 0.3, -2.0, -torch.inf], [3e38, 0.0, 1e38, -3e38]])
+    got = head._gradients_at(scores, torch.tensor([[0.0, 0.5], [CERTAIN, CERTAIN]]))
+    assert (got[:, 1] == 0).all()  # p = (0.6, 0.4, 0, 0) in the first row, (1, 0, 0, 0) here
+    assert torch.allclose(got[0, 0], torch.tensor([0.5, -0.5, 0, 0]) / 0.6)
+    assert torch.allclose(got[1, 0], torch.tensor([-0.5, 0.5, 0, 0]) / 0.4)
+
+
+@built
 def test_a_gradient_that_depends_on_a_nan_score_is_nan():
     levels = torch.rand(200)[:, None]
     for K in (4, 5, 32):
@@ -158,13 +175,14 @@ def test_a_gradient_that_depends_on_a_nan_score_is_nan():
             scores[0, 1] = torch.nan
             got = head._gradients_at(scores, levels)
             assert got[..., 1].isnan().all() and got.isnan().sum() == 200
-        softmax = make_head("softmax", K)
-        for bad in (torch.nan, torch.inf):
-            scores = torch.zeros(2, K)
-            scores[0, 1] = bad
-            got = softmax._gradients_at(scores, levels.expand(-1, 2))
-            assert got[:, 0].isnan().all() and got[:, 1].isfinite().all()
-        assert softmax._gradients_at(scores - torch.inf, levels.expand(-1, 2)).isnan().all()
+        for name in ("softmax", "sparsemax"):
+            head = make_head(name, K)
+            for bad in (torch.nan, torch.inf):
+                scores = torch.zeros(2, K)
+                scores[0, 1] = bad
+                got = head._gradients_at(scores, levels.expand(-1, 2))
+                assert got[:, 0].isnan().all() and got[:, 1].isfinite().all()
+            assert head._gradients_at(scores - torch.inf, levels.expand(-1, 2)).isnan().all()
 
 
 @built
@@ -187,12 +205,13 @@ def test_a_row_draws_alike_alone_among_many_and_with_threads(name, monkeypatch):
 @pytest.mark.parametrize(
     "head",
     [
-        make_head("sparsemax", 5),
+        make_head("sparsemax", 5, mix=0.1),
         make_head("natural", 5, mix=0.1),
         make_head("softmax", 5, mix=0.1),
         CauchyHead(5),
         Flattened(5),
         Tempered(5),
+        Sharpened(5),
     ],
     ids=lambda head: type(head).__name__,
 )

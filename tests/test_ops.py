@@ -15,7 +15,7 @@ from catnat.ops import native, reference
 from catnat.tree import levels, path_sums, subtree_sums
 
 built = pytest.mark.skipif(native.library() is None, reason="the C kernels were not built")
-SIZES = [*CATEGORIES, 31, 33, 100, 1000, 1025, 4096]
+SIZES = [*CATEGORIES, 31, 33, 100, 1000, 1025, 2048, 2049, 4096, 5001]  # long from 2048 on
 
 
 def awkward_scores(rows: int, S: int) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
     kernels = native.load(level)
     monkeypatch.setattr(native, "library", lambda: kernels)
     torch.manual_seed(0)
-    for K in (2, 3, 8, 18, 31, 32, 33, 64, 100, 257, 1024):
+    for K in (2, 3, 8, 18, 31, 32, 33, 64, 100, 257, 1024, 2048, 3003):
         for name in FUSED:
             head = make(name, K)
             scores = (2 * torch.randn(5, head.num_scores)).requires_grad_()
@@ -161,6 +161,35 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
         together = head.log_probs(scores)
         alone = torch.cat([head.log_probs(row[None]) for row in scores])
         assert torch.equal(together.view(torch.int32), alone.view(torch.int32)), K
+
+
+@pytest.mark.parametrize("level", native.LEVELS)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, monkeypatch):
+    if level not in native.levels():
+        pytest.skip(f"not built, or this processor has no {level}")
+    kernels = native.load(level)
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    for K in (5, 18, 64, 1024, 2049):
+        head, grad = make(name, K), torch.randn(6, K)
+        scores = 2 * torch.randn(6, K - 1)
+        for row, node in enumerate((0, 1, K // 2 - 1, K // 2, K - 2)):
+            scores[row, node] = math.copysign(torch.nan, (-1) ** row)
+        out, exact = native.tree_forward(scores, head.split, head.constants32), scores.double()
+        want = reference.tree_log_probs(exact, head.split, head.constants64)
+        assert torch.equal(out.isnan(), want.isnan()), K
+        back = native.tree_backward(scores, grad, head.split, head.constants32)
+        assert torch.equal(back.isnan(), scores.isnan()), K
+        fisher = native.tree_fisher(scores, head.split, head.constants32)
+        assert torch.equal(fisher[:, :-1].isnan(), head.fisher_diagonal(exact).isnan()), K
+
+
+@built
+def test_the_logarithm_of_a_small_probability_keeps_its_relative_accuracy():
+    head = make("natural", 2)
+    scores = (math.pi - torch.logspace(-6, 0.49, 20_000, dtype=torch.float64)).float()[:, None]
+    got, want = head.log_probs(scores)[:, 0], head.log_probs(scores.double())[:, 0]
+    assert ((got - want).abs() <= 3e-7 * want.abs()).all()
 
 
 def test_torch_says_which_instructions_are_used(monkeypatch):

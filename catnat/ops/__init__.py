@@ -3,7 +3,7 @@
 Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`,
 :func:`softmax_log_probs`; along one path of a tree, in O(log K): :func:`tree_log_prob`,
 :func:`tree_sample`. Gradients at random categories, on a CPU alone: :func:`tree_gradients_at`,
-:func:`softmax_gradients_at`.
+:func:`softmax_gradients_at`, :func:`sparsemax_gradients_at`.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
@@ -21,6 +21,7 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 from catnat.ops.dispatch import (
     softmax_gradients_at,
     softmax_log_probs,
+    sparsemax_gradients_at,
     sparsemax_log_probs,
     tree_fisher,
     tree_gradients_at,
@@ -32,6 +33,7 @@ from catnat.ops.dispatch import (
 __all__ = [
     "softmax_gradients_at",
     "softmax_log_probs",
+    "sparsemax_gradients_at",
     "sparsemax_log_probs",
     "tree_fisher",
     "tree_gradients_at",

@@ -3,8 +3,9 @@
  *
  * Scores are (B, K-1) or (B, K), rows contiguous. A kernel works through blocks of rows small
  * enough for the first-level cache: elementwise mathematics over the whole block (vectorized by
- * the compiler), then one walk over each row's tree. Built with -ffinite-math-only, which makes
- * comparisons cheap to vectorize; NaN is looked for in the bits and put into the results.
+ * the compiler), then one walk over each row's tree; a long row is walked block by block. Built with
+ * -ffinite-math-only, which makes comparisons cheap to vectorize; NaN is looked for in the bits and
+ * put into the results.
  */
 #include <math.h>
 #include <pthread.h>
@@ -25,15 +26,19 @@
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
 #define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
 
-enum split { SIGMOID = 0, NATURAL = 1, TAILED = 2 }; /* TAILED: natural with a tail */
+enum { SIGMOID = 0, NATURAL = 1, TAILED = 2 }; /* TAILED: natural with a tail */
+
+typedef struct {
+    int kind;
+    float rate, high, low; /* natural: pi/A, and A/2 as a sum of two floats */
+    float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
+} split;
 
 typedef struct {
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centred at 0 */
     float *out;
     long rows, categories;
-    int split;
-    float rate, high, low; /* natural: pi/A, and A/2 as a sum of two floats */
-    float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
+    split split;
     int failed;
 } job;
 
@@ -99,13 +104,14 @@ static inline float minus_log1p(float x) {
     return x * p;
 }
 
-/* log(x) for normal x > 0. */
+/* log(x) for normal x > 0; relative error of the polynomial below 5e-9. A division would be slow. */
 static inline float log_positive(float x) {
-    int e = (bits_of(x) - 0x3f3504f3) >> 23; /* mantissa in [sqrt(1/2), sqrt(2)) */
-    float m = from_bits(bits_of(x) - e * (1 << 23)), n = (float)e;
-    float t = (m - 1.0f) / (m + 1.0f), u = t * t; /* log m = 2 atanh(t), |t| < 0.172 */
-    float p = (6.66667771e-1f + 3.997744349e-1f * u) + 2.987459552e-1f * (u * u);
-    return n * 0.693147182f + ((2.0f * t + t * u * p) - n * 1.9046542e-9f);
+    int e = (bits_of(x) - 0x3f2aaaab) >> 23; /* x = 2^e (1 + f), -1/3 <= f < 1/3 */
+    float f = from_bits(bits_of(x) - e * (1 << 23)) - 1.0f, f2 = f * f, f4 = f2 * f2;
+    float p = ((-0.5f + 3.333320916e-1f * f) + (-2.499971688e-1f + 2.001074702e-1f * f) * f2) +
+              (((-1.668230593e-1f + 1.400116086e-1f * f) +
+                (-1.216715574e-1f + 1.400475800e-1f * f) * f2) - 1.294895709e-1f * f4) * f4;
+    return (float)e * 0.693147182f + (f + f2 * p);
 }
 
 /* 2 log cos(x) for u = x^2, 0 <= x <= pi/4; relative error below 3e-9. */
@@ -151,47 +157,49 @@ static inline void sigmoid_slopes(float x, float *left, float *right) {
     *right = x > 0 ? minor : major;
 }
 
-/* above, below: distances of x to the upper and to the lower edge. */
-static inline void natural_logs(float x, float above, float below, float rate, float *left,
+/* theta for the distance d to the nearer edge; 1e-30 on an edge or beyond it. */
+static inline float angle(float d, split s) { return fmaxf(d * (0.5f * s.rate), 1e-30f); }
+
+/* above, below: distances of x to the upper and to the lower edge. One NaN is put where both results
+ * come from it by sums and products alone. */
+static inline void natural_logs(float x, float above, float below, split s, float *left,
                                 float *right) {
-    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
-    float rare = d > 0 ? log_sin_squared(theta, u) : LOG_ZERO, likely = log_cos_squared(u);
-    *left = keep_nan(above < below ? rare : likely, x);
-    *right = keep_nan(above < below ? likely : rare, x);
+    float d = fminf(above, below), theta = keep_nan(angle(d, s), x), u = theta * theta;
+    float rare = d > 0 ? log_sin_squared(theta, u) : LOG_ZERO - theta, likely = log_cos_squared(u);
+    *left = above < below ? rare : likely;
+    *right = above < below ? likely : rare;
 }
 
-static inline void natural_slopes(float x, float above, float below, float rate, float *left,
+static inline void natural_slopes(float x, float above, float below, split s, float *left,
                                   float *right) {
-    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
-    float t = tan_eighth(theta), scale = d > 0 ? rate : 0.0f;
-    float steep = scale / t, gentle = scale * t;
-    *left = keep_nan(above < below ? steep : gentle, x);
-    *right = keep_nan(above < below ? gentle : steep, x);
+    float d = fminf(above, below), t = tan_eighth(angle(d, s));
+    float scale = keep_nan(d > 0 ? s.rate : 0.0f, x), steep = scale / t, gentle = scale * t;
+    *left = above < below ? steep : gentle;
+    *right = above < below ? gentle : steep;
 }
 
 /* log p of the rarer bit in the tail, log p = log tail before it. */
-static inline float tail_log(float d, float joint, float steepness, float at_edge) {
-    return fmaxf(at_edge + steepness * fminf(d, joint), -LARGEST);
+static inline float tail_log(float d, split s) {
+    return fmaxf(s.at_edge + s.steepness * fminf(d, s.joint), -LARGEST);
 }
 
-static inline void tailed_logs(float x, float above, float below, float rate, float joint,
-                               float steepness, float at_edge, float *left, float *right) {
-    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f), u = theta * theta;
-    float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
-    float rare = d > joint ? log_sin_squared(theta, u) : log_p;
-    float likely = d > joint ? log_cos_squared(u) : log1p_unit(-p);
+static inline void tailed_logs(float x, float above, float below, split s, float *left,
+                               float *right) {
+    float d = fminf(above, below), theta = angle(d, s), u = theta * theta;
+    float log_p = tail_log(d, s), p = exp_minus(-log_p);
+    float rare = d > s.joint ? log_sin_squared(theta, u) : log_p;
+    float likely = d > s.joint ? log_cos_squared(u) : log1p_unit(-p);
     *left = keep_nan(above < below ? rare : likely, x);
     *right = keep_nan(above < below ? likely : rare, x);
 }
 
-static inline void tailed_slopes(float x, float above, float below, float rate, float joint,
-                                 float steepness, float at_edge, float *left, float *right) {
-    float d = fminf(above, below), theta = fmaxf(d * (0.5f * rate), 1e-30f);
-    float t = tan_eighth(theta);
-    float log_p = tail_log(d, joint, steepness, at_edge), p = exp_minus(-log_p);
-    float r = log_p > -LARGEST ? steepness : 0.0f;
-    float steep = d > joint ? rate / t : r;
-    float gentle = d > joint ? rate * t : r * (p / (1.0f - p));
+static inline void tailed_slopes(float x, float above, float below, split s, float *left,
+                                 float *right) {
+    float d = fminf(above, below), t = tan_eighth(angle(d, s));
+    float log_p = tail_log(d, s), p = exp_minus(-log_p);
+    float r = log_p > -LARGEST ? s.steepness : 0.0f;
+    float steep = d > s.joint ? s.rate / t : r;
+    float gentle = d > s.joint ? s.rate * t : r * (p / (1.0f - p));
     *left = keep_nan(above < below ? steep : gentle, x);
     *right = keep_nan(above < below ? gentle : steep, x);
 }
@@ -204,56 +212,53 @@ static inline void sigmoid_information(float x, float *information, float *flat)
     *flat = 0.0f;
 }
 
-static inline void natural_information(float x, float above, float below, float rate,
+static inline void natural_information(float x, float above, float below, split s,
                                        float *information, float *flat) {
     float d = fminf(above, below);
-    *information = keep_nan(d < 0 ? 0.0f : rate * rate, x);
+    *information = keep_nan(d < 0 ? 0.0f : s.rate * s.rate, x);
     *flat = drop_nan(d <= 0 ? 1.0f : 0.0f, x);
 }
 
-static inline void tailed_information(float x, float above, float below, float rate, float joint,
-                                      float steepness, float at_edge, float *information,
-                                      float *flat) {
-    float d = fminf(above, below), log_p = tail_log(d, joint, steepness, at_edge);
-    float p = exp_minus(-log_p), r = log_p > -LARGEST ? steepness : 0.0f;
-    *information = keep_nan(d > joint ? rate * rate : r * (r * (p / (1.0f - p))), x);
+static inline void tailed_information(float x, float above, float below, split s,
+                                      float *information, float *flat) {
+    float d = fminf(above, below), log_p = tail_log(d, s);
+    float p = exp_minus(-log_p), r = log_p > -LARGEST ? s.steepness : 0.0f;
+    *information = keep_nan(d > s.joint ? s.rate * s.rate : r * (r * (p / (1.0f - p))), x);
     *flat = 0.0f;
 }
 
-/* Apply one of the functions above to `rows` rows of S scores. */
+/* Apply a function to number i of all rows: to whole vectors, and then to the last 16 numbers of a
+ * row, some of them a second time. The numbers that vectors leave over would be slow one by one. */
+#define TILE 16
+#define EACH(FUNCTION, ...)                                                                        \
+    for (long r = 0; r < rows; r++, x += n, left += n, right += n) {                               \
+        for (long i = 0; i < (n & -TILE); i++) FUNCTION(__VA_ARGS__, left + i, right + i);         \
+        if (n % TILE)                                                                              \
+            for (long i = n < TILE ? 0 : n - TILE; i < n; i++)                                     \
+                FUNCTION(__VA_ARGS__, left + i, right + i);                                        \
+    }
+
+/* Apply one of the functions above to n scores of each row; c: the constants of these scores. */
 #define SPLIT_ROWS(NAME, SIGMOID_FUNCTION, NATURAL_FUNCTION, TAILED_FUNCTION)                      \
-    static void NAME(const job *j, const float *restrict x, long rows,                  \
-                                float *restrict left, float *restrict right) {                     \
-        long S = j->categories - 1, n = rows * S;                                                  \
-        const float *restrict c = j->constants;                                                    \
-        float rate = j->rate, high = j->high, low = j->low;                                        \
-        float joint = j->joint, steepness = j->steepness, at_edge = j->at_edge;                    \
-        if (j->split == SIGMOID && !c) {                                                           \
-            for (long i = 0; i < n; i++) SIGMOID_FUNCTION(x[i], left + i, right + i);              \
-        } else if (j->split == SIGMOID) {                                                          \
-            for (long r = 0; r < n; r += S)                                                        \
-                for (long i = 0; i < S; i++)                                                       \
-                    SIGMOID_FUNCTION(x[r + i] - c[i], left + r + i, right + r + i);                \
-        } else if (j->split == NATURAL && !c) {                                                    \
-            for (long i = 0; i < n; i++)                                                           \
-                NATURAL_FUNCTION(x[i], (high - x[i]) + low, (x[i] + high) + low, rate, left + i,   \
-                                 right + i);                                                       \
-        } else if (j->split == NATURAL) {                                                          \
-            for (long r = 0; r < n; r += S)                                                        \
-                for (long i = 0; i < S; i++)                                                       \
-                    NATURAL_FUNCTION(x[r + i], (c[i] - x[r + i]) + c[S + i],                       \
-                                     (x[r + i] - c[2 * S + i]) - c[3 * S + i], rate,               \
-                                     left + r + i, right + r + i);                                 \
+    static void NAME(const job *j, const float *restrict x, const float *restrict c, long rows,    \
+                     long n, float *restrict left, float *restrict right) {                        \
+        long S = j->categories - 1;                                                                \
+        split s = j->split;                                                                        \
+        if (!c) n *= rows, rows = 1;                                                               \
+        if (s.kind == SIGMOID && !c) {                                                             \
+            EACH(SIGMOID_FUNCTION, x[i])                                                           \
+        } else if (s.kind == SIGMOID) {                                                            \
+            EACH(SIGMOID_FUNCTION, x[i] - c[i])                                                    \
+        } else if (s.kind == NATURAL && !c) {                                                      \
+            EACH(NATURAL_FUNCTION, x[i], (s.high - x[i]) + s.low, (x[i] + s.high) + s.low, s)      \
+        } else if (s.kind == NATURAL) {                                                            \
+            EACH(NATURAL_FUNCTION, x[i], (c[i] - x[i]) + c[S + i],                                 \
+                 (x[i] - c[2 * S + i]) - c[3 * S + i], s)                                          \
         } else if (!c) {                                                                           \
-            for (long i = 0; i < n; i++)                                                           \
-                TAILED_FUNCTION(x[i], (high - x[i]) + low, (x[i] + high) + low, rate, joint,       \
-                                steepness, at_edge, left + i, right + i);                          \
+            EACH(TAILED_FUNCTION, x[i], (s.high - x[i]) + s.low, (x[i] + s.high) + s.low, s)       \
         } else {                                                                                   \
-            for (long r = 0; r < n; r += S)                                                        \
-                for (long i = 0; i < S; i++)                                                       \
-                    TAILED_FUNCTION(x[r + i], (c[i] - x[r + i]) + c[S + i],                        \
-                                    (x[r + i] - c[2 * S + i]) - c[3 * S + i], rate, joint,         \
-                                    steepness, at_edge, left + r + i, right + r + i);              \
+            EACH(TAILED_FUNCTION, x[i], (c[i] - x[i]) + c[S + i],                                  \
+                 (x[i] - c[2 * S + i]) - c[3 * S + i], s)                                          \
         }                                                                                          \
     }
 SPLIT_ROWS(split_logs, sigmoid_logs, natural_logs, tailed_logs)
@@ -276,6 +281,7 @@ SPLIT_ROWS(split_information, sigmoid_information, natural_information, tailed_i
 #define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
 #endif
 #define TOP LANES
+#define IN_VECTORS(n) ((n) & -LANES)
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int places __attribute__((vector_size(4 * LANES)));
@@ -317,21 +323,21 @@ INLINE void ascend_top(const float *left, const float *right, const float *heap,
 }
 #else
 #define TOP 16
+#define IN_VECTORS(n) 0
 #endif
 
 /* Values at the children of n nodes of a level, from the values at these nodes. */
 INLINE void children(const float *restrict here, const float *restrict left,
                      const float *restrict right, long n, float *restrict pair) {
-    long i = 0;
 #ifdef LANES
-    for (; i + LANES <= n; i += LANES) {
+    for (long i = 0; i < IN_VECTORS(n); i += LANES) {
         vec h = load(here + i), a = h + load(left + i), b = h + load(right + i);
         places half = numbers >> 1, other = (numbers & 1) * LANES;
         store(pair + 2 * i, take(a, b, half + other));
         store(pair + 2 * i + LANES, take(a, b, half + other + LANES / 2));
     }
 #endif
-    for (; i < n; i++) {
+    for (long i = IN_VECTORS(n); i < n; i++) {
         pair[2 * i] = here[i] + left[i];
         pair[2 * i + 1] = here[i] + right[i];
     }
@@ -376,16 +382,15 @@ static void descend(long K, const float *restrict left, const float *restrict ri
 INLINE void parents(const float *restrict pair, const float *restrict left,
                     const float *restrict right, long n, float *restrict here,
                     float *restrict out) {
-    long i = 0;
 #ifdef LANES
-    for (; i + LANES <= n; i += LANES) {
+    for (long i = 0; i < IN_VECTORS(n); i += LANES) {
         vec low = load(pair + 2 * i), high = load(pair + 2 * i + LANES);
         vec a = take(low, high, 2 * numbers), b = take(low, high, 2 * numbers + 1);
         store(here + i, a + b);
         store(out + i, b * load(right + i) - a * load(left + i));
     }
 #endif
-    for (; i < n; i++) {
+    for (long i = IN_VECTORS(n); i < n; i++) {
         float a = pair[2 * i], b = pair[2 * i + 1];
         here[i] = a + b;
         out[i] = b * right[i] - a * left[i];
@@ -393,8 +398,7 @@ INLINE void parents(const float *restrict pair, const float *restrict left,
 }
 
 static void ascend(long K, const float *restrict left, const float *restrict right,
-                              const float *restrict grad, float *restrict heap,
-                              float *restrict out) {
+                   const float *restrict grad, float *restrict heap, float *restrict out) {
     long j = K / 2 + K % 2; /* first node whose children are both leaves */
     parents(grad + (2 * j - K), left + j - 1, right + j - 1, K - j, heap + j, out + j - 1);
     if (K % 2) { /* node K/2 has the internal child K-1 and the leaf K */
@@ -440,40 +444,98 @@ static void weigh(long rows, long K, const float *restrict log_p, float *restric
     }
 }
 
-enum walk { FORWARD, BACKWARD, FISHER };
+/* Both walks for a long row, K >= 2 BLOCK: a block of nodes is split, and the walk goes through it
+ * at once. Nodes below `half` have their children in the heap; if K is odd, so is one leaf, K. */
+static void descend_long(const job *j, const float *scores, float *left, float *right, float *heap,
+                         float *out) {
+    long K = j->categories, half = (K + 1) / 2;
+    const float *c = j->constants;
+    split_logs(j, scores, c, 1, BLOCK - 1, left, right);
+    descend(BLOCK, left, right, heap, heap + BLOCK);
+    for (long node = BLOCK, n; node < K; node += n) {
+        n = (node < half ? half : K) - node;
+        n = n < BLOCK ? n : BLOCK;
+        split_logs(j, scores + node - 1, c ? c + node - 1 : NULL, 1, n, left, right);
+        children(heap + node, left, right, n, node < half ? heap + 2 * node : out + (2 * node - K));
+    }
+    if (K % 2) out[0] = heap[K];
+}
 
-static void tree_rows(job *job, long first, long last, enum walk walk) {
-    long K = job->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, size = chunk * S;
-    float *left = malloc(sizeof(float) * (5 * size + K + 1));
-    if (!left) {
-        job->failed = 1;
+static void ascend_long(const job *j, const float *scores, const float *grad, float *left,
+                        float *right, float *heap, float *out) {
+    long K = j->categories, half = (K + 1) / 2;
+    const float *c = j->constants;
+    if (K % 2) heap[K] = grad[0];
+    for (long end = K, n; end > BLOCK; end -= n) {
+        n = end - (end > half ? half : BLOCK);
+        n = n < BLOCK ? n : BLOCK;
+        long node = end - n;
+        split_slopes(j, scores + node - 1, c ? c + node - 1 : NULL, 1, n, left, right);
+        parents(node < half ? heap + 2 * node : grad + (2 * node - K), left, right, n, heap + node,
+                out + node - 1);
+    }
+    split_slopes(j, scores, c, 1, BLOCK - 1, left, right);
+    ascend(BLOCK, left, right, heap + BLOCK, heap, out);
+}
+
+/* Room for n floats and some more. What comes next begins with a cache line, and not at the same place
+ * of a page as the n floats: a processor takes equal places for one and waits. */
+static long padded(long n) { return (n + 32) / 16 * 16; }
+
+static void walk_rows(job *j, long first, long last, int backward) {
+    long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1;
+    int is_long = K >= 2 * BLOCK;
+    long part = padded(is_long ? BLOCK : chunk * S);
+    float *heap = aligned_alloc(64, sizeof(float) * (size_t)(padded(K + 1) + 2 * part));
+    if (!heap) {
+        j->failed = 1;
         return;
     }
-    float *right = left + size, *information = right + size, *flat = information + size;
-    float *log_p = flat + size, *heap = log_p + size;
+    float *left = heap + padded(K + 1), *right = left + part;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
-        const float *scores = job->scores + row * S;
-        (walk == BACKWARD ? split_slopes : split_logs)(job, scores, n, left, right);
-        if (walk == FISHER) split_information(job, scores, n, information, flat);
-        for (long r = 0; r < n; r++) {
-            const float *l = left + r * S, *m = right + r * S;
-            float *out = job->out + (row + r) * (walk == BACKWARD ? S : K);
-            if (walk == FORWARD)
-                descend(K, l, m, heap, out);
-            else if (walk == BACKWARD)
-                ascend(K, l, m, job->grad + (row + r) * K, heap, out);
-            else /* node 1 is the first of a row */
-                descend_inside(K, l, m, log_p + r * S - 1, 1);
+        const float *scores = j->scores + row * S, *grad = backward ? j->grad + row * K : NULL;
+        float *out = j->out + row * (backward ? S : K);
+        if (is_long && backward) {
+            ascend_long(j, scores, grad, left, right, heap, out);
+        } else if (is_long) {
+            descend_long(j, scores, left, right, heap, out);
+        } else if (backward) {
+            split_slopes(j, scores, j->constants, n, S, left, right);
+            for (long r = 0; r < n; r++)
+                ascend(K, left + r * S, right + r * S, grad + r * K, heap, out + r * S);
+        } else {
+            split_logs(j, scores, j->constants, n, S, left, right);
+            for (long r = 0; r < n; r++)
+                descend(K, left + r * S, right + r * S, heap, out + r * K);
         }
-        if (walk == FISHER) weigh(n, K, log_p, information, flat, job->out + row * K);
+    }
+    free(heap);
+}
+
+static void forward_rows(job *j, long first, long last) { walk_rows(j, first, last, 0); }
+static void backward_rows(job *j, long first, long last) { walk_rows(j, first, last, 1); }
+
+static void fisher_rows(job *j, long first, long last) {
+    long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, part = padded(chunk * S);
+    float *left = aligned_alloc(64, sizeof(float) * (size_t)(5 * part));
+    if (!left) {
+        j->failed = 1;
+        return;
+    }
+    float *right = left + part, *information = right + part, *flat = information + part;
+    float *log_p = flat + part;
+    for (long row = first; row < last; row += chunk) {
+        long n = last - row < chunk ? last - row : chunk;
+        const float *scores = j->scores + row * S;
+        split_logs(j, scores, j->constants, n, S, left, right);
+        split_information(j, scores, j->constants, n, S, information, flat);
+        for (long r = 0; r < n; r++) /* node 1 is the first of a row */
+            descend_inside(K, left + r * S, right + r * S, log_p + r * S - 1, 1);
+        weigh(n, K, log_p, information, flat, j->out + row * K);
     }
     free(left);
 }
-
-static void forward_rows(job *j, long first, long last) { tree_rows(j, first, last, FORWARD); }
-static void backward_rows(job *j, long first, long last) { tree_rows(j, first, last, BACKWARD); }
-static void fisher_rows(job *j, long first, long last) { tree_rows(j, first, last, FISHER); }
 
 /* ----------------------------------------------------------------------------- sparsemax */
 
@@ -876,27 +938,20 @@ static int run(kernel kernel, job *job, int threads) {
 }
 
 int catnat_tree_forward(const float *scores, const float *constants, float *out, long rows,
-                        long categories, int split, float rate, float high, float low,
-                        float joint, float steepness, float at_edge, int threads) {
-    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                        long categories, const split *split, int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, *split, 0};
     return run(forward_rows, &j, threads);
 }
 
 int catnat_tree_fisher(const float *scores, const float *constants, float *out, long rows,
-                       long categories, int split, float rate, float high, float low,
-                       float joint, float steepness, float at_edge, int threads) {
-    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                       long categories, const split *split, int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, *split, 0};
     return run(fisher_rows, &j, threads);
 }
 
 int catnat_tree_backward(const float *scores, const float *constants, const float *grad,
-                         float *out, long rows, long categories, int split, float rate,
-                         float high, float low, float joint, float steepness, float at_edge,
-                         int threads) {
-    job j = {scores, grad, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                         float *out, long rows, long categories, const split *split, int threads) {
+    job j = {scores, grad, constants, out, rows, categories, *split, 0};
     return run(backward_rows, &j, threads);
 }
 
@@ -956,9 +1011,10 @@ static inline void gather(const path_job *p, node_block *b, long i, long n, long
 
 /* Apply split_logs or split_slopes to the n nodes of a block. */
 static void split_block(node_block *b, long n,
-                        void (*split)(const job *, const float *, long, float *, float *)) {
+                        void (*split)(const job *, const float *, const float *, long, long,
+                                      float *, float *)) {
     b->tree.categories = n + 1;
-    split(&b->tree, b->scores, 1, b->left, b->right);
+    split(&b->tree, b->scores, b->tree.constants, 1, n, b->left, b->right);
 }
 
 /* The numbers of results of rows first..last-1, in blocks; the leaves' paths are walked upwards. */
@@ -1043,30 +1099,24 @@ static void path_backward_rows(job *j, long first, long last) {
 
 int catnat_path_forward(const float *scores, const float *constants, const long long *leaf,
                         float *out, long repeats, long constant_rows, long rows, long categories,
-                        int split, float rate, float high, float low, float joint,
-                        float steepness, float at_edge, int threads) {
-    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                        const split *split, int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, *split, 0};
     path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
     return run(path_forward_rows, &p.tree, threads);
 }
 
 int catnat_path_backward(const float *scores, const float *constants, const long long *leaf,
                          const float *grad, float *out, long repeats, long constant_rows,
-                         long rows, long categories, int split, float rate, float high, float low,
-                         float joint, float steepness, float at_edge, int threads) {
-    job j = {scores, grad, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                         long rows, long categories, const split *split, int threads) {
+    job j = {scores, grad, constants, out, rows, categories, *split, 0};
     path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
     return run(path_backward_rows, &p.tree, threads);
 }
 
 int catnat_path_sample(const float *scores, const float *constants, const double *uniforms,
                        long long *sampled, long repeats, long constant_rows, long rows,
-                       long categories, int split, float rate, float high, float low,
-                       float joint, float steepness, float at_edge, int threads) {
-    job j = {scores, NULL, constants, NULL,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                       long categories, const split *split, int threads) {
+    job j = {scores, NULL, constants, NULL, rows, categories, *split, 0};
     path_job p = {.tree = j, .uniforms = uniforms, .sampled = sampled, .repeats = repeats,
                   .constant_rows = constant_rows};
     return run(sample_rows, &p.tree, threads);
@@ -1120,6 +1170,22 @@ static void path_gradient_rows(job *j, long first, long last) {
     free(b);
 }
 
+/* Sums of weights from the first on. */
+INLINE void add_up(const float *restrict weight, long K, float *restrict reached) {
+    double total = 0;
+    for (long k = 0; k < K; k++) reached[k] = (float)(total += weight[k]);
+}
+
+/* The category at which the sums pass the level; its weight is not 0. */
+INLINE long passed(const float *restrict reached, long K, float level) {
+    float sum = reached[K - 1], below = from_bits(bits_of(sum) - 1); /* no level reaches the sum */
+    float wanted = fminf(level * sum, below);
+    int drawn = 0;
+#pragma omp simd reduction(+ : drawn)
+    for (long k = 0; k < K; k++) drawn += reached[k] <= wanted;
+    return drawn < K ? drawn : 0;
+}
+
 /* 1 - p at the category, -p elsewhere. */
 NARROW static void softmax_gradient_rows(job *j, long first, long last) {
     path_job *p = (path_job *)j;
@@ -1132,35 +1198,64 @@ NARROW static void softmax_gradient_rows(job *j, long first, long last) {
     float *restrict reached = weight + K;
     for (long row = first; row < last; row++) {
         const float *restrict s = j->scores + row * K;
-        double total = 0;
         float top = s[0];
         int bad = 0;
 #pragma omp simd reduction(max : top) reduction(| : bad)
         for (long k = 0; k < K; k++) top = fmaxf(top, s[k]), bad |= nan_mask(s[k]);
         for (long k = 0; k < K; k++) weight[k] = exp_or_zero(s[k] - top);
-        for (long k = 0; k < K; k++) reached[k] = (float)(total += weight[k]);
-        float sum = reached[K - 1];
-        float scale = bad | ~finite_mask(top) ? from_bits(-1) : 1.0f / sum;
-        float below = from_bits(bits_of(sum) - 1); /* no level reaches the sum itself */
+        add_up(weight, K, reached);
+        float scale = bad | ~finite_mask(top) ? from_bits(-1) : 1.0f / reached[K - 1];
         for (long repeat = 0; repeat < p->repeats; repeat++) {
-            float wanted = fminf(p->levels[repeat * j->rows + row] * sum, below);
             float *restrict out = j->out + (repeat * j->rows + row) * K;
-            int drawn = 0;
-#pragma omp simd reduction(+ : drawn)
-            for (long k = 0; k < K; k++) drawn += reached[k] <= wanted;
             for (long k = 0; k < K; k++) out[k] = -scale * weight[k];
-            out[drawn < K ? drawn : 0] += 1.0f;
+            out[passed(reached, K, p->levels[repeat * j->rows + row])] += 1.0f;
         }
     }
     free(weight);
 }
 
+/* On the support, of n categories: (1 - 1/n) / p at the category, -1/n / p elsewhere. */
+NARROW static void sparsemax_gradient_rows(job *j, long first, long last) {
+    enum { TOGETHER = 16 }; /* rows whose log-probabilities are computed at once */
+    path_job *p = (path_job *)j;
+    long K = j->categories;
+    float *restrict logs = malloc((TOGETHER + 3) * sizeof(float) * (size_t)K);
+    if (!logs) {
+        j->failed = 1;
+        return;
+    }
+    float *restrict prob = logs + TOGETHER * K, *restrict reached = prob + K;
+    float *restrict inside = reached + K; /* 1 on the support, 0 elsewhere */
+    for (long start = first; start < last; start += TOGETHER) {
+        long rows = last - start < TOGETHER ? last - start : TOGETHER;
+        job forward = {.scores = j->scores + start * K, .out = logs, .rows = rows, .categories = K};
+        (K < SHORT ? sparsemax_forward_short : sparsemax_forward_rows)(&forward, 0, rows);
+        for (long r = 0; r < rows; r++) {
+            const float *restrict log_p = logs + r * K;
+            float size = 0;
+#pragma omp simd reduction(+ : size)
+            for (long k = 0; k < K; k++) {
+                prob[k] = exp_or_zero(log_p[k]);
+                inside[k] = log_p[k] <= LOG_ZERO ? 0.0f : 1.0f;
+                size += inside[k];
+            }
+            add_up(prob, K, reached);
+            for (long repeat = 0; repeat < p->repeats; repeat++) {
+                long at = repeat * j->rows + start + r, drawn = passed(reached, K, p->levels[at]);
+                float steep = keep_nan(1.0f / prob[drawn], log_p[0]), mean = steep / size;
+                float *restrict out = j->out + at * K;
+                for (long k = 0; k < K; k++) out[k] = -mean * inside[k];
+                out[drawn] += steep;
+            }
+        }
+    }
+    free(logs);
+}
+
 int catnat_path_gradients(const float *scores, const float *constants, const float *levels,
                           float *out, long repeats, long constant_rows, long rows,
-                          long categories, int split, float rate, float high, float low,
-                          float joint, float steepness, float at_edge, int threads) {
-    job j = {scores, NULL, constants, out,       rows,    categories, split, rate,
-             high,   low,  joint,     steepness, at_edge, 0};
+                          long categories, const split *split, int threads) {
+    job j = {scores, NULL, constants, out, rows, categories, *split, 0};
     path_job p = {.tree = j, .levels = levels, .repeats = repeats, .constant_rows = constant_rows};
     return run(path_gradient_rows, &p.tree, threads);
 }
@@ -1170,4 +1265,11 @@ int catnat_softmax_gradients(const float *scores, const float *levels, float *ou
     job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
     path_job p = {.tree = j, .levels = levels, .repeats = repeats};
     return run(softmax_gradient_rows, &p.tree, threads);
+}
+
+int catnat_sparsemax_gradients(const float *scores, const float *levels, float *out, long repeats,
+                               long rows, long categories, int threads) {
+    job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
+    path_job p = {.tree = j, .levels = levels, .repeats = repeats};
+    return run(sparsemax_gradient_rows, &p.tree, threads);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None = None) -
         from catnat.ops import triton_tree
 
         return triton_tree.fisher(scores.detach(), split, constants)
-    out = native.tree_fisher(_rows(scores.detach()), split, constants)
-    return out.view(*scores.shape[:-1], scores.shape[-1] + 1)
+    return native.tree_fisher(scores.detach(), split, constants)
 
 
 def tree_log_prob(
@@ -112,10 +112,21 @@ def tree_gradients_at(
 
 def softmax_gradients_at(scores: Tensor, levels: Tensor) -> Tensor | None:
     """The same for the categories of softmax, (*, K) and (M, *) -> (M, *, K)."""
+    return _gradients_at(native.softmax_gradients, scores, levels)
+
+
+def sparsemax_gradients_at(scores: Tensor, levels: Tensor) -> Tensor | None:
+    """The same for the categories of sparsemax, (*, K) and (M, *) -> (M, *, K)."""
+    return _gradients_at(native.sparsemax_gradients, scores, levels)
+
+
+def _gradients_at(
+    kernel: Callable[[Tensor, Tensor], Tensor], scores: Tensor, levels: Tensor
+) -> Tensor | None:
     scores = scores.detach()
     if kernels_for(scores, 0, 0) != "native" or levels.shape[1:] != scores.shape[:-1]:
         return None
-    out = native.softmax_gradients(_rows(scores), levels.float().reshape(-1))
+    out = kernel(_rows(scores), levels.float().reshape(-1))
     return out.view(*levels.shape, scores.shape[-1])
 
 
@@ -150,12 +161,12 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
     """
     if scores.dtype != torch.float32:
         return None
+    plain = is_plain(scores)
+    if plain and scores.is_cpu:
+        return "native" if native.library() is not None else None
     on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
-    if torch.compiler.is_compiling():
-        return "triton" if on_gpu and not _is_exporting() else None
-    if not (on_gpu or scores.is_cpu) or not is_plain(scores):
-        return None
-    return "triton" if on_gpu else "native" if native.library() is not None else None
+    known = plain or (torch.compiler.is_compiling() and not _is_exporting())
+    return "triton" if on_gpu and known else None
 
 
 def _tree_kernels(scores: Tensor, split: Split) -> str | None:
@@ -178,9 +189,9 @@ def _path_kernels(scores: Tensor, shape: torch.Size, split: Split) -> str | None
 
 def _needs_reference(grad: Tensor) -> bool:
     """Whether a backward pass must itself be plain torch: create_graph, or batched gradients."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch.is_grad_enabled() or not is_plain(grad)
+    if is_plain(grad):
+        return torch.is_grad_enabled()
+    return not torch.compiler.is_compiling()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -201,8 +212,7 @@ class _TreeLogProbs(torch.autograd.Function):
             from catnat.ops import triton_tree
 
             return triton_tree.forward(scores, split, constants)
-        out = native.tree_forward(_rows(scores), split, constants)
-        return out.view(*scores.shape[:-1], scores.shape[-1] + 1)
+        return native.tree_forward(scores, split, constants)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -214,8 +224,7 @@ class _TreeLogProbs(torch.autograd.Function):
 
             out = triton_tree.backward(scores, grad, ctx.split, constants)
         else:
-            out = native.tree_backward(_rows(scores), _rows(grad), ctx.split, constants)
-            out = out.view(scores.shape)
+            out = native.tree_backward(scores, grad, ctx.split, constants)
         return out, None, None, None
 
 
@@ -264,7 +273,7 @@ class _SparsemaxLogProbs(torch.autograd.Function):
 
             log_probs = triton_sparsemax.forward(scores)
         else:
-            log_probs = native.sparsemax_forward(_rows(scores)).view(scores.shape)
+            log_probs = native.sparsemax_forward(scores)
         ctx.save_for_backward(scores, log_probs)
         return log_probs
 
@@ -277,8 +286,7 @@ class _SparsemaxLogProbs(torch.autograd.Function):
             from catnat.ops import triton_sparsemax
 
             return triton_sparsemax.backward(log_probs, grad), None
-        out = native.sparsemax_backward(_rows(log_probs), _rows(grad))
-        return out.view(scores.shape), None
+        return native.sparsemax_backward(log_probs, grad), None
 
 
 class _SoftmaxLogProbs(torch.autograd.Function):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import mmap
+import struct
 import warnings
 from typing import Any
 
@@ -64,8 +65,8 @@ def _path(level: str) -> str | None:
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions; AttributeError if one is missing."""
-    pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    rest: list[Any] = [long, long, ctypes.c_int, *[number] * 6, ctypes.c_int]
+    pointer, long = ctypes.c_void_p, ctypes.c_long
+    rest: list[Any] = [long, long, ctypes.c_char_p, ctypes.c_int]
     lib.catnat_tree_forward.argtypes = [pointer, pointer, pointer, *rest]
     lib.catnat_tree_fisher.argtypes = [pointer, pointer, pointer, *rest]
     lib.catnat_tree_backward.argtypes = [pointer, pointer, pointer, pointer, *rest]
@@ -74,34 +75,38 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.catnat_path_sample.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_path_gradients.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_softmax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
+    lib.catnat_sparsemax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
     lib.catnat_sparsemax_backward.argtypes = [pointer, pointer, pointer, long, long, ctypes.c_int]
     return lib
 
 
 def tree_forward(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Log-probabilities of the leaves, (B, K-1) -> (B, K)."""
+    """Log-probabilities of the leaves, (*, K-1) -> (*, K)."""
     return _from_scores("catnat_tree_forward", scores, split, constants)
 
 
 def tree_fisher(scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Fisher diagonal and, in the last column, share of flat splits, (B, K-1) -> (B, K)."""
+    """Fisher diagonal and, in the last column, share of flat splits, (*, K-1) -> (*, K)."""
     return _from_scores("catnat_tree_fisher", scores, split, constants)
 
 
 def _from_scores(name: str, scores: Tensor, split: Split, constants: Tensor | None) -> Tensor:
     scores = _plain_memory(scores)
-    out = scores.new_empty(scores.shape[0], scores.shape[1] + 1)
-    _call(name, scores, _pointer(constants), out.data_ptr(), *out.shape, *_settings(split))
+    *batch, S = scores.shape
+    out = scores.new_empty((*batch, S + 1))
+    pointers, sizes = (_pointer(constants), out.data_ptr()), (scores.numel() // S, S + 1)
+    _call(name, scores, *pointers, *sizes, _settings(split))
     return out
 
 
 def tree_backward(scores: Tensor, grad: Tensor, split: Split, constants: Tensor | None) -> Tensor:
-    """Gradient in the scores, (B, K-1), from that in the log-probabilities, (B, K)."""
+    """Gradient in the scores, (*, K-1), from that in the log-probabilities, (*, K)."""
     scores, grad = _plain_memory(scores), _plain_memory(grad)
-    out = torch.empty_like(scores)
+    out, S = torch.empty_like(scores), scores.shape[-1]
     pointers = (_pointer(constants), grad.data_ptr(), out.data_ptr())
-    _call("catnat_tree_backward", scores, *pointers, *grad.shape, *_settings(split))
+    sizes = (scores.numel() // S, S + 1)
+    _call("catnat_tree_backward", scores, *pointers, *sizes, _settings(split))
     return out
 
 
@@ -142,11 +147,20 @@ def tree_gradients(
 
 def softmax_gradients(scores: Tensor, levels: Tensor) -> Tensor:
     """Gradients of the log-probabilities of N categories a row, (B, K) and (N B) -> (N B, K)."""
+    return _gradients("catnat_softmax_gradients", scores, levels)
+
+
+def sparsemax_gradients(scores: Tensor, levels: Tensor) -> Tensor:
+    """Gradients of the log-probabilities of N categories a row, (B, K) and (N B) -> (N B, K)."""
+    return _gradients("catnat_sparsemax_gradients", scores, levels)
+
+
+def _gradients(name: str, scores: Tensor, levels: Tensor) -> Tensor:
     scores, levels = _plain_memory(scores), _plain_memory(levels)
     B, K = scores.shape
     out = scores.new_empty(len(levels), K)
     pointers, sizes = (levels.data_ptr(), out.data_ptr()), (len(levels) // max(1, B), B, K)
-    _call("catnat_softmax_gradients", scores, *pointers, *sizes, work=out.numel())
+    _call(name, scores, *pointers, *sizes, work=out.numel())
     return out
 
 
@@ -172,39 +186,45 @@ def _path_call(
     repeats = given.shape[0] // max(1, B)
     rows_of_constants = 0 if constants is None else constants.shape[0]
     sizes = (repeats, rows_of_constants, B, S + 1)
-    settings = (_pointer(constants), *pointers, *sizes, *_settings(split))
+    settings = (_pointer(constants), *pointers, *sizes, _settings(split))
     _call(name, scores, *settings, work=given.shape[0] * S.bit_length())
 
 
 def sparsemax_forward(scores: Tensor) -> Tensor:
-    """Log-probabilities, (B, K) -> (B, K)."""
+    """Log-probabilities, (*, K) -> (*, K)."""
     scores = _plain_memory(scores)
-    out = torch.empty_like(scores)
-    _call("catnat_sparsemax_forward", scores, out.data_ptr(), *out.shape)
+    out, K = torch.empty_like(scores), scores.shape[-1]
+    _call("catnat_sparsemax_forward", scores, out.data_ptr(), scores.numel() // K, K)
     return out
 
 
 def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from that in the log-probabilities, (B, K) -> (B, K)."""
+    """Gradient in the scores from that in the log-probabilities, (*, K) -> (*, K)."""
     grad = _plain_memory(grad)
-    out = torch.empty_like(grad)
-    pointers = (grad.data_ptr(), out.data_ptr())
-    _call("catnat_sparsemax_backward", log_probs, *pointers, *grad.shape)
+    out, K = torch.empty_like(grad), grad.shape[-1]
+    pointers, sizes = (grad.data_ptr(), out.data_ptr()), (grad.numel() // K, K)
+    _call("catnat_sparsemax_backward", log_probs, *pointers, *sizes)
     return out
 
 
-def _settings(split: Split) -> tuple[float, ...]:
-    """Kind of split, pi/A, A/2 as a sum of two floats; joint, steepness and log_at_edge."""
-    if isinstance(split, NaturalSplit):
-        kind = 2 if split.tail else 1
-        tail = (split.joint, split.steepness, split.log_at_edge)
-        return kind, split.rate, *split.half_width(torch.float32), *tail
-    return 0, *[0.0] * 6
+def _settings(split: Split) -> bytes:
+    """The split as a struct of C: kind, pi/A, A/2 as two floats; joint, steepness, log_at_edge."""
+    return _natural_settings(split) if isinstance(split, NaturalSplit) else _SIGMOID
+
+
+_SIGMOID = struct.pack("i6f", 0, *[0.0] * 6)
+
+
+@functools.cache
+def _natural_settings(split: NaturalSplit) -> bytes:
+    kind = 2 if split.tail else 1
+    tail = (split.joint, split.steepness, split.log_at_edge)
+    return struct.pack("i6f", kind, split.rate, *split.half_width(torch.float32), *tail)
 
 
 def _plain_memory(x: Tensor) -> Tensor:
     """x in contiguous memory; a view that torch marks as negated is negated first."""
-    return x.resolve_neg().contiguous()
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
 
 
 def _pointer(x: Tensor | None) -> int | None:
@@ -214,14 +234,14 @@ def _pointer(x: Tensor | None) -> int | None:
 def _call(
     name: str,
     first: Tensor,
-    *arguments: int | float | None,
+    *arguments: int | bytes | None,
     work: int | None = None,
 ) -> None:
     """Call a kernel with the memory of the scores, other arguments, and a number of threads.
 
     ``work`` is the number of scores that the kernel looks at, if these are not all of them.
     """
-    work = first.numel() if work is None else work
-    threads = torch.get_num_threads() if work >= PARALLEL else 1
+    many = (first.numel() if work is None else work) >= PARALLEL
+    threads = torch.get_num_threads() if many else 1
     if getattr(library(), name)(first.data_ptr(), *arguments, threads):
         raise MemoryError(f"out of memory in {name} for scores of shape {tuple(first.shape)}")
