@@ -147,7 +147,7 @@ for K in (2, 3, 5, 8, 18, 32, 100, 600):
 
 ENERGY = """
 from catnat.losses import energy_from_terms, energy_terms
-from catnat.ops import triton_energy
+from experiments.together import triton_energy
 
 for batch, D, G, N in (((2, 3), 2, 8, 6), ((1,), 1, 3, 2), ((2,), 3, 5, 7)):
     x, y = torch.randn(*batch, D, G, N), torch.randn(*batch, N, D).mT

@@ -14,8 +14,6 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 - ``triton_tree.py``, ``triton_path.py`` with ``triton_splits.py``, ``triton_sparsemax.py`` and
   ``triton_softmax.py``: CUDA, float32, one kernel for each pass. ``triton_launch.py`` launches
   them.
-
-``triton_energy.py`` is no kernel of a head: it has the energy score of many samples.
 """
 
 from catnat.ops.dispatch import (

@@ -8,21 +8,19 @@ comes from one stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from catnat import CategoricalHead
 from catnat.checks import require_positive
 from catnat.graphs import GCN, leave_one_out_weights, sample_graphs
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_from_terms, energy_terms
 from catnat.numerics import exp_of_log_probs
 from catnat.ops.dispatch import kernels_for
+from experiments.together.stack import Stack, flattened, log_probs_of, neighbours
 
-BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's
 _NAMES = ("edge_scores", "predictor.weight")
 _TRITON_LIMIT = 8192  # numbers of all samples of a pair, which a program holds in registers
 
@@ -44,23 +42,15 @@ class ManyGraphLearners:
     ) -> None:
         _check(models)
         self.num_graphs = models[0].num_samples
-        self.heads = _runs_of_equal_heads([each.head for each in models])
-        stacked = [torch.stack([each.get_parameter(n).detach() for each in models]) for n in _NAMES]
-        sizes = [each.numel() for each in stacked]
-        # One vector of all numbers, so that Adam takes a few kernels. The parameters are parts.
-        self.flat = torch.cat([each.flatten() for each in stacked])
+        self.heads = neighbours([each.head for each in models])
+        self.stacks = [Stack(models, [name]) for name in _NAMES]
         self.scores, self.psi = (  # (M, N, N, S), (M, in_features, out_features)
-            part.view_as(each).requires_grad_()
-            for part, each in zip(self.flat.split(sizes), stacked, strict=True)
+            stack.parameters[name] for stack, name in zip(self.stacks, _NAMES, strict=True)
         )
-        rates = self.flat.new_tensor(_pairs_of_rates(models, learning_rates))  # (M, 2)
-        repeats = [size // len(models) for size in sizes]
-        self.rates = torch.cat(
-            [rate.repeat_interleave(n) for rate, n in zip(rates.unbind(1), repeats, strict=True)]
-        )
-        self.mean, self.square = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        pairs = _pairs_of_rates(models, learning_rates)
+        self.rates = self.scores.new_tensor(pairs).T[..., None].contiguous()  # (2, M, 1)
         # In float32 the correction 1 - 0.999^t would have four digits in the first steps.
-        self.steps = torch.zeros((), dtype=torch.float64, device=self.flat.device)
+        self.steps = torch.zeros((), dtype=torch.float64, device=self.scores.device)
 
     def prepare_step(self, step: int) -> None:
         """Nothing depends on the step."""
@@ -76,7 +66,7 @@ class ManyGraphLearners:
         """
         x, y = batch
         (M, B, N, _), G = x.shape, self.num_graphs
-        log_probs = self._log_probs()  # (M, N, N, 2)
+        log_probs = log_probs_of(self.heads, self.scores)  # (M, N, N, 2)
         theta = exp_of_log_probs(log_probs.detach())[..., 1]
         graphs = sample_graphs(theta, G).permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
         messages = (x.flatten(1, 2) @ self.psi).view(M, B, N, -1).mT  # (M, B, D, N)
@@ -88,7 +78,10 @@ class ManyGraphLearners:
         of_odds = torch.einsum("mg, mjgi -> mji", weight, graphs - graphs[:, :, :1])
         odds = log_probs[..., 1] - log_probs[..., 0]
         grads = torch.autograd.grad((odds, outputs), (self.scores, self.psi), (of_odds, of_outputs))
-        self._update(torch.cat([each.flatten() for each in grads]))
+        with torch.no_grad():
+            self.steps += 1
+            for stack, rates, grad in zip(self.stacks, self.rates, grads, strict=True):
+                stack.adam(flattened([grad]), rates, self.steps)
         return losses
 
     def state_of(self, model: int) -> dict[str, Tensor]:
@@ -98,22 +91,10 @@ class ManyGraphLearners:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that changes in a step: written back in place, the models are what they were."""
-        return {"flat": self.flat, "mean": self.mean, "square": self.square, "steps": self.steps}
-
-    def _log_probs(self) -> Tensor:
-        """Log-probabilities of the edges, each model's by its own head, (M, N, N, 2)."""
-        parts = self.scores.split([count for _, count in self.heads])
-        out = [head.log_probs(part) for (head, _), part in zip(self.heads, parts, strict=True)]
-        return out[0] if len(out) == 1 else torch.cat(out)
-
-    def _update(self, grad: Tensor) -> None:
-        """A step of Adam."""
-        self.steps += 1
-        self.mean.lerp_(grad, 1 - BETAS[0])
-        self.square.mul_(BETAS[1]).addcmul_(grad, grad, value=1 - BETAS[1])
-        size = self.rates / (1 - BETAS[0] ** self.steps)
-        scale = self.square.sqrt() / (1 - BETAS[1] ** self.steps).sqrt() + EPS
-        self.flat.addcdiv_(size * self.mean, scale, value=-1)
+        every = {"steps": self.steps}
+        for name, stack in zip(_NAMES, self.stacks, strict=True):
+            every |= {f"{name}.{key}": each for key, each in stack.tensors().items()}
+        return every
 
 
 def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +108,7 @@ def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
     """
     B, G = samples.shape[1], samples.shape[3]
     if kernels_for(samples, samples[0, 0].numel(), _TRITON_LIMIT) == "triton":
-        from catnat.ops import triton_energy
+        from experiments.together import triton_energy
 
         error, own, gradient = triton_energy.energy(samples, target, 1 / B)
     else:
@@ -179,8 +160,3 @@ def _pairs_of_rates(
     for each in rates:
         require_positive(learning_rate=each)
     return [(each, each) for each in rates]
-
-
-def _runs_of_equal_heads(heads: list[CategoricalHead]) -> list[tuple[CategoricalHead, int]]:
-    runs = [list(run) for _, run in groupby(heads, repr)]
-    return [(run[0], len(run)) for run in runs]

@@ -1,15 +1,18 @@
-"""Parameters of several models as views of one matrix, and optimizers of such matrices.
+"""What all batched models share: parameters as views of one matrix, optimizers of it, and heads.
 
-Row m has all parameters of model m. So a clipped step of all models is a few kernels, and each
-model has a learning rate of its own.
+Row m of the matrix has all parameters of model m. So a clipped step of all models is a few kernels,
+and each model has a learning rate of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+
+from catnat import CategoricalHead
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 _ALIGNED = 4  # numbers
@@ -126,3 +129,23 @@ def unflattened(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
         views.append(flat[:, start : start + size].view(shape))
         start += size + -size % _ALIGNED
     return views
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+def neighbours(heads: Sequence[CategoricalHead]) -> list[tuple[CategoricalHead, int]]:
+    """Heads with how many models in a row have them."""
+    groups = (list(found) for _, found in groupby(heads, repr))
+    return [(each[0], len(each)) for each in groups]
+
+
+def log_probs_of(heads: list[tuple[CategoricalHead, int]], scores: Tensor) -> Tensor:
+    r"""Log-probabilities, each model's by its own head, (M, \*, S) -> (M, \*, K)."""
+    parts = scores.split([count for _, count in heads])
+    return joined([head.log_probs(part) for (head, _), part in zip(heads, parts, strict=True)])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """All models again, from parts of them."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,5 @@
 """Triton kernels for patches of images and for their adjoint; see ``patches.py``."""
 
-# mypy: ignore-errors
-# Triton's own language, in Python's clothes.
 from __future__ import annotations
 
 import triton

@@ -21,7 +21,7 @@ from catnat.estimators import gumbel_like, score_function_surrogate
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 from catnat.losses import kl_to_uniform
 from experiments.together.layers import conv, linear, norm, upsample
-from experiments.together.stack import Stack, Stacks
+from experiments.together.stack import Stack, Stacks, joined, log_probs_of, neighbours
 
 _MOMENTUM = 0.1  # of batch norms' running statistics
 
@@ -69,7 +69,7 @@ class ManyVAEs:
         for shape, found in groupby(range(len(models)), lambda i: shape_of(models[i])):
             some = list(found)
             part = slice(some[0], some[-1] + 1)
-            heads = _equal_neighbours([each.head for each in models[part]])
+            heads = neighbours([each.head for each in models[part]])
             self.sizes.append(_Size(part, *shape, heads, Stack(models[part], own)))
         buffers = [dict(each.named_buffers()) for each in models]
         self.statistics = {
@@ -136,17 +136,17 @@ class ManyVAEs:
         for size, own in zip(self.sizes, noise, strict=True):
             w, part = size.stack.parameters, x[size.models]
             scores = linear(part, w, self.last_of_encoder).unflatten(-1, (size.latents, -1))
-            log_probs = _log_probs(size.heads, scores)
+            log_probs = log_probs_of(size.heads, scores)
             z = self.sample(log_probs, own)
             kls.append(kl_to_uniform(log_probs).sum(-1))
             if self.scored:
                 logs.append((z * log_probs).sum((-2, -1)))
             decoded.append(linear(z.flatten(2), w, self.first_of_decoder).relu())
-        logits = self.decode(_joined(decoded), seen)
+        logits = self.decode(joined(decoded), seen)
         nll = F.binary_cross_entropy_with_logits(logits, images, reduction="none").sum((2, 3))
         if self.scored:
-            nll = self.with_score(nll, _joined(logs))
-        return (nll + _joined(kls)).mean(1)
+            nll = self.with_score(nll, joined(logs))
+        return (nll + joined(kls)).mean(1)
 
     def sample(self, log_probs: Tensor, noise: Tensor) -> Tensor:
         """As :func:`catnat.estimators.straight_through_gumbel`, with given noise."""
@@ -230,22 +230,6 @@ class ManyMLPVAEs(ManyVAEs):
         """The decoder without its first layer, (M, B, 256) -> logits (M, B, 28, 28)."""
         x = linear(x, self.outer.parameters, "decoder.2").relu()
         return linear(x, self.outer.parameters, "decoder.4").reshape(*x.shape[:2], 28, 28)
-
-
-def _equal_neighbours(heads: list[CategoricalHead]) -> list[tuple[CategoricalHead, int]]:
-    """Heads with how many models in a row have them."""
-    groups = (list(found) for _, found in groupby(heads, repr))
-    return [(each[0], len(each)) for each in groups]
-
-
-def _log_probs(heads: list[tuple[CategoricalHead, int]], scores: Tensor) -> Tensor:
-    """Log-probabilities, each model's by its own head, (m, B, N, S) -> (m, B, N, K)."""
-    parts = scores.split([count for _, count in heads])
-    return _joined([head.log_probs(part) for (head, _), part in zip(heads, parts, strict=True)])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _one_hot_of_largest(scores: Tensor) -> Tensor:
