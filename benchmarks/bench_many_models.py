@@ -1,11 +1,13 @@
-"""Model-steps per second of M VAEs trained in one process, as one batched model under one graph.
+"""Model-steps per second of M models trained in one process, as one batched model under one graph.
 
-A step is a step of all M models: each has its own Gumbel noise, learning rate and clipped gradient.
-This is how ``experiments/sweep.py --engine together`` trains. Other sweeps take convolutions in
-TF32 and other products in float32, which are torch's defaults. ``--tf32`` says for which of these
-settings the batched products are timed: off is more exact than such a sweep, on is less exact.
+A step is a step of all M models: each has its own noise, batch and learning rate. This is how
+``experiments/sweep.py --engine together`` trains, but for the order of batches and validation.
+Other sweeps take convolutions in TF32 and other products in float32, which are torch's defaults.
+``--tf32`` says for which of these settings the batched products are timed: off is more exact than
+such a sweep, on is less exact.
 
     python benchmarks/bench_many_models.py --root DATA
+    python benchmarks/bench_many_models.py --model gsl --models 100
 """
 
 from __future__ import annotations
@@ -16,55 +18,68 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat.datamodules import MNISTDataModule
-from catnat.lit_modules import DiscreteVAE
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
 from catnat.replay import StepGraph
+from experiments.together.graphs import ManyGraphLearners
 from experiments.together.vaes import ManyVAEs
 
-BATCH = 100
-Step = Callable[[Tensor], Tensor]
+BATCHES = {"vae": 100, "gsl": 64}
 
 
-def make_models(args: argparse.Namespace, count: int) -> list[DiscreteVAE]:
-    """Models of different seeds and rates, the heads in turn but equal ones side by side."""
-    models = []
+def make_step(args: argparse.Namespace, count: int) -> Callable[[Any], Tensor]:
+    """A step of models with different seeds and rates, equal heads side by side."""
+    models: list[Any] = []
     for number in range(count):
         torch.manual_seed(number)
-        head = args.heads[number * len(args.heads) // count]
-        rate = 1e-3 * 1.01**number
-        models.append(DiscreteVAE(head, *args.size, learning_rate=rate).to(args.device))
-    return models
+        head, rate = args.heads[number * len(args.heads) // count], 1e-3 * 1.01**number
+        if args.model == "vae":
+            model: Any = DiscreteVAE(head, *args.size, learning_rate=rate)
+        else:
+            model = GraphStructureLearner(head, learning_rate=rate)
+        models.append(model.to(args.device))
+    return ManyVAEs(models).step if args.model == "vae" else ManyGraphLearners(models).step
 
 
-def multiplications(N: int, K: int) -> int:
-    """Of one image, forward: six layers of convolutions and four linear ones."""
-    convolutions = 14 * 14 * 72 + 7 * 7 * 16 * 72 + 3 * 3 * 32 * 144
-    return 2 * (convolutions + 288 * 128) + 128 * (N * (K - 1) + N * K)
+def read_data(args: argparse.Namespace) -> tuple[Tensor, ...]:
+    """Training images, (n, 1, 28, 28); or pairs (x, y)."""
+    data: Any = MNISTDataModule(args.root) if args.model == "vae" else CommunityGraphDataModule()
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.make_loader("train", torch.device(args.device))
+    if args.model == "vae":
+        return (loader.gather(torch.arange(loader.size, device=args.device), 0, 0),)
+    items: tuple[Tensor, ...] = loader.items
+    return items
 
 
 def measure(
-    step: Step, images: Tensor, models: int, seconds: float, size: tuple[int, int]
+    step: Callable[[Any], Tensor], data: tuple[Tensor, ...], shape: tuple[int, int], seconds: float
 ) -> dict[str, float]:
-    """Model-steps per second, and seconds before the first replay."""
+    """Model-steps per second, and seconds before the first replay; ``shape`` is (M, B)."""
     began = time.perf_counter()
-    rows = torch.empty(models, BATCH, dtype=torch.int64, device=images.device)
+    on_gpu = data[0].is_cuda
+    rows = torch.empty(shape, dtype=torch.int64, device=data[0].device)
 
     def whole(rows: Tensor) -> Tensor:
-        return step(images[rows.random_(len(images))][:, :, None])
+        rows.random_(len(data[0]))
+        batch = tuple(each[rows] for each in data)
+        return step(batch if len(batch) > 1 else batch[0])
 
-    replay = StepGraph(whole) if images.is_cuda else whole
-    for _ in range(5 if images.is_cuda else 1):
+    replay = StepGraph(whole) if on_gpu else whole
+    for _ in range(5 if on_gpu else 1):
         losses = replay(rows)
     first = losses.cpu()
     start, taken = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
-        for _ in range(10 if images.is_cuda else 1):
+        for _ in range(10 if on_gpu else 1):
             losses = replay(rows)
             taken += 1
         last = losses.cpu()
@@ -73,8 +88,7 @@ def measure(
         raise RuntimeError("a loss is not finite")
     return {
         "ms_per_step": round(1e3 * spent / taken, 3),
-        "model_steps_per_second": round(models * taken / spent, 1),
-        "teraflops": round(6e-12 * multiplications(*size) * BATCH * models * taken / spent, 2),
+        "model_steps_per_second": round(shape[0] * taken / spent, 1),
         "loss_first": round(float(first.mean()), 1),
         "loss_last": round(float(last.mean()), 1),
         "start_s": round(start - began, 1),
@@ -84,10 +98,11 @@ def measure(
 def main() -> None:
     """Print the table and write it as CSV where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=tuple(BATCHES), default="vae")
     parser.add_argument("--root", default="data", help="folder of MNIST (default data)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--models", type=int, nargs="+", default=[1, 4, 16, 64, 128])
-    parser.add_argument("--size", type=int, nargs=2, default=[10, 8], help="N and K")
+    parser.add_argument("--size", type=int, nargs=2, default=[10, 8], help="N and K, of vae")
     parser.add_argument(
         "--heads", nargs="+", default=["natural"], help="of equal numbers of scores"
     )
@@ -97,24 +112,22 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this machine has no CUDA device; choose cpu")
-    data = MNISTDataModule(root=args.root)
-    data.prepare_data()
-    data.setup("fit")
-    train = data._images["train"].reshape(-1, 28, 28)
-    images = (train if train.is_floating_point() else train / 255).float().to(args.device)
+    data = read_data(args)
     table: list[dict[str, object]] = []
     for tf32 in args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = tf32 == "on"
         for count in args.models:
-            many = ManyVAEs(make_models(args, count))
+            size = args.size if args.model == "vae" else ["", ""]
             row: dict[str, object] = {
-                "N": args.size[0],
-                "K": args.size[1],
+                "model": args.model,
+                "N": size[0],
+                "K": size[1],
                 "heads": "+".join(args.heads),
                 "tf32": tf32,
                 "models": count,
             }
-            row |= measure(many.step, images, count, args.seconds, args.size)
+            shape = (count, BATCHES[args.model])
+            row |= measure(make_step(args, count), data, shape, args.seconds)
             if not table:
                 print("  ".join(f"{key:>10}" for key in row))
             print(
