@@ -98,6 +98,7 @@ def test_what_cannot_be_made_is_said(arguments, words):
 
 
 @one_server
+@pytest.mark.slow
 def test_data_modules_do_not_import_games():
     heavy = {"gymnasium", "ale_py", "stable_baselines3"}
     code = f"import sys, datamodules; print({heavy} & set(sys.modules))"

@@ -65,7 +65,7 @@ def values(head: CategoricalHead, how: str):
 
 def is_slow(name: str, how: str, dtype: torch.dtype) -> bool:
     other = how in ("vmap", "compiled") and dtype != torch.float32
-    return other or (how == "compiled" and name in LIKE_NATURAL)
+    return other or (how == "compiled" and name in (*LIKE_NATURAL, "sparsemax"))
 
 
 WAYS = [

@@ -249,7 +249,9 @@ def test_a_sampled_fisher_matrix_approaches_the_exact_one(name):
 # --------------------------------------------------------------------------------- the company
 
 
-@pytest.mark.parametrize("kind", [slow(kind) if kind in LIKE_NATURAL else kind for kind in ALL])
+@pytest.mark.parametrize(
+    "kind", [slow(kind) if kind in (*LIKE_NATURAL, CauchyHead) else kind for kind in ALL]
+)
 def test_compiled_batched_and_under_autocast_it_is_the_same(kind):
     torch._dynamo.reset()
     head = make(kind, 5)

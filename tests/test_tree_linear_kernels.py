@@ -231,7 +231,8 @@ for dtype, tolerance in close.items():
 
 
 @pytest.mark.skipif(not ops.HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True])
 def test_triton_kernels_agree_with_plain_torch(every):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", f"every = {every}\n{TRITON}"]

@@ -264,6 +264,7 @@ def test_the_device_has_work_while_the_host_waits_for_the_number_of_rows(
     assert launched_before == ["forward", "mean", "near", "hidden", "begins", "starts"]
 
 
+@pytest.mark.slow
 def test_heads_of_many_dimensions_go_through_the_interpreted_kernels() -> None:
     code = """
 import torch
