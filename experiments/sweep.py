@@ -105,6 +105,11 @@ def check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < low:
             raise ValueError(f"--{name} {value:g}: at least {low}")
+    for name in ("jobs_per_gpu", "gpus_per_run"):
+        if args.engine == "together" and getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name}: not with --engine together, which is one process; use --jobs"
+            )
     if args.dry_run and args.engine != "slurm":
         raise ValueError(f"--dry_run: only with --engine slurm, not {args.engine}")
 
@@ -139,8 +144,8 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
         runs.forget_failures(stages.known(table))
     note_command(table, argv)
     by_hand = args.engine == "print" or args.dry_run
-    in_batches = args.engine in ("print", "slurm")
-    schedule = Schedule(table, draws=(args.jobs or DRAWS) if in_batches else None)
+    draws = {"print": args.jobs or DRAWS, "slurm": args.jobs or DRAWS, "together": DRAWS}
+    schedule = Schedule(table, draws=draws.get(args.engine))
     if by_hand:
         engine.run(schedule, Progress(schedule, live=False))
         return 0

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
+from catnat import SoftmaxHead
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from experiments.together.stack import neighbours
 from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
 
 B = 5
@@ -96,6 +98,22 @@ def test_models_that_cannot_be_trained_together_are_named():
         ManyVAEs([DiscreteVAE(lr_decay=0.9)])
     with pytest.raises(ValueError, match="num_samples 2"):
         ManyMLPVAEs([MLPDiscreteVAE(num_samples=2)])
+
+
+def test_heads_are_equal_by_their_options_and_not_by_what_they_print():
+    class Sharp(SoftmaxHead, name="sharp-of-test"):
+        def __init__(self, num_categories, width=1.0):
+            super().__init__(num_categories)
+            self.width = width
+
+        def log_probs(self, scores):
+            return super().log_probs(scores * self.width)
+
+    models = [DiscreteVAE("sharp-of-test", 2, 3, head_options={"width": w}) for w in (1.0, 10.0)]
+    assert repr(models[0].head) == repr(models[1].head)
+    heads = neighbours(models)
+    assert [(head.width, count) for head, count in heads] == [(1.0, 1), (10.0, 1)]
+    assert len(neighbours([models[0], models[0]])) == 1
 
 
 PATCHES = """

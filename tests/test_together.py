@@ -100,6 +100,64 @@ def test_a_group_that_was_interrupted_goes_on_from_its_last_validation(tmp_path,
     assert not list(tmp_path.rglob("together-*"))
 
 
+def test_a_group_that_was_interrupted_while_it_was_tested_trains_no_more(
+    tmp_path, data, monkeypatch
+):
+    path = write_plan(tmp_path, "mlp-vae", data, rates=[0.001])
+    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
+    finish, tested = training.GroupTraining._finish, []
+
+    def interrupted(self, number):
+        tested.append(number)
+        if len(tested) == 2:
+            raise KeyboardInterrupt
+        finish(self, number)
+
+    monkeypatch.setattr(training.GroupTraining, "_finish", interrupted)
+    assert sweep.main(arguments) == 130
+    monkeypatch.setattr(training.GroupTraining, "_step", None)  # nothing is trained
+    found = run_all(path, tmp_path / "runs")
+    assert tested == [0, 1, 1, 2, 3]
+    whole = run_all(path, tmp_path / "whole") if monkeypatch.undo() is None else []
+    assert [runs.metrics(run) for run in found] == [runs.metrics(run) for run in whole]
+    assert not list(tmp_path.rglob("together-*"))
+
+
+@pytest.mark.parametrize("change", ["options", "damage"])
+def test_a_state_of_other_options_or_a_damaged_one_is_not_gone_on_from(
+    change, tmp_path, monkeypatch, capsys
+):
+    path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,))
+    take = training.ManyGraphLearners.prepare_step
+
+    def interrupted(self, step):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.ManyGraphLearners, "prepare_step", interrupted)
+    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
+    assert sweep.main(arguments) == 130
+    monkeypatch.setattr(training.ManyGraphLearners, "prepare_step", take)
+    (state,) = (tmp_path / "runs").rglob("together-*.pt")
+    if change == "damage":
+        state.write_bytes(state.read_bytes()[:1000])
+    else:
+        path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,), max_steps=3)
+    found = [runs.metrics(run) for run in run_all(path, tmp_path / "runs")]
+    assert found == [runs.metrics(run) for run in run_all(path, tmp_path / "whole")]
+    assert ("begin anew" in capsys.readouterr().out) == (change == "damage")
+    assert not list(tmp_path.rglob("together-*"))
+
+
+def test_data_of_different_sizes_go_through_their_own_epochs(tmp_path):
+    path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,), batch_size=16)
+    content = yaml.safe_load(path.read_text())
+    content["grid"] |= {"theta": [0.5], "head": ["natural"], "num_pairs": [40, 100]}
+    content["options"].pop("num_pairs")
+    path.write_text(yaml.safe_dump(content))
+    assert all(runs.metrics(run) for run in run_all(path, tmp_path / "runs"))
+
+
 def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
     tmp_path, data, capsys
 ):
@@ -120,6 +178,9 @@ def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
         (["--precision=bf16-mixed"], "does not know --precision bf16-mixed"),
         (["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
         (["--headd=x"], "headd"),
+        (["--val_check_interval=0.5"], "--val_check_interval, got 0.5"),
+        (["--check_val_every_n_epoch=1"], "does not know --check_val_every_n_epoch 1"),
+        (["--max_steps=0"], "--max_steps, got 0"),
     ],
 )
 def test_options_that_a_group_cannot_have_are_named(options, says, tmp_path, data, capsys):
@@ -139,6 +200,28 @@ def test_a_model_that_has_no_batched_form_is_named(capsys, tmp_path):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--engine together cannot train --model ppo" in line
+
+
+def test_a_program_of_ones_own_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        sweep.main(["figure_landscapes", f"--runs={tmp_path}/runs", "--engine=together"])
+    assert "trains models of train.py alone" in capsys.readouterr().err
+
+
+def test_options_of_other_engines_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["gsl", "--engine=together", "--jobs_per_gpu=2"])
+    assert "--jobs_per_gpu: not with --engine together" in capsys.readouterr().err
+
+
+def test_the_checkpoint_can_be_tested_and_not_continued(tmp_path, data, capsys):
+    (run, *_) = run_all(write_plan(tmp_path, "mlp-vae", data), tmp_path / "runs")
+    path = runs.version(run) / "checkpoints" / "last.ckpt"
+    words = [*run.command[2:-1], f"--default_root_dir={tmp_path}/again", f"--ckpt_path={path}"]
+    assert train.main(["test", *words]) == 0
+    capsys.readouterr()
+    assert train.main(words) == 2
+    assert "has weights alone: it can be tested, not continued" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner])

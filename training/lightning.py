@@ -145,6 +145,8 @@ class LightningProgram(Program):
         require_precision(options["precision"])
         if ckpt_path is not None:
             check_same_model(ckpt_path, self.checkpoint, objects.model)
+            if fit and "optimizer_states" not in self.checkpoint:
+                raise ValueError(f"{ckpt_path} has weights alone: it can be tested, not continued")
         if isinstance(objects.data, InMemoryDataModule):
             # Already here, because wrong files and too large batches are the user's to mend.
             objects.data.prepare_data()

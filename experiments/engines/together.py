@@ -5,11 +5,16 @@ from __future__ import annotations
 import fcntl
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments import runs
 from experiments.plan import Run
 from experiments.progress import Progress
 from experiments.schedule import Schedule
+
+if TYPE_CHECKING:
+    from experiments.together.members import Member
 
 MOST = 128  # models at once
 
@@ -20,8 +25,7 @@ class Together:
 
     Runs of ``vae``, ``mlp-vae`` and ``gsl`` begin with the weights of their seeds and see the
     batches that ``train.py`` would show them; their noise is another, drawn for all at once. There
-    is no FisherMonitor, and a run has no checkpoints before its end: a group that is interrupted
-    goes on from its last validation.
+    is no FisherMonitor. A group that is interrupted goes on from its last validation.
 
     Args:
         most: models at once.
@@ -31,30 +35,53 @@ class Together:
 
     def run(self, schedule: Schedule, progress: Progress) -> None:
         """Train what is left of a table, one group after the other."""
-        from experiments.together.members import groups, member
+        while True:
+            with ExitStack() as locks:
+                mine: list[Run] = []
+                while (run := schedule.take()) is not None:
+                    if not _claim(run, locks):
+                        print(f"{run.name}: another sweep is at work on it", flush=True)
+                        progress.ended(run, "interrupted")
+                    elif runs.done(run):  # by another sweep, since the schedule has looked
+                        progress.ended(run, "finished")
+                    else:
+                        mine.append(run)
+                if not mine:
+                    return
+                self._train(mine, schedule.experiment.folder, progress)
+
+    def _train(self, mine: list[Run], folder: Path, progress: Progress) -> None:
         from experiments.together.training import GroupTraining
 
-        while True:
-            taken = []
-            while (run := schedule.take()) is not None:
-                taken.append(run)
-            if not taken:
-                return
-            with ExitStack() as locks:
-                mine = []
-                for run in taken:
-                    if _claim(run, locks):
-                        mine.append(member(run))
-                    else:  # another sweep is at work on it
-                        progress.ended(run, "interrupted")
-                for group in groups(mine, self.most):
-                    for each in group:
-                        progress.started(each.run)
-                    folder = schedule.experiment.folder
-                    GroupTraining(group, folder, lambda line: print(line, flush=True)).run()
-                    for each in group:
-                        gone = runs.failure(each.run) is not None
-                        progress.ended(each.run, "failed" if gone else "finished")
+        for group in self._groups(mine, folder):
+            own = [each.run for each in group if each.run in mine]
+            for run in own:
+                progress.started(run)
+            GroupTraining(group, folder, lambda line: print(line, flush=True)).run()
+            for run in own:
+                gone = runs.failure(run) is not None
+                progress.ended(run, "failed" if gone else "finished")
+
+    def _groups(self, mine: list[Run], folder: Path) -> list[list[Member]]:
+        """Groups that were interrupted, with all their runs; then groups of the runs left."""
+        from experiments.together.members import groups, member
+        from experiments.together.training import forget, interrupted
+
+        left = {run.home: run for run in mine}
+        found = []
+        for path, record in interrupted(folder).items():
+            every = [left.get(home, Run({}, {}, None, home, home, words)) for home, words in record]
+            others = [run for run in every if run.home not in left]
+            if len(others) == len(every) or not all(map(runs.done, others)):
+                if all(map(runs.done, every)):
+                    forget(path)
+                continue  # not of the runs that were asked for, or not of them alone
+            if any(run.command != words for run, (_, words) in zip(every, record, strict=True)):
+                forget(path)  # their options have changed
+                continue
+            found.append([member(run) for run in every])
+            left = {home: run for home, run in left.items() if run not in every}
+        return found + groups(map(member, left.values()), self.most)
 
 
 def _claim(run: Run, locks: ExitStack) -> bool:

@@ -42,7 +42,7 @@ class ManyGraphLearners:
     ) -> None:
         _check(models)
         self.num_graphs = models[0].num_samples
-        self.heads = neighbours([each.head for each in models])
+        self.heads = neighbours(models)
         self.stacks = [Stack(models, [name]) for name in _NAMES]
         self.scores, self.psi = (  # (M, N, N, S), (M, in_features, out_features)
             stack.parameters[name] for stack, name in zip(self.stacks, _NAMES, strict=True)

@@ -23,12 +23,14 @@ from catnat.training.lightning import set_validation_interval
 from catnat.training.names import RL_MODELS, read_names
 from catnat.training.report import hparams_of
 from experiments.plan import Run
+from experiments.together.stack import head_key
+from experiments.train_interface import is_train
 
 # What may differ between the models of a group, besides seeds and data.
 _OWN = ("head", "head_options", "learning_rate", "num_latents", "num_categories", "nll_samples")
 # Options of the Trainer that are obeyed, or change nothing that is learned.
 _KNOWN = {"max_steps", "val_check_interval", "default_root_dir", "accelerator", "log_every_n_steps"}
-_KNOWN |= {"enable_progress_bar", "enable_model_summary", "check_val_every_n_epoch"}
+_KNOWN |= {"enable_progress_bar", "enable_model_summary"}
 
 Curve = list[tuple[int, dict[str, float]]]  # metrics by step
 Model = DiscreteVAE | GraphStructureLearner
@@ -64,6 +66,8 @@ class Member:
 
 def member(run: Run) -> Member:
     """Read the command of a run; a ValueError says why the run cannot be trained with others."""
+    if not is_train(run.command):
+        raise ValueError(f"{run.name}: --engine together trains models of train.py alone")
     try:
         names, options = read_names(list(run.command[2:]))
         if names.model in RL_MODELS:
@@ -109,12 +113,19 @@ def _check_trainer(run: Run, parser: cli.Parser, config: Any) -> None:
                 f"{run.name}: --engine together does not know --{option} {value}; "
                 "--engine local does"
             )
+    trainer = config.trainer
+    for option in ("max_steps", "val_check_interval"):
+        value = trainer[option]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(
+                f"{run.name}: --engine together needs a number of steps for --{option}, got {value}"
+            )
 
 
 def write_run(
     one: Member, trainer: Trainer, curve: Curve, steps: int, tested: dict[str, float], log: str
 ) -> None:
-    """Write the folder of a run that has ended; metrics.json, which says so, comes last.
+    """Write the folder of a run that has ended. Its checkpoint has the weights alone.
 
     Args:
         one: the run.
@@ -122,14 +133,11 @@ def write_run(
         curve: what was seen in training; the last validation is that of the final weights.
         steps: of the run.
         tested: metrics of the test.
-        log: a line for log.txt.
+        log: a line for log.txt, the file of what a run has printed.
     """
     validated = {name: x for name, x in curve[-1][1].items() if name.startswith("val/")}
     with closing_runs():
         folder = open_run(one.home, None, one.config)
-        path = folder / "checkpoints" / "last.ckpt"
-        path.parent.mkdir(exist_ok=True)
-        trainer.save_checkpoint(path, weights_only=True)
         hparams = hparams_of(trainer, one.seed) | {"steps": steps}
         with SummaryWriter(str(folder)) as writer:
             write_hparams(writer, hparams, list(tested))
@@ -139,13 +147,17 @@ def write_run(
         (one.home / "log.txt").write_text(log)
         text = json.dumps(validated | tested, indent=1) + "\n"
         write_whole(folder / "metrics.json", text.encode())
+        # Not before: a run with a checkpoint and without metrics would be continued from it.
+        path = folder / "checkpoints" / "last.ckpt"
+        path.parent.mkdir(exist_ok=True)
+        trainer.save_checkpoint(path, weights_only=True)
 
 
 def order(one: Member) -> tuple[str, ...]:
     """Models of one size and one head stand next to each other."""
     head = one.model.head
     size = one.model.num_latents if isinstance(one.model, DiscreteVAE) else 0
-    return f"{size}-{head.num_categories}-{head.num_scores}", repr(head)
+    return f"{size}-{head.num_categories}-{head.num_scores}", head_key(one.model)
 
 
 def groups(members: Iterable[Member], most: int) -> list[list[Member]]:

@@ -6,8 +6,10 @@ and each model has a learning rate of its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,10 +136,19 @@ def unflattened(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
 # -- heads -----------------------------------------------------------------------------------------
 
 
-def neighbours(heads: Sequence[CategoricalHead]) -> list[tuple[CategoricalHead, int]]:
-    """Heads with how many models in a row have them."""
-    groups = (list(found) for _, found in groupby(heads, repr))
-    return [(each[0], len(each)) for each in groups]
+def head_key(model: Any) -> str:
+    """Equal for models whose heads compute the same: of one class, with equal options."""
+    head: CategoricalHead = model.head
+    if next(head.parameters(), None) is not None:
+        raise ValueError(f"models trained together have heads without parameters, got {head}")
+    kind, options = type(head), model.hparams.get("head_options") or {}
+    return json.dumps([kind.__module__, kind.__qualname__, repr(head), options], sort_keys=True)
+
+
+def neighbours(models: Sequence[Any]) -> list[tuple[CategoricalHead, int]]:
+    """The heads of models, with how many models in a row have equal ones."""
+    groups = (list(found) for _, found in groupby(models, head_key))
+    return [(each[0].head, len(each)) for each in groups]
 
 
 def log_probs_of(heads: list[tuple[CategoricalHead, int]], scores: Tensor) -> Tensor:

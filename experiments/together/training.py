@@ -85,9 +85,12 @@ def validated(model: Model, data: InMemoryDataModule, device: torch.device) -> d
 class GroupTraining:
     """The training of a group.
 
+    Its state is kept in the folder of the table until the group has ended: ``together-X.pt``, with
+    the list of its runs beside it.
+
     Args:
         members: of one group.
-        folder: where the state of the group is kept until the group has ended.
+        folder: of the table.
         say: prints a line.
     """
 
@@ -98,8 +101,8 @@ class GroupTraining:
         self.device = torch.device("cuda" if with_cuda else "cpu")
         self.max_steps = members[0].trainer["max_steps"]
         self.interval = members[0].trainer["val_check_interval"]
-        names = json.dumps([str(each.run.home) for each in members])
-        name = hashlib.sha1(names.encode()).hexdigest()[:12]
+        self.record = json.dumps([[str(each.run.home), each.run.command] for each in members])
+        name = hashlib.sha1(self.record.encode()).hexdigest()[:12]
         self.path = folder / f"together-{name}.pt"
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.trainer = Trainer(
@@ -138,7 +141,7 @@ class GroupTraining:
         backlog = Backlog(1) if self.device.type == "cuda" else None
         for step, batch in enumerate(self._batches(begun), begun):
             self.many.prepare_step(step)
-            losses = take(batch)
+            losses = self._take(take, batch)
             if backlog is not None and step % _STEPS_AHEAD == 0:
                 backlog.add()
             done = step + 1
@@ -150,14 +153,25 @@ class GroupTraining:
                     f"{len(self.members)} models together: step {done} of {self.max_steps}, "
                     f"{rate:,.0f} model-steps/s"
                 )
-                if done < self.max_steps:
-                    self._save(done)
+                self._save(done)
         for number, one in enumerate(self.members):
+            if runs.done(one.run):
+                continue  # since before an interruption
             if number in self.failed:
+                (one.home / "log.txt").write_text(self.failed[number] + "\n")
                 runs.record_failure(one.run, 1, self.failed[number])
             else:
                 self._finish(number)
-        self.path.unlink(missing_ok=True)
+        forget(self.path)
+
+    def _take(self, take: Callable[[Any], Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+        try:
+            return take(batch)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"{len(self.members)} models at once do not fit into the memory of the GPU: "
+                "choose fewer with --jobs"
+            ) from None
 
     def _step(self, batch: tuple[Tensor, ...]) -> Tensor:
         own = tuple(each[self.which] for each in batch)
@@ -172,14 +186,11 @@ class GroupTraining:
                 epoch, position = divmod(begun - 1, len(loader))
                 loader.load_state_dict({"epoch": epoch, "position": position + 1})
             loaders.append(loader)
-        taken = begun
-        while taken < self.max_steps:
-            for found in zip(*loaders, strict=True):
-                batches = [each if isinstance(each, tuple) else (each,) for each in found]
-                yield tuple(torch.stack(each) for each in zip(*batches, strict=True))
-                taken += 1
-                if taken == self.max_steps:
-                    return
+        endless = [_endless(loader) for loader in loaders]
+        for _ in range(begun, self.max_steps):
+            found = [next(each) for each in endless]
+            batches = [each if isinstance(each, tuple) else (each,) for each in found]
+            yield tuple(torch.stack(each) for each in zip(*batches, strict=True))
 
     # -- results -------------------------------------------------------------------------------
 
@@ -198,6 +209,7 @@ class GroupTraining:
     def _finish(self, number: int) -> None:
         """Test a model, and write its folder."""
         one = self.members[number]
+        one.model.load_state_dict(self.many.state_of(number), strict=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             data = self.data[one.same_data]
@@ -213,19 +225,55 @@ class GroupTraining:
         state |= {"curves": self.curves, "failed": self.failed}
         packed = io.BytesIO()
         torch.save(state, packed)
-        write_whole(self.path, packed.getbuffer())
+        try:
+            write_whole(self.path, packed.getbuffer())
+            write_whole(self.path.with_suffix(".json"), self.record.encode())
+        except OSError as error:
+            raise ValueError(f"cannot write {self.path}: {error.strerror}") from error
 
     def _restore(self) -> int:
         """Go on from the group's last validation; returns the number of steps taken before."""
         if not self.path.is_file():
             return 0
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        mine = self.many.tensors()
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+            found = {name: each.shape for name, each in state["tensors"].items()}
+            if found != {name: each.shape for name, each in mine.items()}:
+                raise ValueError("it is the state of other models")
+            self.curves, self.failed = state["curves"], state["failed"]
+        except Exception as error:  # whatever a damaged file brings
+            line = str(error).splitlines()[0]
+            self.say(f"{self.path} cannot be read ({line}): its runs begin anew")
+            return 0
         with torch.no_grad():
-            for name, each in self.many.tensors().items():
+            for name, each in mine.items():
                 each.copy_(state["tensors"][name])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["noise"])
         else:
             torch.set_rng_state(state["noise"])
-        self.curves, self.failed = state["curves"], state["failed"]
         return int(state["step"])
+
+
+def interrupted(folder: Path) -> dict[Path, list[tuple[Path, tuple[str, ...]]]]:
+    """The groups of a table that were interrupted: homes and commands of their runs, by state."""
+    found = {}
+    for path in folder.glob("together-*.json"):
+        try:
+            record = json.loads(path.read_text())
+            found[path.with_suffix(".pt")] = [(Path(home), tuple(words)) for home, words in record]
+        except (OSError, ValueError):
+            forget(path)
+    return found
+
+
+def forget(path: Path) -> None:
+    """Remove the state of a group."""
+    for suffix in (".json", ".pt"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader

@@ -69,7 +69,7 @@ class ManyVAEs:
         for shape, found in groupby(range(len(models)), lambda i: shape_of(models[i])):
             some = list(found)
             part = slice(some[0], some[-1] + 1)
-            heads = neighbours([each.head for each in models[part]])
+            heads = neighbours(models[part])
             self.sizes.append(_Size(part, *shape, heads, Stack(models[part], own)))
         buffers = [dict(each.named_buffers()) for each in models]
         self.statistics = {
