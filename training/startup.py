@@ -109,7 +109,8 @@ def _without_scipy_signal() -> Iterator[None]:
     """A stand-in for scipy.signal inside, which imports the real one if anybody needs it.
 
     torchmetrics imports scipy.signal, a sixth of all the time of imports, to add a name that other
-    packages for audio may look for, ``scipy.signal.hamming``. The stand-in has that name.
+    packages for audio may look for, ``scipy.signal.hamming``. The stand-in has that name; the real
+    module, should a run import it, has it not.
     """
     name = "scipy.signal"
 
