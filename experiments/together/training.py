@@ -60,7 +60,7 @@ class _Alone:
 
 @torch.inference_mode()
 def validated(model: Model, data: InMemoryDataModule, device: torch.device) -> dict[str, float]:
-    """What ``Trainer.validate`` gives, without the tenth of a second that it takes to begin."""
+    """What ``Trainer.validate`` gives, without what the Trainer does before and after."""
     found: dict[str, float] = {}
 
     def log_dict(metrics: dict[str, Tensor], **_: Any) -> None:
@@ -243,7 +243,7 @@ class GroupTraining:
                 raise ValueError("it is the state of other models")
             self.curves, self.failed = state["curves"], state["failed"]
         except Exception as error:  # whatever a damaged file brings
-            line = str(error).splitlines()[0]
+            line = (str(error) or type(error).__name__).splitlines()[0]
             self.say(f"{self.path} cannot be read ({line}): its runs begin anew")
             return 0
         with torch.no_grad():
