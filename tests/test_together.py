@@ -3,6 +3,7 @@
 import pytest
 import torch
 import yaml
+from cases import slow
 from lightning.pytorch import Trainer
 
 import train
@@ -176,10 +177,10 @@ def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
     ("options", "says"),
     [
         (["--precision=bf16-mixed"], "does not know --precision bf16-mixed"),
-        (["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
-        (["--headd=x"], "headd"),
+        slow(["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
+        slow(["--headd=x"], "headd"),
         (["--val_check_interval=0.5"], "--val_check_interval, got 0.5"),
-        (["--check_val_every_n_epoch=1"], "does not know --check_val_every_n_epoch 1"),
+        slow(["--check_val_every_n_epoch=1"], "does not know --check_val_every_n_epoch 1"),
         (["--max_steps=0"], "--max_steps, got 0"),
     ],
 )
