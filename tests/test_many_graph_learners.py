@@ -27,11 +27,11 @@ def pairs(models):
 class Alone:
     """Models that are trained one by one, each by its own Adam."""
 
-    def __init__(self, models, rates=None):
+    def __init__(self, models):
         self.models = models
-        rates = rates or [model.learning_rates for model in models]
         self.adams = []
-        for model, (of_scores, of_psi) in zip(models, rates, strict=True):
+        for model in models:
+            of_scores, of_psi = model.learning_rates
             psi = {"params": list(model.predictor.parameters()), "lr": of_psi}
             self.adams.append(
                 torch.optim.Adam([{"params": [model.edge_scores], "lr": of_scores}, psi])
@@ -95,10 +95,6 @@ def test_each_model_has_its_own_learning_rates(monkeypatch):
     torch.manual_seed(1)
     own = [learner(learning_rate=0.01 * i, psi_learning_rate=0.1 / i).double() for i in (1, 2, 3)]
     steps_agree(monkeypatch, ManyGraphLearners(own), Alone(own))
-    rates = [0.5, 0.001, 0.02]
-    given = [learner().double() for _ in rates]
-    alone = Alone(given, [(rate, rate) for rate in rates])
-    steps_agree(monkeypatch, ManyGraphLearners(given, rates), alone)
 
 
 def test_an_edge_on_which_all_graphs_agree_stays_exactly_where_it_is():
@@ -174,25 +170,23 @@ class MyLearner(GraphStructureLearner):
 
 
 @pytest.mark.parametrize(
-    ("models", "rates", "words"),
+    ("models", "words"),
     [
-        ([], None, "one or more, got none"),
-        ([learner(estimator="local_expectation", flip_samples=2)], None, "got 'local_expectation'"),
-        ([learner(lr_schedule="linear")], None, "got 'linear'"),
-        ([learner(psi_warmup_steps=3)], None, "psi_warmup_steps of every model must be 0, got 3"),
-        ([learner(predictor=Other())], None, "must be a dense GCN, got Other"),
-        ([learner(), MyLearner(**SIZES)], None, "must be GraphStructureLearners, got MyLearner"),
-        ([learner(), learner("softmax")], None, r"got .*\(6, 6, 2\), .*\(3, 2\)"),
-        ([learner(), learner(num_nodes=7)], None, r"got .*\(7, 7, 1\), .*\(3, 2\)"),
-        ([learner(), learner(in_features=4)], None, r"got .*\(6, 6, 1\), .*\(4, 2\)"),
-        ([learner(), learner(num_samples=9)], None, "num_samples of every model must be 4, got 9"),
-        ([learner(), learner()], [0.1], "learning_rates must be 2, one each model, got 1"),
-        ([learner()], [0.0], "learning_rate must be positive, got 0.0"),
+        ([], "one or more, got none"),
+        ([learner(estimator="local_expectation", flip_samples=2)], "got 'local_expectation'"),
+        ([learner(lr_schedule="linear")], "got 'linear'"),
+        ([learner(psi_warmup_steps=3)], "psi_warmup_steps of every model must be 0, got 3"),
+        ([learner(predictor=Other())], "must be a dense GCN, got Other"),
+        ([learner(), MyLearner(**SIZES)], "must be GraphStructureLearners, got MyLearner"),
+        ([learner(), learner("softmax")], r"got .*\(6, 6, 2\), .*\(3, 2\)"),
+        ([learner(), learner(num_nodes=7)], r"got .*\(7, 7, 1\), .*\(3, 2\)"),
+        ([learner(), learner(in_features=4)], r"got .*\(6, 6, 1\), .*\(4, 2\)"),
+        ([learner(), learner(num_samples=9)], "num_samples of every model must be 4, got 9"),
     ],
 )
-def test_models_that_cannot_train_together_are_a_clear_error(models, rates, words):
+def test_models_that_cannot_train_together_are_a_clear_error(models, words):
     with pytest.raises(ValueError, match=words) as error:
-        ManyGraphLearners(models, rates)
+        ManyGraphLearners(models)
     assert "\n" not in str(error.value)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catnat.checks import require_positive
 from catnat.graphs import GCN, leave_one_out_weights, sample_graphs
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_from_terms, energy_terms
@@ -32,14 +31,9 @@ class ManyGraphLearners:
         models: of equal sizes, with the default predictor, a constant learning rate and no warm-up
             of psi. Their heads may differ; models with equal heads should stand next to each other,
             because each run of equal heads is computed at once. Their parameters are copied.
-        learning_rates: one for each model, of its scores and its psi. None: each model's own.
     """
 
-    def __init__(
-        self,
-        models: Sequence[GraphStructureLearner],
-        learning_rates: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, models: Sequence[GraphStructureLearner]) -> None:
         _check(models)
         self.num_graphs = models[0].num_samples
         self.heads = neighbours(models)
@@ -47,8 +41,8 @@ class ManyGraphLearners:
         self.scores, self.psi = (  # (M, N, N, S), (M, in_features, out_features)
             stack.parameters[name] for stack, name in zip(self.stacks, _NAMES, strict=True)
         )
-        pairs = _pairs_of_rates(models, learning_rates)
-        self.rates = self.scores.new_tensor(pairs).T[..., None].contiguous()  # (2, M, 1)
+        rates = [each.learning_rates for each in models]  # of scores and psi
+        self.rates = self.scores.new_tensor(rates).T[..., None].contiguous()  # (2, M, 1)
         # In float32 the correction 1 - 0.999^t would have four digits in the first steps.
         self.steps = torch.zeros((), dtype=torch.float64, device=self.scores.device)
 
@@ -147,16 +141,3 @@ def _check(models: Sequence[GraphStructureLearner]) -> None:
 
 def _shapes(model: GraphStructureLearner) -> dict[str, tuple[int, ...]]:
     return {name: tuple(each.shape) for name, each in model.named_parameters()}
-
-
-def _pairs_of_rates(
-    models: Sequence[GraphStructureLearner], rates: Sequence[float] | None
-) -> list[tuple[float, float]]:
-    """Learning rates of the scores and of psi, for each model."""
-    if rates is None:
-        return [each.learning_rates for each in models]
-    if len(rates) != len(models):
-        raise ValueError(f"learning_rates must be {len(models)}, one each model, got {len(rates)}")
-    for each in rates:
-        require_positive(learning_rate=each)
-    return [(each, each) for each in rates]

@@ -23,7 +23,9 @@ from catnat.training.lightning import set_validation_interval
 from catnat.training.names import RL_MODELS, read_names
 from catnat.training.report import hparams_of
 from experiments.plan import Run
+from experiments.together.graphs import ManyGraphLearners
 from experiments.together.stack import head_key
+from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
 from experiments.train_interface import is_train
 
 # What may differ between the models of a group, besides seeds and data.
@@ -34,7 +36,11 @@ _KNOWN |= {"enable_progress_bar", "enable_model_summary"}
 
 Curve = list[tuple[int, dict[str, float]]]  # metrics by step
 Model = DiscreteVAE | GraphStructureLearner
-KINDS = (DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner)
+KINDS: dict[type, Any] = {  # by the class of a model: the class of many
+    DiscreteVAE: ManyVAEs,
+    MLPDiscreteVAE: ManyMLPVAEs,
+    GraphStructureLearner: ManyGraphLearners,
+}
 
 
 @dataclass

@@ -18,18 +18,10 @@ from torch import Tensor
 
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.files import write_whole
-from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.replay import Backlog, StepGraph
 from experiments import runs
-from experiments.together.graphs import ManyGraphLearners
-from experiments.together.members import Curve, Member, Model, write_run
-from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
+from experiments.together.members import KINDS, Curve, Member, Model, write_run
 
-_KINDS: dict[type, Callable[[Any], Many]] = {
-    DiscreteVAE: ManyVAEs,
-    MLPDiscreteVAE: ManyMLPVAEs,
-    GraphStructureLearner: ManyGraphLearners,
-}
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 
 
@@ -126,7 +118,7 @@ class GroupTraining:
         self.which = torch.tensor(which, device=self.device)
         for each in members:
             each.model.to(self.device)
-        self.many: Many = _KINDS[type(members[0].model)]([each.model for each in members])
+        self.many: Many = KINDS[type(members[0].model)]([each.model for each in members])
         self.curves: list[Curve] = [[] for _ in members]
         self.failed: dict[int, str] = {}  # why models were given up, by their number
 
@@ -135,8 +127,7 @@ class GroupTraining:
         # The noise of a group is that of its first seed.
         torch.manual_seed(self.members[0].seed)
         begun = self._restore()
-        losses, spent = torch.zeros(len(self.members)), time.monotonic()
-        step, first = begun, begun
+        first, spent = begun, time.monotonic()
         take = StepGraph(self._step) if self.device.type == "cuda" else self._step
         backlog = Backlog(1) if self.device.type == "cuda" else None
         for step, batch in enumerate(self._batches(begun), begun):

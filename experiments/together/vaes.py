@@ -49,16 +49,13 @@ class ManyVAEs:
     Args:
         models: ordered by :func:`shape_of` and head. Their parameters are copied. They must agree
             in optimizer, clipping and temperature, and have a constant learning rate.
-        learning_rates: one for each model; None: each model's own.
     """
 
     last_of_encoder: ClassVar[str] = "encoder.10"
     first_of_decoder: ClassVar[str] = "decoder.0"
     scored: ClassVar[bool] = False  # whether the loss reads log q(z | x)
 
-    def __init__(
-        self, models: Sequence[DiscreteVAE], learning_rates: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, models: Sequence[DiscreteVAE]) -> None:
         self._check(models)
         self.first = first = models[0]
         inner = (f"{self.last_of_encoder}.", f"{self.first_of_decoder}.")
@@ -82,7 +79,7 @@ class ManyVAEs:
                 (self.outer, slice(0, len(models))),
                 *((each.stack, each.models) for each in self.sizes),
             ],
-            learning_rates or [each.learning_rate for each in models],
+            [each.learning_rate for each in models],
             first.optimizer_name,
             first.gradient_clip,
         )
@@ -200,16 +197,14 @@ class ManyMLPVAEs(ManyVAEs):
     last_of_encoder = "encoder.5"
     scored = True
 
-    def __init__(
-        self, models: Sequence[MLPDiscreteVAE], learning_rates: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, models: Sequence[MLPDiscreteVAE]) -> None:
         for each in models:
             if each.baseline is None or each.num_samples != 1:
                 raise ValueError(
                     "models trained together draw one sample and have a constant baseline, got "
                     f"num_samples {each.num_samples} and baseline {each.baseline}"
                 )
-        super().__init__(models, learning_rates)
+        super().__init__(models)
         baselines = [each.baseline for each in models]
         self.baseline = self.outer.flat.new_tensor(baselines)[:, None]
 
