@@ -155,22 +155,28 @@ def _caption(seeds: list[int]) -> str:
     return f"mean ± standard deviation over n = {many} runs" if most > 1 else "n = 1 run"
 
 
-def _finished(row: Row) -> Path:
-    """Folder of the first of its runs that ended well."""
-    folder = runs.version(next(run for run in row.runs if runs.metrics(run) is not None))
+def _finished(row: Row) -> tuple[plan.Run, Path]:
+    """The first of its runs that ended well, and the folder of that run."""
+    run = next(run for run in row.runs if runs.metrics(run) is not None)
+    folder = runs.version(run)
     assert folder is not None
-    return folder
+    return run, folder
+
+
+def _seeds(drawn: list[plan.Run]) -> str:
+    """Which seeds a picture shows that has one run of each head."""
+    return "seed " + ", ".join(sorted({str(run.seed) for run in drawn}))
 
 
 def samples(args: argparse.Namespace) -> list[Path]:
     """Inputs, their reconstructions and draws from the prior, for each head of the first cell."""
     experiment, groups = _groups(args)
     name, group = next(iter(groups.items()))
-    found = [(row, _finished(row)) for row in group if row.finished]
+    found = [(row, *_finished(row)) for row in group if row.finished]
     if not found:
         raise NoRunsError(f"no run of {experiment.name} with {name} is finished")
     figure, panels = drawing.panels(len(found), 2.6, 1.95)
-    for axes, (row, folder) in zip(panels, found, strict=True):
+    for axes, (row, _, folder) in zip(panels, found, strict=True):
         model, data = load_run(folder)
         inputs = next(iter(data.test_dataloader()))[:10]
         made = torch.cat([inputs, model.reconstruct(inputs), model.sample_prior(60)])
@@ -186,7 +192,7 @@ def samples(args: argparse.Namespace) -> list[Path]:
         axes.grid(False)
     for axes in panels[1:]:
         axes.set_yticklabels([])
-    figure.suptitle(name, fontsize=9)
+    figure.suptitle(f"{name}, {_seeds([run for _, run, _ in found])}", fontsize=9)
     return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_samples")
 
 
@@ -195,7 +201,8 @@ def theta(args: argparse.Namespace) -> list[Path]:
     experiment, groups = _groups(args)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
     figure, panels = drawing.panels(len(heads), 2.4, 2.4, sharex=True, sharey=True)
-    shift, points = np.random.default_rng(0), 0
+    shift = np.random.default_rng(0)
+    shown: list[plan.Run] = []
     for axes, head in zip(panels, heads, strict=True):
         drawn = [row for group in groups.values() for row in group if row.cell["head"] == head]
         for row in drawn:
@@ -208,11 +215,12 @@ def theta(args: argparse.Namespace) -> list[Path]:
             x = true + shift.uniform(-0.02, 0.02, true.shape)
             colour = drawing.colour(head, heads)
             axes.scatter(x, found, s=5, color=colour, alpha=0.45, linewidths=0)
-            points += len(found)
+            shown.append(row.runs[0])
         axes.plot([0, 1], [0, 1], color="black", linewidth=0.7, zorder=1.5)
         axes.set(title=head, aspect="equal", xlim=(-0.06, 1.02), ylim=(-0.04, 1.04))
-    if not points:
+    if not shown:
         raise NoRunsError(f"no run of {experiment.name} is finished in {experiment.folder}")
+    figure.suptitle(_seeds(shown), fontsize=9)
     figure.supxlabel("true probability of an edge (points shifted a little)", fontsize=9)
     figure.supylabel("probability found", fontsize=9)
     return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_theta")

@@ -1,6 +1,7 @@
 """Figures are drawn from what runs left behind."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,24 @@ def test_a_tag_that_no_run_has_gets_one_line(table, capsys):
         figures.main(["mass", "mlp_vae", "--runs", str(folder / "runs"), "--out", str(folder)])
     (line,) = capsys.readouterr().err.splitlines()
     assert "no run of mlp_vae has fim/off_diagonal_mass_fro" in line
+
+
+def test_pictures_of_one_run_a_head_name_its_seed(tmp_path, monkeypatch):
+    """Edges found: the first seed of each head, and the picture says which seed that is."""
+    experiment = plan.load("gsl_fixed", "smoke", tmp_path / "runs")
+    for cell in experiment.cells():
+        for run in stages.final(experiment, cell):
+            (run.home / "version_0").mkdir(parents=True)
+            (run.home / "version_0" / "metrics.json").write_text('{"test/gap_2x": 1}')
+    learner = SimpleNamespace(theta=torch.rand(3, 3)), SimpleNamespace(edge_probs=torch.rand(3, 3))
+    monkeypatch.setattr(figures, "load_run", lambda folder: learner)
+    drawn = []
+    monkeypatch.setattr(figures.drawing, "save", lambda figure, *_: drawn.append(figure) or [])
+    arguments = ["--scale", "smoke", "--runs", str(tmp_path / "runs")]
+    assert figures.main(["theta", "gsl_fixed", *arguments]) == 0
+    (figure,) = drawn
+    assert figure.get_suptitle() == f"seed {experiment.seeds[0]}"
+    drawing.plt.close(figure)
 
 
 @pytest.mark.slow
