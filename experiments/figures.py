@@ -200,7 +200,7 @@ def theta(args: argparse.Namespace) -> list[Path]:
     """Each possible edge as a point: its probability as found over the true one."""
     experiment, groups = _groups(args)
     heads = [row.cell["head"] for row in next(iter(groups.values()))]
-    figure, panels = drawing.panels(len(heads), 2.4, 2.4, sharex=True, sharey=True)
+    figure, panels = drawing.panels(len(heads), 2.4, 2.6, sharex=True, sharey=True)
     shift = np.random.default_rng(0)
     shown: list[plan.Run] = []
     for axes, head in zip(panels, heads, strict=True):
