@@ -8,6 +8,7 @@ r"""Run a table of the paper: every run is one train.py command, done once, wher
     python experiments/sweep.py gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
     python experiments/sweep.py all --scale smoke
     python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --data.root DATA
+    python experiments/sweep.py vae_adam --only seed=2,3                       # after the searches
     python experiments/sweep.py status vae_adam --scale small
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from cases import slow
+from cases_sweep import SEARCH, write_table
 
 import train
 from catnat.training.names import MODELS
@@ -116,6 +117,29 @@ def test_only_keeps_part_of_the_grid():
     assert len(cells) == 6 * 2
     with pytest.raises(ValueError, match="no cell has that; choose from natural"):
         plan.load("vae_adam", "paper", only={"head": ["soft"]})
+
+
+def test_only_keeps_part_of_the_seeds_and_the_settings_that_all_seeds_would_have(tmp_path):
+    """With confirm, the seeds that were not asked for still speak against a rate."""
+    search = {**SEARCH, "coarse": [1.0, 2.0], "confirm": True}
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=search, seeds=[1, 2, 3])
+    whole, part = (plan.load(str(path), runs=tmp_path, only=only) for only in ({}, {"seed": ["3"]}))
+    (cell,) = part.cells()
+    assert stages.planned(part, cell) == 2 + 1
+    for run in stages.coarse(part, cell):
+        finish(run, val_loss=run.settings["x"])
+    assert [(run.seed, run.settings["x"]) for run in stages.final(part, cell)] == [(3, 1.0)]
+    for run in stages.final(whole, cell):
+        finish(run, val_loss=9.0 if run.seed == 1 else 1.0)
+    assert stages.selected(part, cell) == stages.selected(whole, cell) == [{"x": 2.0}]
+
+
+def test_only_means_the_seed_of_the_grid_where_the_grid_has_one(tmp_path):
+    path = write_table(tmp_path, grid={"seed": [7, 8], "x": [1.0]}, seeds=[None])
+    experiment = plan.load(str(path), runs=tmp_path, only={"seed": ["8"]})
+    (cell,) = experiment.cells()
+    (run,) = stages.final(experiment, cell)
+    assert cell["seed"] == 8 and "--seed=8" in run.command
 
 
 # -- stages --------------------------------------------------------------------------------------

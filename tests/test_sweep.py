@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cases_sweep import SEARCH, arguments, calls, kill, start, wait_for, write_table
 
-from experiments import plan, runs, stages, status, sweep
+from experiments import plan, runs, stages, status, sweep, tables
 from experiments.engines import forks
 from experiments.schedule import Schedule
 
@@ -120,6 +120,23 @@ def test_stages_run_in_order(table, tmp_path):
     (cell,) = experiment.cells()
     assert stages.selected(experiment, cell) == [{"x": 2.0}]
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2 + 3 + 1
+
+
+def test_only_seed_does_all_of_the_search_and_these_seeds_alone(tmp_path, capsys):
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=SEARCH, seeds=[1, 2, 3])
+    (tmp_path / "gate").touch()
+    assert sweep.main(arguments(path, "--only", "seed=2,3")) == 0
+    assert set(calls(tmp_path)) == {"a-x1-seed0", "a-x4-seed0", "a-x1-seed2", "a-x1-seed3"}
+    assert "4 runs to do" in capsys.readouterr().out
+    assert sweep.main(["status", *arguments(path, "--only", "seed=2,3")]) == 0
+    assert "4 of 4 runs done" in capsys.readouterr().out
+    assert tables.main(arguments(path, "--only", "seed=3")) == 0
+    assert "seeds 3." in (out := capsys.readouterr().out) and "1 of 1 runs finished" in out
+    assert sweep.main(arguments(path)) == 0
+    assert set(calls(tmp_path)) == {f"a-x{x}" for x in ("1-seed0", "4-seed0")} | {
+        f"a-x1-seed{seed}" for seed in (1, 2, 3)
+    }
+    assert all(each == ["new"] for each in calls(tmp_path).values())
 
 
 def test_print_prints_commands_with_a_lock_a_log_and_a_record(table, tmp_path, capsys):
