@@ -64,6 +64,33 @@ def test_a_run_that_outlives_its_sweep_is_waited_for_and_not_doubled(table, tmp_
     assert calls(tmp_path) == {"x3-seed1": ["new"]}
 
 
+def test_a_run_that_another_process_holds_comes_last(tmp_path, capfd):
+    path = write_table(tmp_path, grid={"x": [0.0, 1.0, 2.0]})
+    first, *others = stages.known(plan.load(str(path), "smoke", tmp_path / "runs"))
+    first.home.mkdir(parents=True)
+    with (first.home / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(path, "--jobs", "1")
+        wait_for(lambda: all(map(runs.done, others)), process)
+        wait_for(lambda: "x0-seed1: another process is at work" in capfd.readouterr().err, process)
+        assert not runs.done(first)
+    assert process.wait(600) == 0
+    assert calls(tmp_path) == {f"x{x}-seed1": ["new"] for x in range(3)}
+
+
+def test_a_search_that_another_process_holds_is_not_said_to_have_failed(tmp_path, capsys):
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=SEARCH)
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    assert sweep.report(experiment, held=2) == 2
+    (held, _) = capsys.readouterr().out.splitlines()
+    assert held.endswith("2 runs are held by another process: the same command goes on later")
+    for run in stages.known(experiment):
+        run.home.mkdir(parents=True)
+        runs.record_failure(run, 1, "boom")
+    assert sweep.report(experiment, held=0) == 2
+    assert "nothing could be selected for {'head': 'a'}" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells them")
 def test_runs_stop_when_their_sweep_is_killed(table, tmp_path):
     path = table(grid={"x": [3.0]})

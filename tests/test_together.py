@@ -1,5 +1,7 @@
 """Sweeps that train many runs as one batched model leave what train.py would have left."""
 
+import fcntl
+
 import pytest
 import torch
 import yaml
@@ -151,6 +153,33 @@ def test_a_state_of_other_options_or_a_damaged_one_is_not_gone_on_from(
     assert found == [runs.metrics(run) for run in run_all(path, tmp_path / "whole")]
     assert ("begin anew" in capsys.readouterr().out) == (change == "damage")
     assert not list(tmp_path.rglob("together-*"))
+
+
+def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
+    tmp_path, capsys, monkeypatch
+):
+    path = write_plan(tmp_path, "gsl", tmp_path, seeds=(1,))
+    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
+    first, second, *others = stages.known(plan.load(str(path), None, tmp_path / "runs"))
+    first.home.mkdir(parents=True)
+    second.home.mkdir(parents=True)
+    train_group = training.GroupTraining.run
+    with (first.home / ".lock").open("w") as lock, (second.home / ".lock").open("w") as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def meanwhile(self):
+            train_group(self)
+            other.close()  # the other process gives one run back
+
+        monkeypatch.setattr(training.GroupTraining, "run", meanwhile)
+        assert sweep.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert "1 run is held by another process: the same command goes on later" in out
+    assert "interrupted" not in out + err and "nothing could be selected" not in out
+    assert all(map(runs.done, [second, *others])) and not runs.done(first)
+    assert sweep.main(arguments) == 0
+    assert runs.done(first)
 
 
 def test_data_of_different_sizes_go_through_their_own_epochs(tmp_path):
