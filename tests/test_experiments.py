@@ -304,6 +304,17 @@ def test_a_table_says_everything(gsl):
     assert [states.count(each) for each in ("finished", "failed", "missing")] == [9, 1, 90]
 
 
+def test_cells_that_are_alone_in_their_groups_are_not_bold_and_bold_is_not_explained(tmp_path):
+    experiment = plan.load("gsl_tail", "small", tmp_path / "runs")
+    for cell in experiment.cells():
+        for run in stages.final(experiment, cell):
+            finish(run, **{"test_theta_mae": 0.002 + run.seed * 1e-4})
+    found = rows(experiment)
+    text = layout.markdown(experiment, found, []) + layout.latex(experiment, found, [])
+    assert "0.0023 ± 0.0002" in text
+    assert "**" not in text and "mathbf" not in text and "Bold" not in text
+
+
 def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
     experiment = plan.load("vae_adam", "smoke", tmp_path, only={"head": ["softmax"]})
     (cell,) = experiment.cells()
@@ -317,7 +328,7 @@ def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
     assert row.notes == ["1 collapsed", "lr at the edge of the search"]
     assert row.at_edge
     text = layout.markdown(experiment, [row], [])
-    assert "| 0.01† | 2 |" in text and "200.0 ± 0.0** (100.9, +99.1)†" in text
+    assert "| 0.01† | 2 |" in text and "200.0 ± 0.0 (100.9, +99.1)†" in text
     assert "†: the selected value is at the edge of those searched" in text
     assert r"$^\dagger$" in layout.latex(experiment, [row], [])
 
