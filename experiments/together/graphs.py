@@ -63,9 +63,8 @@ class ManyGraphLearners:
         x, y = batch
         log_probs = log_probs_of(self.heads, self.scores)  # (M, N, N, 2)
         theta = exp_of_log_probs(log_probs.detach())[..., 1]
-        graphs = (
-            sample_graphs(theta, self.num_graphs).permute(1, 2, 0, 3).contiguous()
-        )  # (M, N, G, N)
+        graphs = sample_graphs(theta, self.num_graphs)  # (G, M, N, N)
+        graphs = graphs.permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
         outputs = _outputs(x, self.psi, graphs)
         losses, error, own, of_outputs = mean_energy(outputs.detach(), y.mT)
         weight = leave_one_out_weights(error, own, own.sum(1, keepdim=True))  # (M, G)
