@@ -33,7 +33,8 @@ def add_table_options(parser: argparse.ArgumentParser, scale: str) -> None:
     text = f"{', '.join(plan.SCALES)}, or one of the plan's own (default: {scale})"
     parser.add_argument("--scale", help=text)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]")
+    text = "part of the table: options of its grid, and seed for final runs (searches are whole)"
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]", help=text)
 
 
 def wanted(tables: list[str]) -> list[str]:

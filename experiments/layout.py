@@ -108,7 +108,7 @@ def caption(experiment: Experiment, rows: list[Row]) -> str:
         f"Mean ± standard deviation (with n - 1) over n = {many or 0} runs",
         " (the paper's mean, ours minus it). " if experiment.paper else ". ",
     ]
-    if any(metric.better for metric in experiment.metrics.values()):
+    if any(entry.bold for row in rows for entry in row.entries.values()):
         lines.append(
             "Bold: the best of its group, and all that a test does not tell from it "
             "(p ≥ 0.05 after Holm's method over all tests of the table): Welch's t-test, or "

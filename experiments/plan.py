@@ -73,6 +73,13 @@ class Experiment(Plan):
         """All combinations of the grid that were asked for."""
         return [cell for cell in combinations(self.grid) if self._wanted(cell)]
 
+    def final_seeds(self) -> list[int | None]:
+        """The seeds of the last stage that were asked for; a search has a seed of its own."""
+        asked = self.only.get("seed")
+        if asked is None or "seed" in grid_options(self.grid):
+            return self.seeds
+        return [seed for seed in self.seeds if str(seed) in asked]
+
     def short(self, option: str) -> str:
         """The name of an option in folders and columns."""
         return self.names.get(option, option)
@@ -96,7 +103,7 @@ class Experiment(Plan):
                 yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
 
     def _wanted(self, cell: Options) -> bool:
-        return all(str(cell[option]) in values for option, values in self.only.items())
+        return all(str(cell[key]) in values for key, values in self.only.items() if key in cell)
 
 
 def names() -> list[str]:
@@ -216,6 +223,11 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
+def grid_options(grid: dict[str, list[Any]]) -> list[str]:
+    """The options of a grid, each by itself."""
+    return [option for key in grid for option in key.split()]
+
+
 def combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
     """The cells of a grid."""
     keys = [key.split() for key in grid]
@@ -227,17 +239,22 @@ def combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
 
 
 def _check_only(experiment: Experiment) -> None:
-    known = [option for key in experiment.grid for option in key.split()]
+    cells = list(combinations(experiment.grid))
+    known = {
+        key: sorted({str(cell[key]) for cell in cells}) for key in grid_options(experiment.grid)
+    }
+    seeds = [str(seed) for seed in experiment.seeds if seed is not None]
+    known = ({"seed": seeds} if seeds else {}) | known
     for option, values in experiment.only.items():
         if option not in known:
             raise PlanError(
                 f"--only {option}: {experiment.name} has no such option in its grid; "
                 + choices(option, sorted(known))
             )
-        there = {str(cell[option]) for cell in combinations(experiment.grid)}
         for value in values:
-            if value not in there:
-                text = choices(value, sorted(there))
-                raise PlanError(f"--only {option}={value}: no cell has that; {text}")
+            if value not in known[option]:
+                what = "final run" if known[option] is seeds else "cell"
+                text = choices(value, known[option])
+                raise PlanError(f"--only {option}={value}: no {what} has that; {text}")
     if not experiment.cells():
         raise PlanError(f"--only: no cell of {experiment.name} has {experiment.only}")

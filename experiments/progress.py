@@ -81,6 +81,8 @@ class Progress:
         said = values if outcome == "finished" else outcome.upper()
         if outcome == "failed":
             said += f": {runs.failure(run)}"
+        if outcome == "held":
+            said += " by another process"
         kind = "search " if stages.is_search(self.schedule.experiment, run) else ""
         text = f"[{self._ended}/{self._ended + left}] {clocks}  {kind}{run.name}  {said}"
         if self._live is None:

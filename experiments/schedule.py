@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from experiments import runs, stages, tpe
 from experiments.plan import Experiment, Run
 from experiments.schema import Options
 
-Outcome = Literal["finished", "failed", "stopped", "interrupted"]
+Outcome = Literal["finished", "failed", "stopped", "interrupted", "held"]  # by another process
 
 
 class Schedule:
     """The runs of a table that are not done.
 
     No cell waits for another: seeds of a cell whose search is done come before the searches of
-    others, and low seeds before high ones.
+    others, and low seeds before high ones. Runs that another process holds come last.
 
     Args:
         experiment: the table.
@@ -26,9 +26,7 @@ class Schedule:
         self.experiment, self.draws = experiment, draws
         self.cells = experiment.cells()
         self.running: dict[str, Run] = {}
-        self.counts: dict[Outcome, int] = dict.fromkeys(
-            ("finished", "failed", "stopped", "interrupted"), 0
-        )
+        self.counts: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self._set_aside: set[str] = set()
         self._waiting: list[list[Run]] = [[] for _ in self.cells]
         self._drawn: list[int] = [0 for _ in self.cells]  # trials that can still be drawn
@@ -44,20 +42,20 @@ class Schedule:
     @property
     def finished(self) -> bool:
         """Whether no run is left that could be taken, now or later."""
-        return not self.running and self._first() is None
+        return not self.running and not self._able()
 
     def take(self) -> Run | None:
         """The next run that can start now, None if there is none at present."""
-        index = self._first()
-        if index is None:
-            return None
-        if self._waiting[index]:
-            run = self._waiting[index].pop(0)
-        else:
-            run = tpe.draw(self.experiment, self.cells[index])
-            self._drawn[index] -= 1
-        self.running[str(run.home)] = run
-        return run
+        held: list[Run] = []
+        for index in sorted(self._able(), key=self._rank):
+            free = (run for run in self._waiting[index] if not runs.running(run))
+            if (run := next(free, None)) is not None:
+                return self._taken(run)
+            if self._can_draw(index):
+                self._drawn[index] -= 1
+                return self._taken(tpe.draw(self.experiment, self.cells[index]))
+            held += self._waiting[index]
+        return self._taken(held[0]) if held else None
 
     def hold(self, run: Run) -> None:
         """Count a run as taken that somebody else has started."""
@@ -68,7 +66,7 @@ class Schedule:
         """Note the end of a run; its cell may have come to its next stage."""
         self.running.pop(str(run.home), None)
         self.counts[outcome] += 1
-        if outcome == "interrupted":
+        if outcome in ("interrupted", "held"):
             self._set_aside.add(str(run.home))
         elif not runs.done(run):
             raise ValueError(
@@ -79,10 +77,15 @@ class Schedule:
             runs.check_metric(run, numbers, search.metric)
         self._look(self.cells.index(run.cell))
 
-    def _first(self) -> int | None:
-        """The cell whose next run comes first."""
-        able = [i for i in range(len(self.cells)) if self._waiting[i] or self._can_draw(i)]
-        return min(able, key=self._rank, default=None)
+    def _able(self) -> list[int]:
+        """The cells that have a run to take."""
+        return [i for i in range(len(self.cells)) if self._waiting[i] or self._can_draw(i)]
+
+    def _taken(self, run: Run) -> Run:
+        index = self.cells.index(run.cell)
+        self._waiting[index] = [each for each in self._waiting[index] if each != run]
+        self.running[str(run.home)] = run
+        return run
 
     def _rank(self, index: int) -> tuple[bool, int]:
         if not self._waiting[index]:

@@ -42,10 +42,14 @@ class Verdict:
 
 
 def compare(samples: Sequence[Sequence[float]], better: str | None) -> list[Comparison]:
-    """Each sample against the one with the best mean, whose values must all be finite."""
+    """Each sample against the one with the best mean, whose values must all be finite.
+
+    Where fewer than two samples have values, none is the best.
+    """
     sign = -1 if better == "higher" else 1
     sound = [i for i, each in enumerate(samples) if each and all(map(math.isfinite, each))]
-    if not sound or better is None:
+    opponents = sum(map(bool, samples)) > 1
+    if not sound or not opponents or better is None:
         return [Comparison() for _ in samples]
     means = {i: sign * statistics.fmean(samples[i]) for i in sound}
     best = min(sound, key=means.__getitem__)

@@ -68,7 +68,7 @@ def planned(experiment: Experiment, cell: Options) -> int:
         return len(every[0].runs)
     *before, last = every
     finished = present(experiment, cell) is None
-    seeds = len(last.runs) if last.runs or finished else search.top * len(experiment.seeds)
+    seeds = len(last.runs) if last.runs or finished else search.top * len(experiment.final_seeds())
     if by_tpe(experiment):
         return trials_wanted(experiment) + seeds
     coarse_, refined_ = before
@@ -113,11 +113,11 @@ def refined(experiment: Experiment, cell: Options) -> list[Run]:
 
 
 def final(experiment: Experiment, cell: Options) -> list[Run]:
-    """All seeds with the settings selected; none as long as nothing is."""
+    """The seeds asked for with the settings selected; none as long as nothing is."""
     return [
         experiment.run(cell, settings, seed, trial_name(settings) if by_tpe(experiment) else "")
         for settings in selected(experiment, cell)
-        for seed in experiment.seeds
+        for seed in experiment.final_seeds()
     ]
 
 
@@ -143,8 +143,9 @@ def selected(experiment: Experiment, cell: Options) -> list[Options]:
 def _confirmed(experiment: Experiment, cell: Options, ranked: list[Options]) -> Options:
     """The first settings whose runs with all seeds end no worse on average than their search did.
 
-    Runs that are not done, or failed, say nothing against their settings. If all settings end
-    worse, those whose runs end best.
+    All seeds of the plan count, whichever of them were asked for. Runs that are not done, or
+    failed, say nothing against their settings. If all settings end worse, those whose runs end
+    best.
     """
     search = _search(experiment)
     sign = -1 if search.better == "higher" else 1

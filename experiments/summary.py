@@ -90,7 +90,7 @@ def rows(experiment: Experiment) -> list[Row]:
             stages.selected(experiment, cell),
             stages.at_edge(experiment, cell),
             made[i],
-            len(made[i]) or top * len(experiment.seeds),
+            len(made[i]) or top * len(experiment.final_seeds()),
             {
                 metric: Entry(
                     [value for value in values[i][metric] if math.isfinite(value)],

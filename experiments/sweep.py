@@ -8,6 +8,7 @@ r"""Run a table of the paper: every run is one train.py command, done once, wher
     python experiments/sweep.py gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
     python experiments/sweep.py all --scale smoke
     python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --data.root DATA
+    python experiments/sweep.py vae_adam --only seed=2,3                       # after the searches
     python experiments/sweep.py status vae_adam --scale small
 
 The same command continues after an interruption: finished runs (those with a metrics.json) are not
@@ -48,7 +49,10 @@ ENGINES = ("local", "together", "print", "ray", "slurm")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing. Returns 0, 1 (runs failed), 2 (wrong usage) or 130 (interrupted)."""
+    """Run what is missing.
+
+    Returns 0, 1 (runs failed, or another process holds them), 2 (wrong usage) or 130 (interrupted).
+    """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["status"]:
         return show_status(argv[1:])
@@ -139,7 +143,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 
 def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: list[str]) -> int:
-    """Do what is left of a table; the number of runs given up."""
+    """Do what is left of a table; the number of runs given up, or left to another process."""
     if args.retry_failed:
         runs.forget_failures(stages.known(table))
     note_command(table, argv)
@@ -157,21 +161,25 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
             engine.run(schedule, progress)
     if schedule.counts["interrupted"]:
         raise KeyboardInterrupt
-    return report(table)
+    return report(table, schedule.counts["held"])
 
 
-def report(table: Experiment) -> int:
-    """Print how a table has ended; the number of runs given up."""
+def report(table: Experiment, held: int) -> int:
+    """Print how a table has ended; the number of runs given up, or left to another process."""
     found = status.survey(table)
     for run, why in found.failed:
         print(f"failed: {run.name}: {why} (see {run.home}/log.txt)")
     for cell in table.cells():
-        if not stages.selected(table, cell):
+        if not stages.selected(table, cell) and stages.present(table, cell) is None:
             print(f"nothing could be selected for {cell}: no run of its search has a finite metric")
+    if held:
+        are = "1 run is" if held == 1 else f"{held} runs are"
+        later = "the same command goes on later"
+        print(f"{table.name}, {table.scale}: {are} held by another process: {later}")
     counts = f"{len(found.finished)} runs finished, {len(found.failed)} failed"
     early = f", {len(found.stopped)} stopped early" if found.stopped else ""
     print(f"{table.name}, {table.scale}: {counts}{early}, in {table.folder}", flush=True)
-    return len(found.failed)
+    return len(found.failed) + held
 
 
 def show_status(argv: list[str]) -> int:

@@ -114,7 +114,8 @@ def facts(experiment: Experiment, found: list[Row]) -> list[str]:
     made = [run for row in found for run in row.runs]
     finished = [run for run in made if runs.metrics(run) is not None]
     planned = sum(row.planned for row in found)
-    seeds = ", ".join(str(seed) for seed in experiment.seeds if seed is not None) or "none"
+    asked = [str(seed) for seed in experiment.final_seeds() if seed is not None]
+    seeds = ", ".join(asked) or "none"
     lines = [
         f"Scale: `{experiment.scale}` of `{_file(experiment)}`; "
         f"{_steps(experiment, finished)}; seeds {seeds}.",

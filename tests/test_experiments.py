@@ -6,6 +6,7 @@ import math
 
 import pytest
 from cases import slow
+from cases_sweep import SEARCH, write_table
 
 import train
 from catnat.training.names import MODELS
@@ -116,6 +117,29 @@ def test_only_keeps_part_of_the_grid():
     assert len(cells) == 6 * 2
     with pytest.raises(ValueError, match="no cell has that; choose from natural"):
         plan.load("vae_adam", "paper", only={"head": ["soft"]})
+
+
+def test_only_keeps_part_of_the_seeds_and_the_settings_that_all_seeds_would_have(tmp_path):
+    """With confirm, the seeds that were not asked for still speak against a rate."""
+    search = {**SEARCH, "coarse": [1.0, 2.0], "confirm": True}
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=search, seeds=[1, 2, 3])
+    whole, part = (plan.load(str(path), runs=tmp_path, only=only) for only in ({}, {"seed": ["3"]}))
+    (cell,) = part.cells()
+    assert stages.planned(part, cell) == 2 + 1
+    for run in stages.coarse(part, cell):
+        finish(run, val_loss=run.settings["x"])
+    assert [(run.seed, run.settings["x"]) for run in stages.final(part, cell)] == [(3, 1.0)]
+    for run in stages.final(whole, cell):
+        finish(run, val_loss=9.0 if run.seed == 1 else 1.0)
+    assert stages.selected(part, cell) == stages.selected(whole, cell) == [{"x": 2.0}]
+
+
+def test_only_means_the_seed_of_the_grid_where_the_grid_has_one(tmp_path):
+    path = write_table(tmp_path, grid={"seed": [7, 8], "x": [1.0]}, seeds=[None])
+    experiment = plan.load(str(path), runs=tmp_path, only={"seed": ["8"]})
+    (cell,) = experiment.cells()
+    (run,) = stages.final(experiment, cell)
+    assert cell["seed"] == 8 and "--seed=8" in run.command
 
 
 # -- stages --------------------------------------------------------------------------------------
@@ -280,6 +304,17 @@ def test_a_table_says_everything(gsl):
     assert [states.count(each) for each in ("finished", "failed", "missing")] == [9, 1, 90]
 
 
+def test_cells_that_are_alone_in_their_groups_are_not_bold_and_bold_is_not_explained(tmp_path):
+    experiment = plan.load("gsl_tail", "small", tmp_path / "runs")
+    for cell in experiment.cells():
+        for run in stages.final(experiment, cell):
+            finish(run, **{"test_theta_mae": 0.002 + run.seed * 1e-4})
+    found = rows(experiment)
+    text = layout.markdown(experiment, found, []) + layout.latex(experiment, found, [])
+    assert "0.0023 ± 0.0002" in text
+    assert "**" not in text and "mathbf" not in text and "Bold" not in text
+
+
 def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
     experiment = plan.load("vae_adam", "smoke", tmp_path, only={"head": ["softmax"]})
     (cell,) = experiment.cells()
@@ -293,7 +328,7 @@ def test_collapsed_runs_and_a_rate_at_the_edge_are_noted(tmp_path):
     assert row.notes == ["1 collapsed", "lr at the edge of the search"]
     assert row.at_edge
     text = layout.markdown(experiment, [row], [])
-    assert "| 0.01† | 2 |" in text and "200.0 ± 0.0** (100.9, +99.1)†" in text
+    assert "| 0.01† | 2 |" in text and "200.0 ± 0.0 (100.9, +99.1)†" in text
     assert "†: the selected value is at the edge of those searched" in text
     assert r"$^\dagger$" in layout.latex(experiment, [row], [])
 

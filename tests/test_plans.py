@@ -105,9 +105,19 @@ def test_a_file_that_is_no_plan_gets_one_line(tmp_path, text, capsys):
         (
             sweep.main,
             ("gsl", "--only", "hed=natural"),
-            "from head, theta; did you mean head?",
+            "from head, seed, theta; did you mean head?",
         ),
         (sweep.main, ("gsl", "--only", "head=natral"), "did you mean natural?"),
+        (
+            sweep.main,
+            ("gsl", "--only", "seed=2,0"),
+            "--only seed=0: no final run has that; choose from 1, 2, 3, 4, 5",
+        ),
+        (
+            sweep.main,
+            ("figure_landscapes", "--only", "seed=1"),
+            "--only seed: figure_landscapes has no such option in its grid",
+        ),
         (sweep.main, ("gsl", "--scale", "tiny"), "there is no scale 'tiny'; choose from smoke"),
         (sweep.main, ("gsl", "--jobs", "0"), "--jobs 0: at least 1"),
         (sweep.main, ("gsl", "--jobs", "two"), "invalid int value"),

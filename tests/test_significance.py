@@ -49,6 +49,13 @@ def test_bold_is_the_best_and_what_cannot_be_told_from_it():
     assert bold([close, best], None) == [False, False]
 
 
+def test_a_cell_without_an_opponent_is_not_bold():
+    assert bold([[1.0, 1.1]]) == [False]
+    assert bold([[1.0, 1.1], []]) == [False, False]  # the others have not finished
+    assert bold([[1.0, 1.1], [math.nan]]) == [True, False]  # the other has, and has diverged
+    assert bold([[], []]) == [False, False]
+
+
 def test_a_wide_spread_is_no_reason_for_bold():
     """143.7 ± 57.1 is not to be told from 96.8 ± 0.3 by any test of three runs, and yet worse."""
     wide, best = [110.7, 110.7, 209.7], [96.5, 96.8, 97.1]

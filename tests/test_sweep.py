@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cases_sweep import SEARCH, arguments, calls, kill, start, wait_for, write_table
 
-from experiments import plan, runs, stages, status, sweep
+from experiments import plan, runs, stages, status, sweep, tables
 from experiments.engines import forks
 from experiments.schedule import Schedule
 
@@ -62,6 +62,33 @@ def test_a_run_that_outlives_its_sweep_is_waited_for_and_not_doubled(table, tmp_
     (tmp_path / "gate").touch()
     assert again.wait(600) == 0
     assert calls(tmp_path) == {"x3-seed1": ["new"]}
+
+
+def test_a_run_that_another_process_holds_comes_last(tmp_path, capfd):
+    path = write_table(tmp_path, grid={"x": [0.0, 1.0, 2.0]})
+    first, *others = stages.known(plan.load(str(path), "smoke", tmp_path / "runs"))
+    first.home.mkdir(parents=True)
+    with (first.home / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(path, "--jobs", "1")
+        wait_for(lambda: all(map(runs.done, others)), process)
+        wait_for(lambda: "x0-seed1: another process is at work" in capfd.readouterr().err, process)
+        assert not runs.done(first)
+    assert process.wait(600) == 0
+    assert calls(tmp_path) == {f"x{x}-seed1": ["new"] for x in range(3)}
+
+
+def test_a_search_that_another_process_holds_is_not_said_to_have_failed(tmp_path, capsys):
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=SEARCH)
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    assert sweep.report(experiment, held=2) == 2
+    (held, _) = capsys.readouterr().out.splitlines()
+    assert held.endswith("2 runs are held by another process: the same command goes on later")
+    for run in stages.known(experiment):
+        run.home.mkdir(parents=True)
+        runs.record_failure(run, 1, "boom")
+    assert sweep.report(experiment, held=0) == 2
+    assert "nothing could be selected for {'head': 'a'}" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells them")
@@ -120,6 +147,23 @@ def test_stages_run_in_order(table, tmp_path):
     (cell,) = experiment.cells()
     assert stages.selected(experiment, cell) == [{"x": 2.0}]
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2 + 3 + 1
+
+
+def test_only_seed_does_all_of_the_search_and_these_seeds_alone(tmp_path, capsys):
+    path = write_table(tmp_path, grid={"head": ["a"]}, search=SEARCH, seeds=[1, 2, 3])
+    (tmp_path / "gate").touch()
+    assert sweep.main(arguments(path, "--only", "seed=2,3")) == 0
+    assert set(calls(tmp_path)) == {"a-x1-seed0", "a-x4-seed0", "a-x1-seed2", "a-x1-seed3"}
+    assert "4 runs to do" in capsys.readouterr().out
+    assert sweep.main(["status", *arguments(path, "--only", "seed=2,3")]) == 0
+    assert "4 of 4 runs done" in capsys.readouterr().out
+    assert tables.main(arguments(path, "--only", "seed=3")) == 0
+    assert "seeds 3." in (out := capsys.readouterr().out) and "1 of 1 runs finished" in out
+    assert sweep.main(arguments(path)) == 0
+    assert set(calls(tmp_path)) == {f"a-x{x}" for x in ("1-seed0", "4-seed0")} | {
+        f"a-x1-seed{seed}" for seed in (1, 2, 3)
+    }
+    assert all(each == ["new"] for each in calls(tmp_path).values())
 
 
 def test_print_prints_commands_with_a_lock_a_log_and_a_record(table, tmp_path, capsys):

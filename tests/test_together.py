@@ -1,5 +1,7 @@
 """Sweeps that train many runs as one batched model leave what train.py would have left."""
 
+import fcntl
+
 import pytest
 import torch
 import yaml
@@ -153,6 +155,33 @@ def test_a_state_of_other_options_or_a_damaged_one_is_not_gone_on_from(
     assert not list(tmp_path.rglob("together-*"))
 
 
+def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
+    tmp_path, capsys, monkeypatch
+):
+    path = write_plan(tmp_path, "gsl", tmp_path, seeds=(1,))
+    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
+    first, second, *others = stages.known(plan.load(str(path), None, tmp_path / "runs"))
+    first.home.mkdir(parents=True)
+    second.home.mkdir(parents=True)
+    train_group = training.GroupTraining.run
+    with (first.home / ".lock").open("w") as lock, (second.home / ".lock").open("w") as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def meanwhile(self):
+            train_group(self)
+            other.close()  # the other process gives one run back
+
+        monkeypatch.setattr(training.GroupTraining, "run", meanwhile)
+        assert sweep.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert "1 run is held by another process: the same command goes on later" in out
+    assert "interrupted" not in out + err and "nothing could be selected" not in out
+    assert all(map(runs.done, [second, *others])) and not runs.done(first)
+    assert sweep.main(arguments) == 0
+    assert runs.done(first)
+
+
 def test_data_of_different_sizes_go_through_their_own_epochs(tmp_path):
     path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,), batch_size=16)
     content = yaml.safe_load(path.read_text())
@@ -240,6 +269,56 @@ def test_validation_gives_what_the_trainer_gives(kind, data, tmp_path):
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
     (theirs,) = Trainer(accelerator="cpu", **quiet).validate(model, source, verbose=False)
     assert validated(model, source, torch.device("cpu")) == theirs
+
+
+@pytest.mark.parametrize("heads", [("natural", "natural", "sigmoid"), ("softmax", "sparsemax")])
+def test_graph_learners_that_are_validated_at_once_get_what_each_gets_alone(heads, tmp_path):
+    source = CommunityGraphDataModule(communities=1, num_pairs=700, root=str(tmp_path))
+    source.prepare_data()
+    source.setup("fit")
+    torch.manual_seed(0)
+    models = [GraphStructureLearner(each, num_nodes=6, theta_init=(0, 0.6)) for each in heads]
+    batches = list(source.make_loader("val", torch.device("cpu")))
+    assert [len(y) for _, y in batches] == [64, 6]
+    some = list(range(len(models)))[::-1][:2]
+    before = torch.get_rng_state()
+    errors = ManyGraphLearners(models).errors(some, batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    for place, number in enumerate(some):
+        known = batches[-1], {name: each[place] for name, each in errors.items()}
+        ours = validated(models[number], source, torch.device("cpu"), known)
+        alone = validated(models[number], source, torch.device("cpu"))
+        assert list(ours) == list(alone)
+        assert ours == pytest.approx(alone, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("method", ["step", "errors"])
+def test_too_little_memory_for_a_step_or_a_validation_gets_one_line(
+    method, tmp_path, monkeypatch, capsys
+):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ManyGraphLearners, method, full)
+    path = write_plan(tmp_path, "gsl", tmp_path, seeds=(1,))
+    with pytest.raises(SystemExit) as end:
+        sweep.main([str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 models at once do not fit into the memory" in line
+
+
+def test_a_group_of_graph_learners_is_validated_at_once_without_those_that_failed(
+    tmp_path, monkeypatch, capsys
+):
+    path = write_plan(tmp_path, "gsl", tmp_path, rates=[STILL, 1e38], seeds=(1,))
+    monkeypatch.setattr(GraphStructureLearner, "validation_step", None)
+    assert sweep.main([str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]) == 1
+    found = stages.known(plan.load(str(path), None, tmp_path / "runs"))
+    lost = [run for run in found if runs.failure(run) is not None]
+    assert lost and {run.cell["learning_rate"] for run in lost} == {1e38}
+    for run in found:
+        assert (run in lost) == (runs.metrics(run) is None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

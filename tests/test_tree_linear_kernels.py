@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cases_tree_linear import layer_and_data
 
 from catnat import TreeLinear
+from catnat.ops import dispatch
 from catnat.ops import path_scores as ops
 from catnat.optim import RowAdam
 from catnat.tree_search import leaf_paths
@@ -230,7 +231,7 @@ for dtype, tolerance in close.items():
 """
 
 
-@pytest.mark.skipif(not ops.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.skipif(not dispatch.HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [False, True])
 def test_triton_kernels_agree_with_plain_torch(every):

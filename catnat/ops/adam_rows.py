@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from catnat.ops import native
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from catnat.ops.dispatch import HAS_TRITON
 
 
 def adam_rows(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from catnat.numerics import at_least_float32, is_plain
 from catnat.ops import native
+from catnat.ops.dispatch import HAS_TRITON
 from catnat.ops.known_rows import sparse_gradient
 from catnat.splits import NaturalSplit, SigmoidSplit, Split
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 _CHUNK = 2**24
 """Largest number of gathered weights that are held at once."""
 _PARALLEL = 2**18

@@ -84,6 +84,17 @@ class Launch:
             self._binaries[key] = (compiled.run, compiled.function, compiled.packed_metadata)
 
 
+def row_settings(rows: int, K: int, most_warps: int) -> tuple[int, dict[str, int]]:
+    """Number of programs, and the arguments after the tensors, of a kernel over rows of K numbers.
+
+    A program holds R whole rows, each in the least power of two P >= K.
+    """
+    P = triton.next_power_of_2(K)
+    R = max(1, (1024 if P <= 64 else 512) // P)
+    warps = 4 if P <= 64 else min(most_warps, max(1, R * P // 512))
+    return triton.cdiv(rows, R), {"rows": rows, "K": K, "R": R, "P": P, "num_warps": warps}
+
+
 def _kind(number: int | float) -> int:
     """What a binary may depend on: float or integer, and of an integer its size, 1, and 16 | n."""
     if isinstance(number, float):

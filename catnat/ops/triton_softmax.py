@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.numerics import largest_score
-from catnat.ops.triton_launch import Launch
+from catnat.ops.triton_launch import Launch, row_settings
 
 _LOWEST = tl.constexpr(-largest_score(torch.float32))
 
@@ -69,8 +69,4 @@ def _launch(name: str, *tensors: Tensor) -> None:
 
 @lru_cache(maxsize=1024)
 def _kept_launch(name: str, rows: int, K: int) -> Launch:
-    P = triton.next_power_of_2(K)
-    R = max(1, (1024 if P <= 64 else 512) // P)
-    warps = 4 if P <= 64 else min(32, max(1, R * P // 512))
-    settings = {"rows": rows, "K": K, "R": R, "P": P, "num_warps": warps}
-    return Launch(_KERNELS[name], triton.cdiv(rows, R), settings)
+    return Launch(_KERNELS[name], *row_settings(rows, K, most_warps=32))

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.numerics import LOG_ZERO
-from catnat.ops.triton_launch import Launch
+from catnat.ops.triton_launch import Launch, row_settings
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
+_MOST_WARPS = 16
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -101,17 +102,10 @@ def _launch(name: str, *tensors: Tensor) -> None:
     if not torch.compiler.is_compiling():
         _kept_launch(name, rows, K)(*tensors)
         return
-    programs, settings = _settings(rows, K)
+    programs, settings = row_settings(rows, K, _MOST_WARPS)
     _KERNELS[name][(programs,)](*tensors, **settings)
 
 
 @lru_cache(maxsize=1024)
 def _kept_launch(name: str, rows: int, K: int) -> Launch:
-    return Launch(_KERNELS[name], *_settings(rows, K))
-
-
-def _settings(rows: int, K: int) -> tuple[int, dict[str, int]]:
-    P = triton.next_power_of_2(K)
-    R = max(1, (1024 if P <= 64 else 512) // P)
-    warps = 4 if P <= 64 else min(16, max(1, R * P // 512))
-    return triton.cdiv(rows, R), {"rows": rows, "K": K, "R": R, "P": P, "num_warps": warps}
+    return Launch(_KERNELS[name], *row_settings(rows, K, _MOST_WARPS))

@@ -69,12 +69,13 @@ def reason(status: int, log: Path) -> str:
 
 @contextmanager
 def _claimed(run: Run, children: Children) -> Iterator[int | None]:
-    """Hold the run against others at work on the same folder; wait for them to end.
+    """Hold the run against others at work on the same folder; wait for them to end, and say so.
 
     The command inherits the lock: one that outlives a killed sweep is waited for, not doubled.
     None if we are to stop before that.
     """
     with (run.home / ".lock").open("w") as file:
+        told = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,6 +83,9 @@ def _claimed(run: Run, children: Children) -> Iterator[int | None]:
                 if children.stopping:
                     yield None
                     return
+                if not told:
+                    print(f"{run.name}: another process is at work on it: waiting", file=sys.stderr)
+                told = True
                 time.sleep(0.2)
             else:
                 yield file.fileno()

@@ -34,21 +34,24 @@ class Together:
     most: int = MOST
 
     def run(self, schedule: Schedule, progress: Progress) -> None:
-        """Train what is left of a table, one group after the other."""
+        """Train what is left of a table, one group after the other; leave what others hold."""
+        held: list[Run] = []
         while True:
             with ExitStack() as locks:
                 mine: list[Run] = []
-                while (run := schedule.take()) is not None:
+                again, held = held, []
+                while (run := again.pop() if again else schedule.take()) is not None:
                     if not _claim(run, locks):
-                        print(f"{run.name}: another sweep is at work on it", flush=True)
-                        progress.ended(run, "interrupted")
+                        held.append(run)
                     elif runs.done(run):  # by another sweep, since the schedule has looked
-                        progress.ended(run, "finished")
+                        self._tell(run, progress)
                     else:
                         mine.append(run)
                 if not mine:
-                    return
+                    break
                 self._train(mine, schedule.experiment.folder, progress)
+        for run in held:
+            progress.ended(run, "held")
 
     def _train(self, mine: list[Run], folder: Path, progress: Progress) -> None:
         from experiments.together.training import GroupTraining
@@ -59,8 +62,10 @@ class Together:
                 progress.started(run)
             GroupTraining(group, folder, lambda line: print(line, flush=True)).run()
             for run in own:
-                gone = runs.failure(run) is not None
-                progress.ended(run, "failed" if gone else "finished")
+                self._tell(run, progress)
+
+    def _tell(self, run: Run, progress: Progress) -> None:
+        progress.ended(run, "failed" if runs.failure(run) else "finished")
 
     def _groups(self, mine: list[Run], folder: Path) -> list[list[Member]]:
         """Groups that were interrupted, with all their runs; then groups of the runs left."""

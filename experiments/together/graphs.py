@@ -7,7 +7,7 @@ comes from one stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from catnat.graphs import GCN, leave_one_out_weights, sample_graphs
 from catnat.lit_modules import GraphStructureLearner
-from catnat.losses import energy_from_terms, energy_terms
+from catnat.losses import energy_from_terms, energy_score, energy_terms
+from catnat.metrics import prediction_errors
+from catnat.noise import forked_random_state
 from catnat.numerics import exp_of_log_probs
 from catnat.ops.dispatch import kernels_for
 from experiments.together.stack import Stack, flattened, log_probs_of, neighbours
@@ -59,13 +61,11 @@ class ManyGraphLearners:
             The losses, (M,).
         """
         x, y = batch
-        (M, B, N, _), G = x.shape, self.num_graphs
         log_probs = log_probs_of(self.heads, self.scores)  # (M, N, N, 2)
         theta = exp_of_log_probs(log_probs.detach())[..., 1]
-        graphs = sample_graphs(theta, G).permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
-        messages = (x.flatten(1, 2) @ self.psi).view(M, B, N, -1).mT  # (M, B, D, N)
-        # A matrix product that leaves all outputs of a pair side by side: nothing is moved again.
-        outputs = (messages.flatten(1, 2) @ graphs.flatten(2)).view(M, B, -1, G, N)
+        graphs = sample_graphs(theta, self.num_graphs)  # (G, M, N, N)
+        graphs = graphs.permute(1, 2, 0, 3).contiguous()  # (M, N, G, N)
+        outputs = _outputs(x, self.psi, graphs)
         losses, error, own, of_outputs = mean_energy(outputs.detach(), y.mT)
         weight = leave_one_out_weights(error, own, own.sum(1, keepdim=True))  # (M, G)
         # Exactly 0 where all graphs agree, as in score_function_direction.
@@ -78,6 +78,38 @@ class ManyGraphLearners:
                 stack.adam(flattened([grad]), rates, self.steps)
         return losses
 
+    @torch.inference_mode()
+    def errors(
+        self, models: list[int], batches: Iterable[tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Loss and :func:`~catnat.metrics.prediction_errors` of some models, (m, pairs) each.
+
+        The noise of each model is that of its own ``validation_step``.
+
+        Args:
+            models: their numbers.
+            batches: the same x (B, N, in_features) and y (B, N, out_features) for all of them.
+        """
+        theta = exp_of_log_probs(log_probs_of(self.heads, self.scores))[models, ..., 1]
+        psi, G, parts = self.psi[models], self.num_graphs, []
+        for number, (x, y) in enumerate(batches):
+            inputs = x.expand(len(models), *x.shape)
+            targets = y.mT.expand(len(models), *y.mT.shape).flatten(0, 1)  # (m B, D, N)
+            samples = []
+            with forked_random_state(x.device, number):
+                for _ in ("loss", "prediction"):
+                    noise = torch.rand(G, *theta.shape[1:], dtype=theta.dtype, device=x.device)
+                    graphs = (noise[:, None] < theta).to(theta.dtype)  # (G, m, N, N)
+                    graphs = graphs.permute(1, 2, 0, 3).contiguous()
+                    outputs = _outputs(inputs, psi, graphs)
+                    samples.append(outputs.movedim(3, 0).flatten(1, 2))  # (G, m B, D, N)
+            loss = energy_score(samples[0].flatten(2), targets.flatten(1))
+            parts.append({"loss": loss} | prediction_errors(samples[1], targets))
+        return {
+            name: torch.cat([each[name].view(len(models), -1) for each in parts], 1)
+            for name in parts[0]
+        }
+
     def state_of(self, model: int) -> dict[str, Tensor]:
         """Parameters of one model, for ``load_state_dict(..., strict=False)``."""
         parameters = zip(_NAMES, (self.scores, self.psi), strict=True)
@@ -89,6 +121,34 @@ class ManyGraphLearners:
         for name, stack in zip(_NAMES, self.stacks, strict=True):
             every |= {f"{name}.{key}": each for key, each in stack.tensors().items()}
         return every
+
+
+def add_errors(
+    model: GraphStructureLearner, batch: tuple[Tensor, Tensor], errors: dict[str, Tensor]
+) -> None:
+    """Give a model what its own validation steps would have given it.
+
+    Args:
+        model: with the parameters that made the errors.
+        batch: the last one.
+        errors: of the model on all pairs, see :meth:`ManyGraphLearners.errors`.
+    """
+    scores = model.scores(batch)
+    q = model.head(scores)  # raises if the scores are not finite
+    model._prediction.add_rows(**{name: x for name, x in errors.items() if name != "loss"})
+    model._add(batch, scores, q, loss=errors["loss"].double().mean())
+
+
+def _outputs(x: Tensor, psi: Tensor, graphs: Tensor) -> Tensor:
+    """Outputs of every model in its own graphs.
+
+    Shapes: ``x`` (M, B, N, in_features), ``psi`` (M, in_features, D), ``graphs`` (M, N, G, N),
+    result (M, B, D, G, N).
+    """
+    (M, B, N, _), G = x.shape, graphs.shape[2]
+    messages = (x.flatten(1, 2) @ psi).view(M, B, N, -1).mT  # (M, B, D, N)
+    # A matrix product that leaves all outputs of a pair side by side: nothing is moved again.
+    return (messages.flatten(1, 2) @ graphs.flatten(2)).view(M, B, -1, G, N)
 
 
 def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

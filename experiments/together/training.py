@@ -9,6 +9,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +19,14 @@ from torch import Tensor
 
 from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.files import write_whole
+from catnat.lit_modules import GraphStructureLearner
 from catnat.replay import Backlog, StepGraph
 from experiments import runs
+from experiments.together.graphs import ManyGraphLearners, add_errors
 from experiments.together.members import KINDS, Curve, Member, Model, write_run
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
+Known = tuple[tuple[Tensor, Tensor], dict[str, Tensor]]  # the last batch, and errors on all pairs
 
 
 class Many(Protocol):
@@ -51,8 +55,17 @@ class _Alone:
 
 
 @torch.inference_mode()
-def validated(model: Model, data: InMemoryDataModule, device: torch.device) -> dict[str, float]:
-    """What ``Trainer.validate`` gives, without what the Trainer does before and after."""
+def validated(
+    model: Model, data: InMemoryDataModule, device: torch.device, known: Known | None = None
+) -> dict[str, float]:
+    """What ``Trainer.validate`` gives, without what the Trainer does before and after.
+
+    Args:
+        model: to be validated.
+        data: its data.
+        device: where the model is.
+        known: of a graph learner, where its errors were computed together with those of others.
+    """
     found: dict[str, float] = {}
 
     def log_dict(metrics: dict[str, Tensor], **_: Any) -> None:
@@ -64,8 +77,11 @@ def validated(model: Model, data: InMemoryDataModule, device: torch.device) -> d
     model.eval()
     try:
         model.on_validation_epoch_start()
-        for number, batch in enumerate(data.make_loader("val", device)):
-            model.validation_step(batch, number)
+        if known is not None and isinstance(model, GraphStructureLearner):
+            add_errors(model, *known)
+        else:
+            for number, batch in enumerate(data.make_loader("val", device)):
+                model.validation_step(batch, number)
         model.on_validation_epoch_end()
     finally:
         model.train()
@@ -132,7 +148,8 @@ class GroupTraining:
         backlog = Backlog(1) if self.device.type == "cuda" else None
         for step, batch in enumerate(self._batches(begun), begun):
             self.many.prepare_step(step)
-            losses = self._take(take, batch)
+            with self._short_of_memory():
+                losses = take(batch)
             if backlog is not None and step % _STEPS_AHEAD == 0:
                 backlog.add()
             done = step + 1
@@ -155,9 +172,11 @@ class GroupTraining:
                 self._finish(number)
         forget(self.path)
 
-    def _take(self, take: Callable[[Any], Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+    @contextmanager
+    def _short_of_memory(self) -> Iterator[None]:
+        """Inside, too little memory on the device is an error of one line."""
         try:
-            return take(batch)
+            yield
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"{len(self.members)} models at once do not fit into the memory of the GPU: "
@@ -186,16 +205,32 @@ class GroupTraining:
     # -- results -------------------------------------------------------------------------------
 
     def _validate(self, step: int, losses: Tensor) -> None:
+        with self._short_of_memory():
+            known = self._known_errors()
         for number, (one, loss) in enumerate(zip(self.members, losses.tolist(), strict=True)):
             if number in self.failed:
                 continue
             one.model.load_state_dict(self.many.state_of(number), strict=False)
             try:
-                found = validated(one.model, self.data[one.same_data], self.device)
+                data = self.data[one.same_data]
+                found = validated(one.model, data, self.device, known.get(number))
             except ValueError as error:  # its scores are not finite
                 self.failed[number] = str(error).splitlines()[0]
                 continue
             self.curves[number].append((step, {"train/loss": loss, **found}))
+
+    def _known_errors(self) -> dict[int, Known]:
+        """Errors of all graph learners on the pairs of their validation; none of VAEs."""
+        found: dict[int, Known] = {}
+        if isinstance(self.many, ManyGraphLearners):
+            for name, data in self.data.items():
+                models = [i for i, each in enumerate(self.members) if each.same_data == name]
+                batches = list(data.make_loader("val", self.device))
+                errors = self.many.errors(models, batches)
+                for place, model in enumerate(models):
+                    own = {key: each[place] for key, each in errors.items()}
+                    found[model] = batches[-1], own
+        return found
 
     def _finish(self, number: int) -> None:
         """Test a model, and write its folder."""
