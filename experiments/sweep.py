@@ -153,7 +153,8 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     if by_hand:
         engine.run(schedule, Progress(schedule, live=False))
         return 0
-    print(f"{table.name}, {table.scale}: {schedule.left} runs to do", flush=True)
+    left = "1 run" if schedule.left == 1 else f"{schedule.left} runs"
+    print(f"{table.name}, {table.scale}: {left} to do", flush=True)
     if table.search and table.search.early_stop and args.engine != "ray":
         print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
     if not schedule.finished:

@@ -36,5 +36,6 @@ class Print:
         experiment = schedule.experiment
         later = schedule.left - count
         rest = f", then again, for {later} more" if later else ", the last"
-        text = f"{count} runs{rest}" if count else "all is done"
+        runs = "1 run" if count == 1 else f"{count} runs"
+        text = f"{runs}{rest}" if count else "all is done"
         print(f"{experiment.name}, {experiment.scale}: {text}", file=sys.stderr)
