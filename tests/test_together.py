@@ -5,7 +5,7 @@ import fcntl
 import pytest
 import torch
 import yaml
-from cases import slow
+from cases_together import MODELS, STILL, run_all, write_plan
 from lightning.pytorch import Trainer
 
 import train
@@ -16,42 +16,6 @@ from experiments.together import training
 from experiments.together.graphs import ManyGraphLearners
 from experiments.together.training import validated
 from experiments.together.vaes import ManyVAEs
-
-STILL = 1e-12  # a learning rate at which no weight moves
-VAE = {
-    "options": {"num_latents": 2, "num_categories": 3, "batch_size": 10, "nll_samples": 2},
-    "grid": {"variant": ["gray", "binary"], "head": ["softmax", "natural"]},
-}
-MODELS = {
-    "vae": VAE,
-    "mlp-vae": VAE | {"grid": {"variant": ["stochastic"], "head": ["sigmoid", "natural"]}},
-    "gsl": {
-        "options": {"communities": 1, "num_pairs": 100, "num_samples": 4, "test_passes": 1},
-        "grid": {"theta": [0.5, 0.75], "head": ["sparsemax", "natural"]},
-    },
-}
-
-
-def write_plan(folder, model, data, rates=(STILL,), seeds=(1, 2), **options):
-    steps = {"accelerator": "cpu", "max_steps": 7, "val_check_interval": 3, "data.root": str(data)}
-    content = {
-        "title": "A few steps",
-        "model": model,
-        "options": MODELS[model]["options"] | steps | options,
-        "grid": MODELS[model]["grid"] | {"learning_rate": list(rates)},
-        "seeds": list(seeds),
-        "metrics": {"val/loss": {"label": "loss"}},
-        "differences": [],
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def run_all(path, folder, *options):
-    arguments = [str(path), f"--runs={folder}", "--engine=together", *options]
-    assert sweep.main(arguments) == 0
-    return stages.known(plan.load(str(path), None, folder))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -203,48 +167,6 @@ def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
     }
     assert all(runs.metrics(run)["val/loss"] < 1e4 for run in found if not runs.failure(run))
     assert capsys.readouterr().out.count("2 models together: step 7 of 7") == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--precision=bf16-mixed"], "does not know --precision bf16-mixed"),
-        slow(["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
-        slow(["--headd=x"], "headd"),
-        (["--val_check_interval=0.5"], "--val_check_interval, got 0.5"),
-        slow(["--check_val_every_n_epoch=1"], "does not know --check_val_every_n_epoch 1"),
-        (["--max_steps=0"], "--max_steps, got 0"),
-    ],
-)
-def test_options_that_a_group_cannot_have_are_named(options, says, tmp_path, data, capsys):
-    path = write_plan(tmp_path, "vae", data)
-    with pytest.raises(SystemExit) as end:
-        sweep.main([str(path), f"--runs={tmp_path}/runs", "--engine=together", "--", *options])
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-
-
-def test_a_model_that_has_no_batched_form_is_named(capsys, tmp_path):
-    with pytest.raises(SystemExit) as end:
-        sweep.main(
-            ["ppo_cartpole", "--scale=smoke", f"--runs={tmp_path}/runs", "--engine=together"]
-        )
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--engine together cannot train --model ppo" in line
-
-
-def test_a_program_of_ones_own_is_refused(capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        sweep.main(["figure_landscapes", f"--runs={tmp_path}/runs", "--engine=together"])
-    assert "trains models of train.py alone" in capsys.readouterr().err
-
-
-def test_options_of_other_engines_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        sweep.main(["gsl", "--engine=together", "--jobs_per_gpu=2"])
-    assert "--jobs_per_gpu: not with --engine together" in capsys.readouterr().err
 
 
 def test_the_checkpoint_can_be_tested_and_not_continued(tmp_path, data, capsys):
