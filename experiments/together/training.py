@@ -124,11 +124,9 @@ class GroupTraining:
         self.data: dict[str, InMemoryDataModule] = {}
         for each in members:
             if each.same_data not in self.data:
-                data = each.data
-                assert isinstance(data, InMemoryDataModule)
-                data.prepare_data()
-                data.setup("fit")
-                self.data[each.same_data] = data
+                each.data.prepare_data()
+                each.data.setup("fit")
+                self.data[each.same_data] = each.data
         places = {name: place for place, name in enumerate(self.data)}
         which = [places[each.same_data] for each in members]
         self.which = torch.tensor(which, device=self.device)
