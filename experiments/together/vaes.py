@@ -85,6 +85,7 @@ class ManyVAEs:
             for name in buffers[0]
             if name.endswith(("running_mean", "running_var"))
         }
+        self.counters = [name for name in buffers[0] if name.endswith("num_batches_tracked")]
         self.optimizer = Stacks(
             [
                 (self.outer, slice(0, len(models))),
@@ -178,6 +179,7 @@ class ManyVAEs:
         """Parameters and statistics of one model, for ``load_state_dict(..., strict=False)``."""
         every = {name: each[model] for name, each in self.outer.parameters.items()}
         every |= {name: each[model] for name, each in self.statistics.items()}
+        every |= dict.fromkeys(self.counters, self.optimizer.steps.long())
         for size in self.sizes:
             if size.models.start <= model < size.models.stop:
                 own = size.stack.parameters.items()
