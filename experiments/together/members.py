@@ -172,12 +172,14 @@ def write_run(
                 for name, value in metrics.items():
                     writer.add_scalar(name, value, step)
         (one.home / "log.txt").write_text(log)
-        text = json.dumps(validated | tested, indent=1) + "\n"
-        write_whole(folder / "metrics.json", text.encode())
-        # Not before: a run with a checkpoint and without metrics would be continued from it.
         path = folder / "checkpoints" / "last.ckpt"
         path.parent.mkdir(exist_ok=True)
-        trainer.save_checkpoint(path, weights_only=True)
+        # Under its name only afterwards: a run without metrics would be continued from it.
+        partial = path.with_name(".last.ckpt.partial")
+        trainer.save_checkpoint(partial, weights_only=True)
+        text = json.dumps(validated | tested, indent=1) + "\n"
+        write_whole(folder / "metrics.json", text.encode())
+        partial.rename(path)
 
 
 def order(one: Member) -> tuple[str, ...]:
