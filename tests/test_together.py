@@ -69,6 +69,8 @@ def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
         assert sweep.main(arguments) == 1
     out, err = capsys.readouterr()
     assert "1 run is held by another process: the same command goes on later" in out
+    (line,) = (line for line in out.splitlines() if "HELD by another process" in line)
+    assert line.startswith("[3/4]")  # ended, of all
     assert "interrupted" not in out + err and "nothing could be selected" not in out
     assert all(map(runs.done, [second, *others])) and not runs.done(first)
     assert sweep.main(arguments) == 0

@@ -52,7 +52,7 @@ class Patches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The other one of the two."""
+        """The adjoint of a gather of patches is their sum, :func:`spread`."""
         return _kernels(grad)[1](grad, ctx.padding), None
 
 
@@ -67,5 +67,5 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The other one of the two."""
+        """The adjoint of a sum of patches is their gather, :func:`patches`."""
         return _kernels(grad)[0](grad, ctx.padding), None
