@@ -6,12 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from catnat import SoftmaxHead
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from experiments.together import patches
 from experiments.together.stack import neighbours
 from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
 
@@ -127,6 +129,15 @@ for n, padding in ((28, 1), (14, 1), (7, 0)):
     assert image.shape == x.shape
     assert torch.allclose(triton_patches.spread(columns, padding), image, atol=1e-6)
 """
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_gpu_gathers_patches_by_triton_where_triton_is_installed(installed, monkeypatch):
+    monkeypatch.setattr(patches, "HAS_TRITON", installed)
+    if installed:
+        pytest.importorskip("triton")
+    found = patches._kernels(SimpleNamespace(is_cuda=True))
+    assert (found == (patches.patches, patches.spread)) != installed
 
 
 def test_more_numbers_than_the_kernels_of_patches_can_count_are_refused():
