@@ -4,6 +4,7 @@ import errno
 import fcntl
 
 import pytest
+import torch
 from cases_together import run_all, write_plan
 from lightning.pytorch import Trainer
 
@@ -59,18 +60,32 @@ def test_a_group_that_was_interrupted_while_it_was_tested_trains_no_more(
     assert not list(tmp_path.rglob("together-*"))
 
 
+def test_a_group_goes_on_on_another_kind_of_device_with_new_noise(tmp_path, monkeypatch, capsys):
+    path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,))
+    monkeypatch.setattr(ManyGraphLearners, "prepare_step", _interrupt_fifth)
+    assert sweep.main([str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]) == 130
+    (file,) = (tmp_path / "runs").rglob("together-*.pt")
+    state = torch.load(file, weights_only=True)
+    torch.save(state | {"noise": {"cuda": torch.zeros(16, dtype=torch.uint8)}}, file)
+    steps = []
+    monkeypatch.setattr(ManyGraphLearners, "prepare_step", lambda _, step: steps.append(step))
+    assert all(runs.metrics(run) for run in run_all(path, tmp_path / "runs"))
+    assert steps == [3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]  # the other group has not begun before
+    assert "begin anew" not in capsys.readouterr().out
+
+
+def _interrupt_fifth(_, step):
+    if step == 5:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("change", ["options", "damage"])
 def test_a_state_of_other_options_or_a_damaged_one_is_not_gone_on_from(
     change, tmp_path, monkeypatch, capsys
 ):
     path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,))
     take = ManyGraphLearners.prepare_step
-
-    def interrupted(self, step):
-        if step == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ManyGraphLearners, "prepare_step", interrupted)
+    monkeypatch.setattr(ManyGraphLearners, "prepare_step", _interrupt_fifth)
     arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
     assert sweep.main(arguments) == 130
     monkeypatch.setattr(ManyGraphLearners, "prepare_step", take)

@@ -254,7 +254,7 @@ class GroupTraining:
 
     def _save(self, step: int) -> None:
         noise = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
-        state = {"step": step, "tensors": self.many.tensors(), "noise": noise}
+        state = {"step": step, "tensors": self.many.tensors(), "noise": {self.device.type: noise}}
         state |= {"curves": self.curves, "failed": self.failed}
         packed = io.BytesIO()
         torch.save(state, packed)
@@ -270,6 +270,7 @@ class GroupTraining:
             found = {name: each.shape for name, each in state["tensors"].items()}
             if found != {name: each.shape for name, each in mine.items()}:
                 raise ValueError("it is the state of other models")
+            step, noise = int(state["step"]), dict(state["noise"])
             self.curves, self.failed = state["curves"], state["failed"]
         except Exception as error:  # whatever a damaged file brings
             line = (str(error) or type(error).__name__).splitlines()[0]
@@ -278,11 +279,12 @@ class GroupTraining:
         with torch.no_grad():
             for name, each in mine.items():
                 each.copy_(state["tensors"][name])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["noise"])
-        else:
-            torch.set_rng_state(state["noise"])
-        return int(state["step"])
+        # On another kind of device than before, the noise is new.
+        if "cuda" in noise and self.device.type == "cuda":
+            torch.cuda.set_rng_state(noise["cuda"])
+        if "cpu" in noise and self.device.type == "cpu":
+            torch.set_rng_state(noise["cpu"])
+        return step
 
 
 def _endless(loader: Any) -> Iterator[Any]:
