@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import signal
 
 import pytest
 import torch
@@ -197,3 +198,13 @@ def test_a_sweep_holds_a_limited_number_of_runs_at_once(tmp_path, monkeypatch):
     found = run_all(path, tmp_path / "runs")
     assert all(map(runs.metrics, found)) and sum(count for count, _ in sizes) == len(found)
     assert max(held for _, held in sizes) == 3
+
+
+def test_ctrl_c_in_a_test_is_an_interruption(tmp_path, data, monkeypatch, capsys):
+    path = write_plan(tmp_path, "mlp-vae", data, seeds=(1,))
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(MLPDiscreteVAE, "test_step", _interrupt)
+    assert sweep.main([str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert list(tmp_path.rglob("together-*.pt"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -241,10 +242,14 @@ class GroupTraining:
             raise ValueError(f"cannot write {one.home}: {error.strerror}") from error
 
     def _tested(self, one: Member) -> dict[str, float]:
+        data, on_interrupt = self.data[one.same_data], signal.getsignal(signal.SIGINT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            data = self.data[one.same_data]
-            return dict(self.trainer.test(one.model, datamodule=data, verbose=False)[0])
+            try:
+                return dict(self.trainer.test(one.model, datamodule=data, verbose=False)[0])
+            except SystemExit:  # what the Trainer makes of Ctrl-C; it ignores later ones
+                signal.signal(signal.SIGINT, on_interrupt)
+                raise KeyboardInterrupt from None
 
     def _give_up(self, number: int, error: ValueError) -> None:
         """Keep why a model has failed: its scores are not finite."""
