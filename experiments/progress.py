@@ -57,8 +57,8 @@ class Progress:
         self.look()
 
     def ended(self, run: Run, outcome: Outcome) -> None:
-        """A run has ended: print its line."""
-        self._ended += 1
+        """A run has ended: print its line. One that another process holds will end there."""
+        self._ended += outcome != "held"
         try:
             self.schedule.ended(run, outcome)
         finally:
@@ -75,7 +75,8 @@ class Progress:
     def _print(self, run: Run, outcome: Outcome) -> None:
         spent = time.monotonic() - self._began
         left = self.schedule.left
-        clocks = f"{status.clock(spent)}, about {status.clock(spent / self._ended * left)} left"
+        later = spent / max(1, self._ended) * left
+        clocks = f"{status.clock(spent)}, about {status.clock(later)} left"
         numbers = runs.metrics(run) or {}
         values = "  ".join(f"{k} {numbers[k]:.4g}" for k in self._shown if k in numbers)
         said = values if outcome == "finished" else outcome.upper()

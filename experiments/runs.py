@@ -62,10 +62,10 @@ def done(run: Run) -> bool:
 
 
 def running(run: Run) -> bool:
-    """Whether a process holds the lock of a run."""
+    """Whether a process holds the lock of a run; others that look at the same time do not."""
     try:
         with (run.home / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

@@ -44,6 +44,7 @@ from experiments.engines.together import MOST, Together
 from experiments.plan import Experiment
 from experiments.progress import Progress
 from experiments.schedule import Schedule
+from experiments.together import states
 
 ENGINES = ("local", "together", "print", "ray", "slurm")
 
@@ -162,6 +163,7 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
             engine.run(schedule, progress)
     if schedule.counts["interrupted"]:
         raise KeyboardInterrupt
+    states.forget_done(table.folder)
     return report(table, schedule.counts["held"])
 
 

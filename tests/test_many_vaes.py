@@ -6,12 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from catnat import SoftmaxHead
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from experiments.together import patches
 from experiments.together.stack import neighbours
 from experiments.together.vaes import ManyMLPVAEs, ManyVAEs
 
@@ -35,8 +37,7 @@ def separate_models(kind, group, optimizer):
 
 def assert_same_state(many, number, model):
     state, mine = model.state_dict(), many.state_of(number)
-    counters = {name for name in state if name.endswith("num_batches_tracked")}
-    assert set(mine) == set(state) - counters
+    assert set(mine) == set(state)
     for name, value in mine.items():
         # A bias before a norm has gradient 0 but for rounding, and Adam divides by 1e-8.
         loose = name in BEFORE_NORM or name.endswith("running_mean")
@@ -128,6 +129,26 @@ for n, padding in ((28, 1), (14, 1), (7, 0)):
     assert image.shape == x.shape
     assert torch.allclose(triton_patches.spread(columns, padding), image, atol=1e-6)
 """
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_gpu_gathers_patches_by_triton_where_triton_is_installed(installed, monkeypatch):
+    monkeypatch.setattr(patches, "HAS_TRITON", installed)
+    if installed:
+        pytest.importorskip("triton")
+    found = patches._kernels(SimpleNamespace(is_cuda=True))
+    assert (found == (patches.patches, patches.spread)) != installed
+
+
+def test_more_numbers_than_the_kernels_of_patches_can_count_are_refused():
+    pytest.importorskip("triton")
+    from experiments.together import triton_patches
+
+    images = torch.empty(20_000, 1000, 28, 28, 1, device="meta")
+    with pytest.raises(ValueError, match="choose fewer with --jobs"):
+        triton_patches.patches(images, 1)
+    with pytest.raises(ValueError, match="choose fewer with --jobs"):
+        triton_patches.spread(torch.empty(2000, 1000, 14, 14, 9, device="meta"), 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

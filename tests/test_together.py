@@ -5,7 +5,7 @@ import fcntl
 import pytest
 import torch
 import yaml
-from cases import slow
+from cases_together import MODELS, STILL, run_all, write_plan
 from lightning.pytorch import Trainer
 
 import train
@@ -15,43 +15,6 @@ from experiments import plan, runs, stages, sweep
 from experiments.together import training
 from experiments.together.graphs import ManyGraphLearners
 from experiments.together.training import validated
-from experiments.together.vaes import ManyVAEs
-
-STILL = 1e-12  # a learning rate at which no weight moves
-VAE = {
-    "options": {"num_latents": 2, "num_categories": 3, "batch_size": 10, "nll_samples": 2},
-    "grid": {"variant": ["gray", "binary"], "head": ["softmax", "natural"]},
-}
-MODELS = {
-    "vae": VAE,
-    "mlp-vae": VAE | {"grid": {"variant": ["stochastic"], "head": ["sigmoid", "natural"]}},
-    "gsl": {
-        "options": {"communities": 1, "num_pairs": 100, "num_samples": 4, "test_passes": 1},
-        "grid": {"theta": [0.5, 0.75], "head": ["sparsemax", "natural"]},
-    },
-}
-
-
-def write_plan(folder, model, data, rates=(STILL,), seeds=(1, 2), **options):
-    steps = {"accelerator": "cpu", "max_steps": 7, "val_check_interval": 3, "data.root": str(data)}
-    content = {
-        "title": "A few steps",
-        "model": model,
-        "options": MODELS[model]["options"] | steps | options,
-        "grid": MODELS[model]["grid"] | {"learning_rate": list(rates)},
-        "seeds": list(seeds),
-        "metrics": {"val/loss": {"label": "loss"}},
-        "differences": [],
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def run_all(path, folder, *options):
-    arguments = [str(path), f"--runs={folder}", "--engine=together", *options]
-    assert sweep.main(arguments) == 0
-    return stages.known(plan.load(str(path), None, folder))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -73,7 +36,7 @@ def test_a_run_begins_with_the_weights_of_its_seed_and_ends_as_train_py_does(mod
     assert set(states[0]) == set(states[1])
     for name, value in states[0].items():
         # Batch norms of the decoder saw draws of the latents.
-        if not (name.startswith("decoder") and "running" in name) and "tracked" not in name:
+        if not (name.startswith("decoder") and "running" in name):
             assert torch.allclose(value, states[1][name], rtol=1e-4, atol=1e-6), name
     numbers = runs.metrics(run)
     single = yaml.safe_load((theirs / "metrics.json").read_text())
@@ -83,76 +46,6 @@ def test_a_run_begins_with_the_weights_of_its_seed_and_ends_as_train_py_does(mod
     curve = [(each["step"], each["value"]) for each in runs.curves(run, ["val/loss"])]
     assert [step for step, _ in curve] == [3, 6, 7]
     assert curve[-1][1] == pytest.approx(numbers["val/loss"], rel=1e-6)
-
-
-def test_a_group_that_was_interrupted_goes_on_from_its_last_validation(tmp_path, data, monkeypatch):
-    path = write_plan(tmp_path, "vae", data, rates=[0.01], seeds=(1,))
-    whole = [runs.metrics(run) for run in run_all(path, tmp_path / "whole")]
-    steps, take = [], ManyVAEs.prepare_step
-
-    def interrupted(self, step):
-        steps.append(step)
-        if len(steps) == 6:
-            raise KeyboardInterrupt
-        take(self, step)
-
-    monkeypatch.setattr(ManyVAEs, "prepare_step", interrupted)
-    arguments = [str(path), f"--runs={tmp_path / 'parts'}", "--engine=together"]
-    assert sweep.main(arguments) == 130
-    parts = [runs.metrics(run) for run in run_all(path, tmp_path / "parts")]
-    assert steps == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
-    assert parts == whole
-    assert not list(tmp_path.rglob("together-*"))
-
-
-def test_a_group_that_was_interrupted_while_it_was_tested_trains_no_more(
-    tmp_path, data, monkeypatch
-):
-    path = write_plan(tmp_path, "mlp-vae", data, rates=[0.001])
-    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
-    finish, tested = training.GroupTraining._finish, []
-
-    def interrupted(self, number):
-        tested.append(number)
-        if len(tested) == 2:
-            raise KeyboardInterrupt
-        finish(self, number)
-
-    monkeypatch.setattr(training.GroupTraining, "_finish", interrupted)
-    assert sweep.main(arguments) == 130
-    monkeypatch.setattr(training.GroupTraining, "_step", None)  # nothing is trained
-    found = run_all(path, tmp_path / "runs")
-    assert tested == [0, 1, 1, 2, 3]
-    monkeypatch.undo()
-    whole = run_all(path, tmp_path / "whole")
-    assert [runs.metrics(run) for run in found] == [runs.metrics(run) for run in whole]
-    assert not list(tmp_path.rglob("together-*"))
-
-
-@pytest.mark.parametrize("change", ["options", "damage"])
-def test_a_state_of_other_options_or_a_damaged_one_is_not_gone_on_from(
-    change, tmp_path, monkeypatch, capsys
-):
-    path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,))
-    take = ManyGraphLearners.prepare_step
-
-    def interrupted(self, step):
-        if step == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(ManyGraphLearners, "prepare_step", interrupted)
-    arguments = [str(path), f"--runs={tmp_path / 'runs'}", "--engine=together"]
-    assert sweep.main(arguments) == 130
-    monkeypatch.setattr(ManyGraphLearners, "prepare_step", take)
-    (state,) = (tmp_path / "runs").rglob("together-*.pt")
-    if change == "damage":
-        state.write_bytes(state.read_bytes()[:1000])
-    else:
-        path = write_plan(tmp_path, "gsl", tmp_path, rates=[0.01], seeds=(1,), max_steps=3)
-    found = [runs.metrics(run) for run in run_all(path, tmp_path / "runs")]
-    assert found == [runs.metrics(run) for run in run_all(path, tmp_path / "whole")]
-    assert ("begin anew" in capsys.readouterr().out) == (change == "damage")
-    assert not list(tmp_path.rglob("together-*"))
 
 
 def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
@@ -176,6 +69,8 @@ def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
         assert sweep.main(arguments) == 1
     out, err = capsys.readouterr()
     assert "1 run is held by another process: the same command goes on later" in out
+    (line,) = (line for line in out.splitlines() if "HELD by another process" in line)
+    assert line.startswith("[3/4]")  # ended, of all
     assert "interrupted" not in out + err and "nothing could be selected" not in out
     assert all(map(runs.done, [second, *others])) and not runs.done(first)
     assert sweep.main(arguments) == 0
@@ -203,48 +98,6 @@ def test_groups_are_no_larger_than_asked_for_and_models_do_not_touch_each_other(
     }
     assert all(runs.metrics(run)["val/loss"] < 1e4 for run in found if not runs.failure(run))
     assert capsys.readouterr().out.count("2 models together: step 7 of 7") == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--precision=bf16-mixed"], "does not know --precision bf16-mixed"),
-        slow(["--lr_decay=0.9"], "lr_decay 1, got 0.9"),
-        slow(["--headd=x"], "headd"),
-        (["--val_check_interval=0.5"], "--val_check_interval, got 0.5"),
-        slow(["--check_val_every_n_epoch=1"], "does not know --check_val_every_n_epoch 1"),
-        (["--max_steps=0"], "--max_steps, got 0"),
-    ],
-)
-def test_options_that_a_group_cannot_have_are_named(options, says, tmp_path, data, capsys):
-    path = write_plan(tmp_path, "vae", data)
-    with pytest.raises(SystemExit) as end:
-        sweep.main([str(path), f"--runs={tmp_path}/runs", "--engine=together", "--", *options])
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-
-
-def test_a_model_that_has_no_batched_form_is_named(capsys, tmp_path):
-    with pytest.raises(SystemExit) as end:
-        sweep.main(
-            ["ppo_cartpole", "--scale=smoke", f"--runs={tmp_path}/runs", "--engine=together"]
-        )
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--engine together cannot train --model ppo" in line
-
-
-def test_a_program_of_ones_own_is_refused(capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        sweep.main(["figure_landscapes", f"--runs={tmp_path}/runs", "--engine=together"])
-    assert "trains models of train.py alone" in capsys.readouterr().err
-
-
-def test_options_of_other_engines_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        sweep.main(["gsl", "--engine=together", "--jobs_per_gpu=2"])
-    assert "--jobs_per_gpu: not with --engine together" in capsys.readouterr().err
 
 
 def test_the_checkpoint_can_be_tested_and_not_continued(tmp_path, data, capsys):
@@ -292,8 +145,8 @@ def test_graph_learners_that_are_validated_at_once_get_what_each_gets_alone(head
         assert ours == pytest.approx(alone, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("method", ["step", "errors"])
-def test_too_little_memory_for_a_step_or_a_validation_gets_one_line(
+@pytest.mark.parametrize("method", ["__init__", "step", "errors"])
+def test_too_little_memory_for_models_a_step_or_a_validation_gets_one_line(
     method, tmp_path, monkeypatch, capsys
 ):
     def full(*_):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from experiments import runs
 from experiments.plan import Run
 from experiments.progress import Progress
 from experiments.schedule import Schedule
+from experiments.together import states
 
 if TYPE_CHECKING:
     from experiments.together.members import Member
 
 MOST = 128  # models at once
+_CLAIMED = 512  # runs at once: each is an open file, of which a process may often have 1024
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,14 @@ class Together:
             with ExitStack() as locks:
                 mine: list[Run] = []
                 again, held = held, []
-                while (run := again.pop() if again else schedule.take()) is not None:
+                while len(mine) < _CLAIMED and (run := again.pop() if again else schedule.take()):
                     if not _claim(run, locks):
                         held.append(run)
                     elif runs.done(run):  # by another sweep, since the schedule has looked
                         self._tell(run, progress)
                     else:
                         mine.append(run)
+                held += again
                 if not mine:
                     break
                 self._train(mine, schedule.experiment.folder, progress)
@@ -54,13 +58,13 @@ class Together:
             progress.ended(run, "held")
 
     def _train(self, mine: list[Run], folder: Path, progress: Progress) -> None:
-        from experiments.together.training import GroupTraining
+        from experiments.together.training import train_group
 
         for group in self._groups(mine, folder):
             own = [each.run for each in group if each.run in mine]
             for run in own:
                 progress.started(run)
-            GroupTraining(group, folder, lambda line: print(line, flush=True)).run()
+            train_group(group, folder, lambda line: print(line, flush=True))
             for run in own:
                 self._tell(run, progress)
 
@@ -70,19 +74,16 @@ class Together:
     def _groups(self, mine: list[Run], folder: Path) -> list[list[Member]]:
         """Groups that were interrupted, with all their runs; then groups of the runs left."""
         from experiments.together.members import groups, member
-        from experiments.together.training import forget, interrupted
 
         left = {run.home: run for run in mine}
         found = []
-        for path, record in interrupted(folder).items():
-            every = [left.get(home, Run({}, {}, None, home, home, words)) for home, words in record]
+        for path, before in states.interrupted(folder).items():
+            every = [left.get(run.home, run) for run in before]
             others = [run for run in every if run.home not in left]
             if len(others) == len(every) or not all(map(runs.done, others)):
-                if all(map(runs.done, every)):
-                    forget(path)
                 continue  # not of the runs that were asked for, or not of them alone
-            if any(run.command != words for run, (_, words) in zip(every, record, strict=True)):
-                forget(path)  # their options have changed
+            if any(run.command != was.command for run, was in zip(every, before, strict=True)):
+                states.forget(path)  # their options have changed
                 continue
             found.append([member(run) for run in every])
             left = {home: run for home, run in left.items() if run not in every}
@@ -90,11 +91,19 @@ class Together:
 
 
 def _claim(run: Run, locks: ExitStack) -> bool:
-    """Hold a run against other sweeps; False if one of them holds it."""
+    """Hold a run against other sweeps; False if one of them holds it.
+
+    Tried twice: a process that looks whether the run is held has the lock for a moment.
+    """
     run.home.mkdir(parents=True, exist_ok=True)
-    file = locks.enter_context((run.home / ".lock").open("w"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    file = (run.home / ".lock").open("w")
+    for pause in (0.01, 0.0):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause)
+        else:
+            locks.enter_context(file)
+            return True
+    file.close()
+    return False

@@ -35,8 +35,34 @@ class ManyGraphLearners:
             because each run of equal heads is computed at once. Their parameters are copied.
     """
 
+    @staticmethod
+    def check(models: Sequence[GraphStructureLearner]) -> None:
+        """Raise a ValueError if these models cannot be trained together."""
+        if not models:
+            raise ValueError("models must be one or more, got none")
+        for each in models:
+            if type(each) is not GraphStructureLearner:
+                raise ValueError(
+                    f"models must be GraphStructureLearners, got {type(each).__name__}"
+                )
+            if type(each.predictor) is not GCN or not each.predictor.is_dense(each.num_nodes):
+                got = f"{type(each.predictor).__name__} with {each.num_nodes} nodes"
+                raise ValueError(f"predictor of every model must be a dense GCN, got {got}")
+            found: dict[str, tuple[Any, Any]] = {  # by name: what it is, what it must be
+                "estimator": (each.estimator, "score_function"),
+                "lr_schedule": (each.lr_schedule, "constant"),
+                "psi_warmup_steps": (each.psi_warmup_steps, 0),
+                "gradient_clip": (each.gradient_clip, 0),
+                "num_samples": (each.num_samples, models[0].num_samples),
+                "names of the parameters": (sorted(_shapes(each)), sorted(_NAMES)),
+                "shapes of the parameters": (_shapes(each), _shapes(models[0])),
+            }
+            for name, (is_now, must_be) in found.items():
+                if is_now != must_be:
+                    raise ValueError(f"{name} of every model must be {must_be!r}, got {is_now!r}")
+
     def __init__(self, models: Sequence[GraphStructureLearner]) -> None:
-        _check(models)
+        self.check(models)
         self.num_graphs = models[0].num_samples
         self.heads = neighbours(models)
         self.stacks = [Stack(models, [name]) for name in _NAMES]
@@ -174,29 +200,6 @@ def mean_energy(samples: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor
         error, own = error.detach().movedim(0, 2), distance.detach().sum(3)
     error, own = error.mean(1), own.mean(1)
     return error.mean(1) - own.sum(1) / (2 * G * (G - 1)), error, own, gradient
-
-
-def _check(models: Sequence[GraphStructureLearner]) -> None:
-    if not models:
-        raise ValueError("models must be one or more, got none")
-    for each in models:
-        if type(each) is not GraphStructureLearner:
-            raise ValueError(f"models must be GraphStructureLearners, got {type(each).__name__}")
-        if type(each.predictor) is not GCN or not each.predictor.is_dense(each.num_nodes):
-            got = f"{type(each.predictor).__name__} with {each.num_nodes} nodes"
-            raise ValueError(f"predictor of every model must be a dense GCN, got {got}")
-        found: dict[str, tuple[Any, Any]] = {  # by name: what it is, what it must be
-            "estimator": (each.estimator, "score_function"),
-            "lr_schedule": (each.lr_schedule, "constant"),
-            "psi_warmup_steps": (each.psi_warmup_steps, 0),
-            "gradient_clip": (each.gradient_clip, 0),
-            "num_samples": (each.num_samples, models[0].num_samples),
-            "names of the parameters": (sorted(_shapes(each)), sorted(_NAMES)),
-            "shapes of the parameters": (_shapes(each), _shapes(models[0])),
-        }
-        for name, (is_now, must_be) in found.items():
-            if is_now != must_be:
-                raise ValueError(f"{name} of every model must be {must_be!r}, got {is_now!r}")
 
 
 def _shapes(model: GraphStructureLearner) -> dict[str, tuple[int, ...]]:

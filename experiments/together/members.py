@@ -9,18 +9,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+import torch
+from lightning.pytorch import Trainer, seed_everything
 from torch.utils.tensorboard import SummaryWriter
 
 from catnat.callbacks.dashboard import write_hparams
+from catnat.datamodules.in_memory import InMemoryDataModule
 from catnat.files import write_whole
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.training import options as cli
 from catnat.training.command import configure
-from catnat.training.errors import UsageError
+from catnat.training.errors import UsageError, usage_errors
 from catnat.training.folders import closing_runs, open_run
 from catnat.training.lightning import set_validation_interval
-from catnat.training.names import RL_MODELS, read_names
+from catnat.training.names import DATA, RL_MODELS, read_names
 from catnat.training.report import hparams_of
 from experiments.plan import Run
 from experiments.together.graphs import ManyGraphLearners
@@ -33,6 +35,7 @@ _OWN = ("head", "head_options", "learning_rate", "num_latents", "num_categories"
 # Options of the Trainer that are obeyed, or change nothing that is learned.
 _KNOWN = {"max_steps", "val_check_interval", "default_root_dir", "accelerator", "log_every_n_steps"}
 _KNOWN |= {"enable_progress_bar", "enable_model_summary"}
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 Curve = list[tuple[int, dict[str, float]]]  # metrics by step
 Model = DiscreteVAE | GraphStructureLearner
@@ -61,7 +64,7 @@ class Member:
 
     run: Run
     model: Model
-    data: LightningDataModule
+    data: InMemoryDataModule
     seed: int
     trainer: dict[str, Any]
     home: Path
@@ -72,21 +75,32 @@ class Member:
 
 def member(run: Run) -> Member:
     """Read the command of a run; a ValueError says why the run cannot be trained with others."""
-    if not is_train(run.command):
-        raise ValueError(f"{run.name}: --engine together trains models of train.py alone")
     try:
-        names, options = read_names(list(run.command[2:]))
-        if names.model in RL_MODELS:
-            raise ValueError(f"{run.name}: --engine together cannot train --model {names.model}")
-        program, parser, config = configure(names, options)
-        program.complete(config)
-    except UsageError as error:
+        return _member(run)
+    except (UsageError, ValueError) as error:
         raise ValueError(f"{run.name}: {error}") from error
-    _check_trainer(run, parser, config)
+
+
+def _member(run: Run) -> Member:
+    if not is_train(run.command):
+        raise ValueError("--engine together trains models of train.py alone")
+    names, options = read_names(list(run.command[2:]))
+    if names.model in RL_MODELS:
+        raise ValueError(f"--engine together cannot train --model {names.model}")
+    if names.ckpt_path is not None:
+        raise ValueError("--engine together does not know --ckpt_path; --engine local does")
+    program, parser, config = configure(names, options)
+    program.complete(config)
+    _check_trainer(parser, config)
     seed_everything(config.seed, workers=True, verbose=False)
-    objects = cli.instantiate(parser, config)
-    if type(objects.model) not in KINDS:
-        raise ValueError(f"{run.name}: --engine together cannot train --model {names.model}")
+    with usage_errors():
+        objects = cli.instantiate(parser, config)
+    kind = KINDS.get(type(objects.model))
+    if kind is None:
+        raise ValueError(f"--engine together cannot train --model {names.model}")
+    if names.data not in DATA:
+        raise ValueError(f"--engine together cannot train on --data {names.data}")
+    kind.check([objects.model])
     of_model, of_data = (
         json.loads(json.dumps(config[group].as_dict(), default=str)) for group in ("model", "data")
     )
@@ -110,22 +124,29 @@ def member(run: Run) -> Member:
     )
 
 
-def _check_trainer(run: Run, parser: cli.Parser, config: Any) -> None:
+def _check_trainer(parser: cli.Parser, config: Any) -> None:
     for name in cli.option_names(parser):
         group, _, option = name.partition(".")
         value = config.get(name)
         if group == "trainer" and option not in _KNOWN and value != parser.get_default(name):
             raise ValueError(
-                f"{run.name}: --engine together does not know --{option} {value}; "
-                "--engine local does"
+                f"--engine together does not know --{option} {value}; --engine local does"
             )
     trainer = config.trainer
     for option in ("max_steps", "val_check_interval"):
         value = trainer[option]
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(
-                f"{run.name}: --engine together needs a number of steps for --{option}, got {value}"
+                f"--engine together needs a number of steps for --{option}, got {value}"
             )
+    if trainer.accelerator not in _ACCELERATORS:
+        known = ", ".join(_ACCELERATORS)
+        raise ValueError(
+            f"--engine together does not know --accelerator {trainer.accelerator}; "
+            f"choose from {known}"
+        )
+    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--accelerator {trainer.accelerator}: there is no CUDA device")
 
 
 def write_run(
@@ -151,12 +172,14 @@ def write_run(
                 for name, value in metrics.items():
                     writer.add_scalar(name, value, step)
         (one.home / "log.txt").write_text(log)
-        text = json.dumps(validated | tested, indent=1) + "\n"
-        write_whole(folder / "metrics.json", text.encode())
-        # Not before: a run with a checkpoint and without metrics would be continued from it.
         path = folder / "checkpoints" / "last.ckpt"
         path.parent.mkdir(exist_ok=True)
-        trainer.save_checkpoint(path, weights_only=True)
+        # Under its name only afterwards: a run without metrics would be continued from it.
+        partial = path.with_name(".last.ckpt.partial")
+        trainer.save_checkpoint(partial, weights_only=True)
+        text = json.dumps(validated | tested, indent=1) + "\n"
+        write_whole(folder / "metrics.json", text.encode())
+        partial.rename(path)
 
 
 def order(one: Member) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if torch.cuda.is_available():  # which needs Triton
-    from experiments.together import triton_patches
+from catnat.ops.dispatch import HAS_TRITON
 
 
 def patches(x: Tensor, padding: int) -> Tensor:
@@ -36,13 +35,15 @@ def spread(columns: Tensor, padding: int) -> Tensor:
 
 
 def _kernels(x: Tensor) -> tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]:
-    if x.is_cuda:
+    if x.is_cuda and HAS_TRITON:
+        from experiments.together import triton_patches
+
         return triton_patches.patches, triton_patches.spread
     return patches, spread
 
 
 class Patches(torch.autograd.Function):
-    """:func:`patches`, by one Triton kernel on a GPU."""
+    """:func:`patches`, by one Triton kernel on a GPU if there is Triton."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: int) -> Tensor:
@@ -52,12 +53,12 @@ class Patches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The other one of the two."""
+        """The adjoint of a gather of patches is their sum, :func:`spread`."""
         return _kernels(grad)[1](grad, ctx.padding), None
 
 
 class Spread(torch.autograd.Function):
-    """:func:`spread`, by one Triton kernel on a GPU."""
+    """:func:`spread`, by one Triton kernel on a GPU if there is Triton."""
 
     @staticmethod
     def forward(ctx: Any, columns: Tensor, padding: int) -> Tensor:
@@ -67,5 +68,5 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The other one of the two."""
+        """The adjoint of a sum of patches is their gather, :func:`patches`."""
         return _kernels(grad)[0](grad, ctx.padding), None

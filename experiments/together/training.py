@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import logging
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +16,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat.datamodules.in_memory import InMemoryDataModule
-from catnat.files import write_whole
 from catnat.lit_modules import GraphStructureLearner
 from catnat.replay import Backlog, StepGraph
 from experiments import runs
+from experiments.together import states
 from experiments.together.graphs import ManyGraphLearners, add_errors
 from experiments.together.members import KINDS, Curve, Member, Model, write_run
 
@@ -90,11 +88,24 @@ def validated(
     return found
 
 
+def train_group(members: list[Member], folder: Path, say: Callable[[str], None]) -> None:
+    """Train a group; too little memory on the device is an error of one line.
+
+    The arguments are those of :class:`GroupTraining`.
+    """
+    try:
+        GroupTraining(members, folder, say).run()
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"{len(members)} models at once do not fit into the memory of the GPU: "
+            "choose fewer with --jobs"
+        ) from None
+
+
 class GroupTraining:
     """The training of a group.
 
-    Its state is kept in the folder of the table until the group has ended: ``together-X.pt``, with
-    the list of its runs beside it.
+    Its state is kept in the folder of the table until the group has ended, see ``states.py``.
 
     Args:
         members: of one group.
@@ -109,9 +120,7 @@ class GroupTraining:
         self.device = torch.device("cuda" if with_cuda else "cpu")
         self.max_steps = members[0].trainer["max_steps"]
         self.interval = members[0].trainer["val_check_interval"]
-        self.record = json.dumps([[str(each.run.home), each.run.command] for each in members])
-        name = hashlib.sha1(self.record.encode()).hexdigest()[:12]
-        self.path = folder / f"together-{name}.pt"
+        self.path = states.state_path(folder, [each.run for each in members])
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.trainer = Trainer(
             accelerator="gpu" if with_cuda else "cpu",
@@ -124,11 +133,9 @@ class GroupTraining:
         self.data: dict[str, InMemoryDataModule] = {}
         for each in members:
             if each.same_data not in self.data:
-                data = each.data
-                assert isinstance(data, InMemoryDataModule)
-                data.prepare_data()
-                data.setup("fit")
-                self.data[each.same_data] = data
+                each.data.prepare_data()
+                each.data.setup("fit")
+                self.data[each.same_data] = each.data
         places = {name: place for place, name in enumerate(self.data)}
         which = [places[each.same_data] for each in members]
         self.which = torch.tensor(which, device=self.device)
@@ -148,8 +155,7 @@ class GroupTraining:
         backlog = Backlog(1) if self.device.type == "cuda" else None
         for step, batch in enumerate(self._batches(begun), begun):
             self.many.prepare_step(step)
-            with self._short_of_memory():
-                losses = take(batch)
+            losses = take(batch)
             if backlog is not None and step % _STEPS_AHEAD == 0:
                 backlog.add()
             done = step + 1
@@ -165,23 +171,12 @@ class GroupTraining:
         for number, one in enumerate(self.members):
             if runs.done(one.run):
                 continue  # since before an interruption
+            if number not in self.failed:
+                self._finish(number)
             if number in self.failed:
                 (one.home / "log.txt").write_text(self.failed[number] + "\n")
                 runs.record_failure(one.run, 1, self.failed[number])
-            else:
-                self._finish(number)
-        forget(self.path)
-
-    @contextmanager
-    def _short_of_memory(self) -> Iterator[None]:
-        """Inside, too little memory on the device is an error of one line."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise ValueError(
-                f"{len(self.members)} models at once do not fit into the memory of the GPU: "
-                "choose fewer with --jobs"
-            ) from None
+        states.forget(self.path)
 
     def _step(self, batch: tuple[Tensor, ...]) -> Tensor:
         own = tuple(each[self.which] for each in batch)
@@ -205,8 +200,7 @@ class GroupTraining:
     # -- results -------------------------------------------------------------------------------
 
     def _validate(self, step: int, losses: Tensor) -> None:
-        with self._short_of_memory():
-            known = self._known_errors()
+        known = self._known_errors()
         for number, (one, loss) in enumerate(zip(self.members, losses.tolist(), strict=True)):
             if number in self.failed:
                 continue
@@ -214,10 +208,10 @@ class GroupTraining:
             try:
                 data = self.data[one.same_data]
                 found = validated(one.model, data, self.device, known.get(number))
-            except ValueError as error:  # its scores are not finite
-                self.failed[number] = str(error).splitlines()[0]
-                continue
-            self.curves[number].append((step, {"train/loss": loss, **found}))
+            except ValueError as error:
+                self._give_up(number, error)
+            else:
+                self.curves[number].append((step, {"train/loss": loss, **found}))
 
     def _known_errors(self) -> dict[int, Known]:
         """Errors of all graph learners on the pairs of their validation; none of VAEs."""
@@ -236,26 +230,40 @@ class GroupTraining:
         """Test a model, and write its folder."""
         one = self.members[number]
         one.model.load_state_dict(self.many.state_of(number), strict=False)
+        try:
+            tested = self._tested(one)
+        except ValueError as error:
+            self._give_up(number, error)
+            return
+        log = f"trained together with {len(self.members) - 1} other models\n"
+        try:
+            write_run(one, self.trainer, self.curves[number], self.max_steps, tested, log)
+        except OSError as error:
+            raise ValueError(f"cannot write {one.home}: {error.strerror}") from error
+
+    def _tested(self, one: Member) -> dict[str, float]:
+        data, on_interrupt = self.data[one.same_data], signal.getsignal(signal.SIGINT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            data = self.data[one.same_data]
-            tested = dict(self.trainer.test(one.model, datamodule=data, verbose=False)[0])
-        log = f"trained together with {len(self.members) - 1} other models\n"
-        write_run(one, self.trainer, self.curves[number], self.max_steps, tested, log)
+            try:
+                return dict(self.trainer.test(one.model, datamodule=data, verbose=False)[0])
+            except SystemExit:  # what the Trainer makes of Ctrl-C; it ignores later ones
+                signal.signal(signal.SIGINT, on_interrupt)
+                raise KeyboardInterrupt from None
+
+    def _give_up(self, number: int, error: ValueError) -> None:
+        """Keep why a model has failed: its scores are not finite."""
+        self.failed[number] = str(error).splitlines()[0]
 
     # -- interruptions -------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
         noise = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
-        state = {"step": step, "tensors": self.many.tensors(), "noise": noise}
+        state = {"step": step, "tensors": self.many.tensors(), "noise": {self.device.type: noise}}
         state |= {"curves": self.curves, "failed": self.failed}
         packed = io.BytesIO()
         torch.save(state, packed)
-        try:
-            write_whole(self.path, packed.getbuffer())
-            write_whole(self.path.with_suffix(".json"), self.record.encode())
-        except OSError as error:
-            raise ValueError(f"cannot write {self.path}: {error.strerror}") from error
+        states.save(self.path, packed.getbuffer(), [each.run for each in self.members])
 
     def _restore(self) -> int:
         """Go on from the group's last validation; returns the number of steps taken before."""
@@ -267,6 +275,7 @@ class GroupTraining:
             found = {name: each.shape for name, each in state["tensors"].items()}
             if found != {name: each.shape for name, each in mine.items()}:
                 raise ValueError("it is the state of other models")
+            step, noise = int(state["step"]), dict(state["noise"])
             self.curves, self.failed = state["curves"], state["failed"]
         except Exception as error:  # whatever a damaged file brings
             line = (str(error) or type(error).__name__).splitlines()[0]
@@ -275,29 +284,12 @@ class GroupTraining:
         with torch.no_grad():
             for name, each in mine.items():
                 each.copy_(state["tensors"][name])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["noise"])
-        else:
-            torch.set_rng_state(state["noise"])
-        return int(state["step"])
-
-
-def interrupted(folder: Path) -> dict[Path, list[tuple[Path, tuple[str, ...]]]]:
-    """The groups of a table that were interrupted: homes and commands of their runs, by state."""
-    found = {}
-    for path in folder.glob("together-*.json"):
-        try:
-            record = json.loads(path.read_text())
-            found[path.with_suffix(".pt")] = [(Path(home), tuple(words)) for home, words in record]
-        except (OSError, ValueError):
-            forget(path)
-    return found
-
-
-def forget(path: Path) -> None:
-    """Remove the state of a group."""
-    for suffix in (".json", ".pt"):
-        path.with_suffix(suffix).unlink(missing_ok=True)
+        # On another kind of device than before, the noise is new.
+        if "cuda" in noise and self.device.type == "cuda":
+            torch.cuda.set_rng_state(noise["cuda"])
+        if "cpu" in noise and self.device.type == "cpu":
+            torch.set_rng_state(noise["cpu"])
+        return step
 
 
 def _endless(loader: Any) -> Iterator[Any]:

@@ -62,6 +62,8 @@ def spread(columns: Tensor, padding: int) -> Tensor:
 
 def _launch(kernel, source, shape, n, m, C, padding) -> Tensor:
     out = source.new_empty(shape)
+    if max(source.numel(), out.numel()) >= 2**31:  # the kernels count in 32 bits
+        raise ValueError("models at once have too many numbers: choose fewer with --jobs")
     grid = (triton.cdiv(out.numel(), _BLOCK),)
     kernel[grid](source, out, out.numel(), N=n, M=m, C=C, PADDING=padding, BLOCK=_BLOCK)
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,19 @@ class ManyVAEs:
     first_of_decoder: ClassVar[str] = "decoder.0"
     scored: ClassVar[bool] = False  # whether the loss reads log q(z | x)
 
+    @classmethod
+    def check(cls, models: Sequence[Any]) -> None:
+        """Raise a ValueError if these models cannot be trained together."""
+        agreed = ("optimizer_name", "gradient_clip", "temperature_rate", "min_temperature")
+        for name in (*agreed, "temperature_steps", "lr_decay"):
+            values = {getattr(each, name) for each in models}
+            if len(values) > 1:
+                raise ValueError(f"models trained together have one {name}, got {sorted(values)}")
+        if models[0].lr_decay != 1:
+            raise ValueError(f"models trained together have lr_decay 1, got {models[0].lr_decay:g}")
+
     def __init__(self, models: Sequence[DiscreteVAE]) -> None:
-        self._check(models)
+        self.check(models)
         self.first = first = models[0]
         inner = (f"{self.last_of_encoder}.", f"{self.first_of_decoder}.")
         names = [name for name, _ in first.named_parameters()]
@@ -74,6 +85,7 @@ class ManyVAEs:
             for name in buffers[0]
             if name.endswith(("running_mean", "running_var"))
         }
+        self.counters = [name for name in buffers[0] if name.endswith("num_batches_tracked")]
         self.optimizer = Stacks(
             [
                 (self.outer, slice(0, len(models))),
@@ -84,15 +96,6 @@ class ManyVAEs:
             first.gradient_clip,
         )
         self.temperature = self.outer.flat.new_ones(())
-
-    def _check(self, models: Sequence[DiscreteVAE]) -> None:
-        agreed = ("optimizer_name", "gradient_clip", "temperature_rate", "min_temperature")
-        for name in (*agreed, "temperature_steps", "lr_decay"):
-            values = {getattr(each, name) for each in models}
-            if len(values) > 1:
-                raise ValueError(f"models trained together have one {name}, got {sorted(values)}")
-        if models[0].lr_decay != 1:
-            raise ValueError(f"models trained together have lr_decay 1, got {models[0].lr_decay:g}")
 
     def noise(self, batch: int) -> list[Tensor]:
         """Gumbel noise of a step, (m, B, N, K) for the m models of each size."""
@@ -176,6 +179,7 @@ class ManyVAEs:
         """Parameters and statistics of one model, for ``load_state_dict(..., strict=False)``."""
         every = {name: each[model] for name, each in self.outer.parameters.items()}
         every |= {name: each[model] for name, each in self.statistics.items()}
+        every |= dict.fromkeys(self.counters, self.optimizer.steps.long())
         for size in self.sizes:
             if size.models.start <= model < size.models.stop:
                 own = size.stack.parameters.items()
@@ -197,13 +201,18 @@ class ManyMLPVAEs(ManyVAEs):
     last_of_encoder = "encoder.5"
     scored = True
 
-    def __init__(self, models: Sequence[MLPDiscreteVAE]) -> None:
+    @classmethod
+    def check(cls, models: Sequence[Any]) -> None:
+        """Raise a ValueError if these models cannot be trained together."""
         for each in models:
             if each.baseline is None or each.num_samples != 1:
                 raise ValueError(
                     "models trained together draw one sample and have a constant baseline, got "
                     f"num_samples {each.num_samples} and baseline {each.baseline}"
                 )
+        super().check(models)
+
+    def __init__(self, models: Sequence[MLPDiscreteVAE]) -> None:
         super().__init__(models)
         baselines = [each.baseline for each in models]
         self.baseline = self.outer.flat.new_tensor(baselines)[:, None]
