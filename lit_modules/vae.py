@@ -126,7 +126,13 @@ class DiscreteVAE(StepModule):
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores: Tensor = self.encoder(images(batch))
-        return scores.reshape(-1, self.num_latents, self.head.num_scores)
+        given, N, S = scores.shape[1:].numel(), self.num_latents, self.head.num_scores
+        if given != N * S:
+            raise ValueError(
+                f"the encoder gives {given} scores for an image; {N} latents of {S} scores each "
+                f"need {N * S}"
+            )
+        return scores.reshape(-1, N, S)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
         """The negative ELBO with one sample of z, a scalar; q has batch shape (B, N)."""
