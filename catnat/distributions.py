@@ -167,6 +167,13 @@ class HeadCategorical(Categorical):
         zeros = torch.zeros(*index.shape, self._num_events, dtype=dtype, device=index.device)
         return zeros.scatter_(-1, index[..., None], 1)
 
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """There is none: a category has no derivative."""
+        raise NotImplementedError(
+            "a category has no derivative; choose from rsample_straight_through() and "
+            "rsample_relaxed(temperature)"
+        )
+
     def rsample_relaxed(
         self,
         temperature: float | Tensor,
