@@ -108,6 +108,11 @@ class HeadCategorical(Categorical):
             raise AttributeError("logits")
         return self._source.log_probs().expand(*self._batch_shape, self._num_events)
 
+    def __repr__(self) -> str:
+        """Shapes, which are there before probabilities are computed."""
+        batch, K = tuple(self.batch_shape), self._num_events
+        return f"{type(self).__name__}(batch_shape={batch}, num_categories={K})"
+
     @property
     def _param(self) -> Tensor:  # type: ignore[override]
         """Torch's name for what a distribution was given."""
