@@ -1,6 +1,7 @@
 """The VAEs: losses and gradients against oracles, the recipe step by step, test metrics."""
 
 import math
+import re
 import runpy
 import warnings
 from pathlib import Path
@@ -191,6 +192,13 @@ def test_an_encoder_with_another_number_of_scores_is_named(x):
 
     with pytest.raises(ValueError, match=r"140 scores for an image; 10 latents of 7 .* need 70"):
         Wide("natural")(x)
+
+
+@pytest.mark.parametrize("model", [DiscreteVAE, MLPDiscreteVAE])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (3, 28, 28), (28, 28)])
+def test_images_of_another_size_are_named(model, shape):
+    with pytest.raises(ValueError, match=re.escape("(B, 1, 28, 28), got (8, " + str(shape)[1:])):
+        fit(model(), torch.rand(8, *shape), steps=1)
 
 
 BASELINES = {"constant": {"baseline_value": 540.0}, "others": {"baseline": "leave-one-out"}}
