@@ -120,11 +120,12 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checkpoint = torch.load(content, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"checkpoint {path} is refused: it holds more than tensors and plain values"
-        ) from error
     except Exception as error:  # a damaged file fails in many ways
+        archive_or_pickle = content.getvalue()[:1] in (b"P", b"\x80")
+        if isinstance(error, pickle.UnpicklingError) and archive_or_pickle:
+            raise ValueError(
+                f"checkpoint {path} is refused: it holds more than tensors and plain values"
+            ) from error
         raise ValueError(f"checkpoint {path} is damaged, or no checkpoint at all") from error
     if not isinstance(checkpoint, dict):
         raise ValueError(f"checkpoint {path} is no checkpoint of a model")

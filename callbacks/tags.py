@@ -79,7 +79,7 @@ _EVALUATED: dict[Kind, dict[str, str]] = {
         "return_std": "Standard deviation of the return over the evaluated games.",
         "length": "Mean length of the evaluated games, in steps.",
     },
-    "other": {"loss": "Mean loss."},
+    "other": {"loss": "Mean loss; lower is better."},
 }
 _PICTURES = {
     "images/reconstructions": "Images above, their reconstructions below.",
@@ -99,7 +99,8 @@ _SHOWN_BY: dict[str, Kind] = {
 }
 _TESTED_ONLY = ("nll", "saturated", "information", "collapsed")  # of a VAE
 _WHERE = {"val": "Validation", "test": "Test at the end", "eval": "Evaluation during training"}
-_ALL_EVALUATED = {name: said for names in reversed(_EVALUATED.values()) for name, said in
+# The loss of each kind of model has a text of its own: the common one stands on cards.
+_ALL_EVALUATED = {name: said for names in _EVALUATED.values() for name, said in
                   names.items()}  # fmt: skip
 
 # Charts of the CUSTOM SCALARS tab: group, title, and a regular expression for the tags of each.

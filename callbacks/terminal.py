@@ -212,7 +212,8 @@ def line_of_test(done: int, batches: float, seconds: float) -> str:
 def progress_line(step: int, total: float, rate: float, metrics: Mapping[str, Any]) -> str:
     """A line of text: step of all steps, steps per second, time left and metrics."""
     left = 0 if math.isinf(total) else total - step
-    words = [f"step {step}" + ("" if math.isinf(total) else f" of {total}"), f"{rate:.3g} steps/s"]
+    shown = f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"  # 1960, not 1.96e+03
+    words = [f"step {step}" + ("" if math.isinf(total) else f" of {total}"), f"{shown} steps/s"]
     if left > 0 and rate > 0:
         words.append(f"about {duration(left / rate)} left")
     words += [f"{name} {float(value):.4g}" for name, value in metrics.items()]

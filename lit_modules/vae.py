@@ -126,7 +126,13 @@ class DiscreteVAE(StepModule):
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores: Tensor = self.encoder(images(batch))
-        return scores.reshape(-1, self.num_latents, self.head.num_scores)
+        given, N, S = scores.shape[1:].numel(), self.num_latents, self.head.num_scores
+        if given != N * S:
+            raise ValueError(
+                f"the encoder gives {given} scores for an image; {N} latents of {S} scores each "
+                f"need {N * S}"
+            )
+        return scores.reshape(-1, N, S)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
         """The negative ELBO with one sample of z, a scalar; q has batch shape (B, N)."""
@@ -189,6 +195,8 @@ class DiscreteVAE(StepModule):
     def _check_first(self, batch: Any, part: str) -> None:
         """Raise a ValueError if images are no probabilities of pixels: they have no likelihood.
 
+        Or if images have another size than the networks of catnat take.
+
         Checked once, because the host waits for the device. A subclass with a
         :meth:`reconstruction` of its own may take other images.
         """
@@ -196,6 +204,12 @@ class DiscreteVAE(StepModule):
         if own or part in self._seen_parts or not len(x := images(batch)):
             return
         self._seen_parts.add(part)
+        ours = type(self).make_networks.__module__.startswith("catnat.")
+        if ours and x.shape[1:] != (1, 28, 28):
+            raise ValueError(
+                f"images must have the shape (B, 1, 28, 28), got {tuple(x.shape)}; a subclass with "
+                "a make_networks of its own may take others"
+            )
         low, high = (float(each) for each in x.aminmax())
         if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
             raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")

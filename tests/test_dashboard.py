@@ -275,6 +275,7 @@ def test_a_run_without_pictures_draws_none(tmp_path):
 def test_tags_are_explained_in_a_line():
     assert explanation("fim/heads.0/saturated") == explanation("fim/saturated") != ""
     assert explanation("val/elbo") != explanation("test/elbo")
+    assert explanation("val/loss") == "Validation. Mean loss; lower is better."  # of every model
     assert explanation("mine/own") == explanation("loss") == explanation("val/own") == ""
 
 

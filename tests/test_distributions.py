@@ -263,3 +263,16 @@ def test_an_expanded_subclass_stays_one():
         with pytest.raises(ValueError, match="value argument"):
             wide.log_prob(torch.tensor(4))
     assert wide.more == "more"
+
+
+def test_rsample_names_the_samples_that_have_gradients():
+    q = make_head("natural", 4)(torch.zeros(3))
+    assert not q.has_rsample
+    with pytest.raises(NotImplementedError, match="rsample_straight_through"):
+        q.rsample()
+
+
+def test_a_distribution_prints_its_shapes():
+    q = make_head("natural", 4)(torch.zeros(2, 3))
+    assert repr(q) == "HeadCategorical(batch_shape=(2,), num_categories=4)"
+    assert "logits" not in vars(q), "printing computes nothing"

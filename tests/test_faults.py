@@ -207,6 +207,8 @@ def test_a_checkpoint_can_be_tested_alone(workspace, capfd):
         ("--num_categories=5", "has num_categories 8, the command line 5"),
         ("--head_options.amplitude=3", "has head_options None"),
         ("--model=mlp-vae", "another model"),
+        ("--model=gsl", "another model: vae, not gsl"),
+        ("--model=ppo", "another model: vae, not ppo"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(change, words, workspace, capfd):
@@ -214,6 +216,33 @@ def test_a_checkpoint_of_something_else_is_refused(change, words, workspace, cap
     path = "runs/vae/natural/version_0/checkpoints/last.ckpt"
     capfd.readouterr()
     assert run(*workspace, f"--ckpt_path={path}", change) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_run_says_after_which_step_it_continues(workspace, capfd):
+    assert run(*workspace) == 0
+    assert "continued" not in capfd.readouterr().out
+    assert run(*workspace, "--ckpt_path=last", "--max_steps=4") == 0
+    out = capfd.readouterr().out
+    assert "fit vae with natural: runs/vae/natural/version_0, continued after step 3\n" in out
+    assert run(*workspace, "--ckpt_path=last", "--max_steps=4") == 0
+    assert "continued after step 4, its last: --max_steps N makes" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--head=softmax", "--ckpt_path=last"], "under runs/vae/softmax; there is one of --head"),
+        (["--ckpt_path=runs/vae/natural/version_0"], "did you mean runs/vae/natural/version_0/ch"),
+    ],
+)
+def test_a_checkpoint_that_lies_elsewhere_is_named(wrong, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    place = Path("runs/vae/natural/version_0/checkpoints")
+    place.mkdir(parents=True)
+    (place / "last.ckpt").touch()
+    assert train.main(["--model=vae", *wrong]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert words in line
 

@@ -100,6 +100,15 @@ def test_wrong_options_are_named():
             make(**options)
 
 
+@pytest.mark.parametrize("x, y", [((8, 6, 3), (8, 6, 2)), ((8, 5, 4), (8, 5, 2)),
+                                  ((8, 6, 4), (8, 6, 1))])  # fmt: skip
+def test_pairs_of_another_size_are_named(x, y):
+    learner = make(num_nodes=6, in_features=4, out_features=2)
+    batch = torch.zeros(x), torch.zeros(y)
+    with pytest.raises(ValueError, match="do not fit num_nodes 6, in_features 4 and out_features"):
+        learner.step_loss(batch)
+
+
 # -- the loss ------------------------------------------------------------------------------------
 
 

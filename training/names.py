@@ -102,6 +102,8 @@ def read_names(argv: list[str]) -> tuple[Names, list[str]]:
     if found.ckpt_path is not None:
         options.append(f"--ckpt_path={found.ckpt_path}")
         if record := record_beside(Path(found.ckpt_path)):  # its run had a model and a head
+            if found.model is not None:
+                check_model(found.ckpt_path, record, found.model)
             add_names_of_file(found, str(record))
     del found.config
     chosen = {name: value for name, value in vars(found).items() if value is not None}
@@ -135,6 +137,13 @@ def record_beside(ckpt_path: Path) -> Path | None:
     """The config.yaml of the run that a checkpoint file belongs to, None if it belongs to none."""
     record = ckpt_path.parent.parent / "config.yaml"
     return record if ckpt_path.parent.name == "checkpoints" and record.is_file() else None
+
+
+def check_model(ckpt_path: str, record: Path, model: str) -> None:
+    """Raise if the run of a checkpoint, whose config.yaml is record, has another model."""
+    made = (read_yaml(str(record)).get("model") or {}).get("name")
+    if made != model:
+        raise UsageError(f"checkpoint {ckpt_path} is one of another model: {made}, not {model}")
 
 
 def add_names_of_file(names: argparse.Namespace | Names, path: str) -> None:

@@ -8,18 +8,39 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
+from catnat.categorical_head import _REGISTRY
 from catnat.checks import did_you_mean
 from catnat.training.errors import UsageError
 from catnat.training.names import SHORT, read_yaml
 
 _WIDTH, _INDENT = 100, 33  # of help pages
 _NAMES = ("model", "head", "data", "print_config", "help")  # read before there is a parser
+# What users of other programs write, and what it is called here.
+_CALLED = {
+    "lr": ("learning_rate",),
+    "steps": ("max_steps", "total_steps"),
+    "total_steps": ("max_steps",),
+    "epochs": ("max_epochs",),
+    "gpu": ("devices",),
+    "gpus": ("devices",),
+    "k": ("num_categories",),
+    "n": ("num_latents",),
+}
+_OPTIONS_OF = {
+    "num_latents": "vae and mlp-vae",
+    "num_categories": "vae and mlp-vae",
+    "variant": "vae and mlp-vae",
+    "theta": "gsl",
+    "estimator": "gsl",
+    "env": "ppo and a2c",
+}
 _ALIASES = {"max_steps": "trainer.total_steps", "trainer.max_steps": "trainer.total_steps"}
 
 
@@ -178,7 +199,18 @@ def _close_option(name: str, known: list[str]) -> str:
     """; did you mean the option with the closest name? Full names are compared with full names."""
     has_group = name.split(".")[0] in {each.split(".")[0] for each in known if "." in each}
     near = known if has_group else [*_NAMES, *map(short_name, known)]
+    if called := next((each for each in _CALLED.get(name.lower(), ()) if each in near), None):
+        return f"; did you mean --{called}?"
+    if "model.head_options" in known and name in _options_of_heads():
+        return f"; did you mean --head_options.{name}?"
+    if name in _OPTIONS_OF:
+        return f": it is one of --model {_OPTIONS_OF[name]}"
     return did_you_mean(name, near).replace("mean ", "mean --") or "; see --help"
+
+
+def _options_of_heads() -> set[str]:
+    """Names of the options that some head has."""
+    return {"mix"}.union(*(list(signature(cls).parameters)[1:] for cls in _REGISTRY.values()))
 
 
 def short_name(name: str) -> str:
@@ -219,6 +251,8 @@ def _plain(message: str) -> str:
         return f"--{key[1]} {value[1]!r} is not one of {', '.join(choices)}{close}"
     kinds = set(re.findall(r"Expected an? <class '(?:\w+\.)*(\w+)'>", message)) - {"NoneType"}
     wanted = " or ".join(sorted(kinds, reverse=True))  # str, int, float: always in one order
+    if kinds == {"dict"}:
+        wanted = f"--{short_name(key[1])}.NAME VALUE, once for each"
     if "Expected a dot import path" in message:
         wanted = " or ".join(filter(None, ("the name of a class", wanted)))
     return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"

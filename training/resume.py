@@ -13,7 +13,7 @@ from torch import nn
 
 from catnat.training import options as cli
 from catnat.training.errors import UsageError
-from catnat.training.names import Names, read_yaml, record_beside
+from catnat.training.names import Names, check_model, read_yaml, record_beside
 
 if TYPE_CHECKING:
     from catnat.training.program import Program
@@ -41,11 +41,8 @@ def check_names(path: Path, record: Path, names: Names) -> None:
         record: the config.yaml of its run.
         names: from the command line.
     """
-    before = read_yaml(str(record))
-    model = (before.get("model") or {}).get("name")
-    if model != names.model:
-        raise UsageError(f"checkpoint {path} is one of another model: {model}, not {names.model}")
-    data = (before.get("data") or {}).get("name")
+    check_model(str(path), record, names.model)
+    data = (read_yaml(str(record)).get("data") or {}).get("name")
     if names.command == "fit" and names.data not in (None, data):
         raise UsageError(f"checkpoint {path} has data {data}, the command line {names.data}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -100,6 +101,9 @@ def _no_garbage() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        # A program that ends with a traceback frees these objects, too: triton's libraries would
+        # print a page about those that are left, below the traceback.
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 
