@@ -34,7 +34,8 @@ def add_table_options(parser: argparse.ArgumentParser, scale: str) -> None:
     parser.add_argument("--scale", help=text)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
     text = "part of the table: options of its grid, and seed for final runs (searches are whole)"
-    parser.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE[,VALUE]", help=text)
+    pairs = "KEY=VALUE[,VALUE]"
+    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar=pairs, help=text)
 
 
 def wanted(tables: list[str]) -> list[str]:
@@ -56,5 +57,5 @@ def load(
         key, equals, values = word.partition("=")
         if not equals:
             raise ValueError(f"--only {word}: expected key=value")
-        only[short.get(key, key)] = values.split(",")
+        only.setdefault(short.get(key, key), []).extend(values.split(","))
     return plan.load(name, scale, args.runs, only=only, extra=extra)

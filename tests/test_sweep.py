@@ -149,6 +149,17 @@ def test_stages_run_in_order(table, tmp_path):
     assert len(list((tmp_path / "runs").rglob("metrics.json"))) == 2 + 3 + 1
 
 
+@pytest.mark.parametrize(
+    "words", (["head=a,b"], ["head=a", "head=b"], ["head=a", "--only", "head=b"]), ids=str
+)
+def test_values_that_only_is_given_for_an_option_add_up(words, tmp_path):
+    grid = {"head": ["a", "b", "c"], "x": [1]}
+    path = write_table(tmp_path, grid=grid, search=None, seeds=[1])
+    (tmp_path / "gate").touch()
+    assert sweep.main(arguments(path, "--only", *words)) == 0
+    assert set(calls(tmp_path)) == {"a-x1-seed1", "b-x1-seed1"}
+
+
 def test_only_seed_does_all_of_the_search_and_these_seeds_alone(tmp_path, capsys):
     path = write_table(tmp_path, grid={"head": ["a"]}, search=SEARCH, seeds=[1, 2, 3])
     (tmp_path / "gate").touch()
