@@ -15,7 +15,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
-from catnat.callbacks.terminal import Bars, progress_line
+from catnat.callbacks.stopwatch import Stopwatch
+from catnat.callbacks.terminal import Bars, progress_line, rate_text
 from catnat.files import write_whole
 from catnat.sb3.run_state import state_of
 
@@ -29,6 +30,9 @@ class RunSB3(BaseCallback):
     Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load``
     and those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
     observations are normalized. These hold pickled code, and nothing here reads them.
+
+    ``watch`` has the seconds of rollouts, updates, evaluations and checkpoints; whoever tests the
+    model may add those of the test.
 
     On SIGINT or SIGTERM ``last.ckpt`` is written, and :class:`Stopped` raised; a second SIGINT
     does not wait.
@@ -57,6 +61,7 @@ class RunSB3(BaseCallback):
         self.save_every, self.eval_every, self.show = save_every, eval_every, show
         self.best = -float("inf")
         self.signals = StopSignals()
+        self.watch = Stopwatch("rollouts", "updates", "evaluation", "checkpoints", "test")
         self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
         self._bars: Bars | None = None
@@ -75,6 +80,10 @@ class RunSB3(BaseCallback):
 
     def save(self, name: str = "last") -> None:
         """Write a checkpoint."""
+        with self.watch.part("checkpoints"):
+            self._save(name)
+
+    def _save(self, name: str) -> None:
         content = state_of(self.model) | {
             "hyper_parameters": self.hyper_parameters,
             "best": self.best,
@@ -105,7 +114,16 @@ class RunSB3(BaseCallback):
         return True
 
     def _on_rollout_start(self) -> None:
-        step = self.model.num_timesteps
+        self.watch.end("updates")
+        self._between_rollouts(self.model.num_timesteps)
+        self.watch.begin("rollouts")
+
+    def _on_rollout_end(self) -> None:
+        self.watch.end("rollouts")
+        self.watch.begin("updates")
+
+    def _between_rollouts(self, step: int) -> None:
+        """Save, stop and evaluate where that is due."""
         if step == self._first:
             return
         evaluation = _due(step, self._evaluated, self.eval_every)
@@ -119,6 +137,7 @@ class RunSB3(BaseCallback):
         self._move_bar(step)
 
     def _on_training_end(self) -> None:
+        self.watch.end("updates")
         self._move_bar(self.model.num_timesteps)
         self._stop_bar()
         if self.model.num_timesteps > self._saved:
@@ -140,9 +159,9 @@ class RunSB3(BaseCallback):
 
     def _evaluate_now(self, step: int) -> None:
         """Evaluate, save if this is the best, print a line."""
-        metrics = {
-            f"eval/{name}": value for name, value in self._evaluate(self.stop_if_asked).items()
-        }
+        with self.watch.part("evaluation"):
+            found = self._evaluate(self.stop_if_asked)
+        metrics = {f"eval/{name}": value for name, value in found.items()}
         for name, value in metrics.items():
             self.logger.record(name, value)
         self.logger.dump(step)
@@ -153,7 +172,7 @@ class RunSB3(BaseCallback):
             print(progress_line(step, total, self._rate(step), shown), flush=True)
 
     def _title(self, step: int) -> str:
-        said = f"step {step:,} of {self.model._total_timesteps:,}  {self._rate(step):.3g}/s"
+        said = f"step {step:,} of {self.model._total_timesteps:,}  {rate_text(self._rate(step))}/s"
         return said + "".join(f"  return {x:.4g}" for x in recent_return(self.model).values())
 
     def _rate(self, step: int) -> float:

@@ -131,7 +131,7 @@ class StepBar(ProgressBar):
         shown = self.get_metrics(self.trainer, self.trainer.lightning_module)
         shown.pop("v_num", None)
         metrics = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
-        return f"step {step:,}{of_all}  {rate:.3g}/s{metrics}"
+        return f"step {step:,}{of_all}  {rate_text(rate)}/s{metrics}"
 
     def _show(self, name: str, batch_idx: int, batches: Any, loader: int) -> None:
         if self._enabled:
@@ -209,11 +209,16 @@ def line_of_test(done: int, batches: float, seconds: float) -> str:
     return f"test  batch {done} of {batches:.0f}  about {duration(left)} left"
 
 
+def rate_text(rate: float) -> str:
+    """Three digits or all: 1960, not 1.96e+03."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def progress_line(step: int, total: float, rate: float, metrics: Mapping[str, Any]) -> str:
     """A line of text: step of all steps, steps per second, time left and metrics."""
     left = 0 if math.isinf(total) else total - step
-    shown = f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"  # 1960, not 1.96e+03
-    words = [f"step {step}" + ("" if math.isinf(total) else f" of {total}"), f"{shown} steps/s"]
+    words = [f"step {step}" + ("" if math.isinf(total) else f" of {total}")]
+    words.append(f"{rate_text(rate)} steps/s")
     if left > 0 and rate > 0:
         words.append(f"about {duration(left / rate)} left")
     words += [f"{name} {float(value):.4g}" for name, value in metrics.items()]

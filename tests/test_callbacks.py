@@ -16,6 +16,7 @@ from rich.console import Console
 from catnat.callbacks import AtomicCheckpointIO, GraphFigures, ProgressLines, VAEFigures
 from catnat.callbacks.checkpoints import StopSignals
 from catnat.callbacks.images import heat_map, tile
+from catnat.callbacks.stopwatch import Stopwatch
 from catnat.callbacks.terminal import Bars, StepBar, line_of_test, progress_line
 from catnat.callbacks.time_spent import TimeSpent
 
@@ -281,7 +282,21 @@ def test_a_run_says_where_its_seconds_went():
     parts = (
         "imports 7.0 s, start 3.0 s, steps 21 s, validation 5.0 s, checkpoints 3.0 s, test 3 min"
     )
-    assert spent.line(began=90.0, imported=97.0) == f"time: {parts}"
+    assert spent.watch.line(began=90.0, imported=97.0) == f"time: {parts}"
+
+
+def test_parts_of_a_stopwatch_add_up_and_one_that_had_not_begun_adds_nothing():
+    now = [0.0]
+    watch = Stopwatch("updates", "test", clock=lambda: now[0])
+    now[0] = 5.0
+    watch.end("updates")
+    for seconds in (2.0, 3.0):
+        with watch.part("updates"):
+            now[0] += seconds
+        now[0] += 100.0
+    watch.end("updates")
+    assert watch.seconds == {"updates": 5.0, "test": 0.0} and watch.first == 5.0
+    assert watch.line(began=1.0, imported=4.0) == "time: imports 3.0 s, start 1.0 s, updates 5.0 s"
 
 
 def test_the_command_line_ends_with_where_the_seconds_went(workspace, capfd):

@@ -150,6 +150,16 @@ def test_every_head_trains(head, capfd):
     assert (state["global_step"], state["hyper_parameters"]["head"]) == (128, head)
 
 
+def test_a_run_says_where_its_seconds_went(clock, capfd):
+    assert run(*clock) == 0
+    line = capfd.readouterr().out.splitlines()[-1]
+    parts = ("imports", "start", "rollouts", "updates", "evaluation", "checkpoints", "test")
+    assert re.fullmatch("time: " + ", ".join(rf"{name} \S+ \w+" for name in parts), line), line
+    assert train.main(["test", "--model=ppo", *clock, "--ckpt_path=last", "--head=natural"]) == 0
+    line = capfd.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"time: imports \S+ \w+, start \S+ \w+, test \S+ \w+", line), line
+
+
 def test_what_tensorboard_gets():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

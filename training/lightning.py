@@ -201,7 +201,7 @@ class LightningRun(Run):
         """Seconds of imports, the start, the steps, validations, checkpoints and the test."""
         callbacks: list[Callback] = getattr(self.trainer, "callbacks", [])
         clocks = (each for each in callbacks if isinstance(each, TimeSpent))
-        return next((clock.line(began, imported) for clock in clocks), "")
+        return next((clock.watch.line(began, imported) for clock in clocks), "")
 
     def _tested(self, ckpt_path: Path | None) -> dict[str, float]:
         """Metrics of a checkpoint, or of the model as it is; none with --limit_test_batches 0."""

@@ -34,6 +34,7 @@ class Run(ABC):
     def test(self) -> dict[str, float]:
         """Test the checkpoint; returns metrics."""
 
+    @abstractmethod
     def time_spent(self, began: float, imported: float) -> str:
         """A line that says where the seconds went; or nothing.
 
@@ -41,7 +42,6 @@ class Run(ABC):
             began: when the command began, by the monotonic clock.
             imported: when all libraries were there.
         """
-        return ""
 
     def close(self) -> None:  # noqa: B027 - a run of Lightning holds nothing
         """Free what the run holds."""

@@ -195,6 +195,10 @@ class RLRun(Run):
         self.callback.signals.listen()
         return self._play()
 
+    def time_spent(self, began: float, imported: float) -> str:
+        """A line that says where the seconds went."""
+        return self.callback.watch.line(began, imported)
+
     def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
         self.eval_env.seed(self.seed + MAX_SEED + 1)
@@ -220,7 +224,8 @@ class RLRun(Run):
 
     def _play(self) -> dict[str, float]:
         """The evaluation at the end."""
-        metrics = self.evaluate(self.callback.stop_if_asked)
+        with self.callback.watch.part("test"):
+            metrics = self.evaluate(self.callback.stop_if_asked)
         return {f"test/{name}": value for name, value in metrics.items()}
 
     def _player(self, env: VecEnv) -> Any:
