@@ -156,7 +156,11 @@ def by_hand(args: argparse.Namespace, stock: bool) -> float:
     from torchvision.transforms import ToTensor
 
     torch.manual_seed(0)
-    data = MNIST(args.torchvision_root, transform=ToTensor())
+    try:
+        data = MNIST(args.torchvision_root, transform=ToTensor())
+    except RuntimeError:
+        root = args.torchvision_root
+        raise SystemExit(f"--torchvision-root {root}: no unpacked MNIST files there") from None
     loader = torch.utils.data.DataLoader(data, batch_size=100, shuffle=True)
     model = DiscreteVAE(args.head, N, K)
     if stock:

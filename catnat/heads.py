@@ -43,6 +43,15 @@ def head_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTRY)))
 
 
+def head_option_names() -> set[str]:
+    """Names of the options that some registered head takes in :func:`make_head`."""
+    return {"mix"}.union(*map(_options_of, _REGISTRY.values()))
+
+
+def _options_of(cls: type[CategoricalHead]) -> list[str]:
+    return list(inspect.signature(cls).parameters)[1:]
+
+
 def make_head(
     head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
 ) -> CategoricalHead:
@@ -78,9 +87,9 @@ def _make(
     name = _ALIASES.get(head, head)
     require_choice(head_names(), head=name)
     cls = _REGISTRY[name]
-    parameters = inspect.signature(cls).parameters
-    known = list(parameters)[1:]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = _options_of(cls)
+    parameters = inspect.signature(cls).parameters.values()
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unknown = sorted(set(options) - set(known))
     if unknown and not open_ended:
         choices = ", ".join([*known, "mix"])

@@ -56,6 +56,11 @@ def stopped(run: Run) -> dict[str, Any] | None:
     return _read_json(run.home / "stopped.json") if metrics(run) is None else None
 
 
+def counted(count: int) -> str:
+    """1 run, 2 runs."""
+    return "1 run" if count == 1 else f"{count} runs"
+
+
 def done(run: Run) -> bool:
     """Whether nothing is left to do: finished, given up, or stopped early."""
     return metrics(run) is not None or failure(run) is not None or stopped(run) is not None

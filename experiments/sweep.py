@@ -156,8 +156,7 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     if by_hand:
         engine.run(schedule, Progress(schedule, live=False))
         return 0
-    left = "1 run" if schedule.left == 1 else f"{schedule.left} runs"
-    print(f"{table.name}, {table.scale}: {left} to do", flush=True)
+    print(f"{table.name}, {table.scale}: {runs.counted(schedule.left)} to do", flush=True)
     if table.search and table.search.early_stop and args.engine != "ray":
         print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
     if not schedule.finished:
@@ -178,10 +177,9 @@ def report(table: Experiment, held: int) -> int:
         if not stages.selected(table, cell) and stages.present(table, cell) is None:
             print(f"nothing could be selected for {cell}: no run of its search has a finite metric")
     if held:
-        are = "1 run is" if held == 1 else f"{held} runs are"
-        later = "the same command goes on later"
-        print(f"{table.name}, {table.scale}: {are} held by another process: {later}")
-    counts = f"{len(found.finished)} runs finished, {len(found.failed)} failed"
+        text = f"{runs.counted(held)} held by another process: the same command goes on later"
+        print(f"{table.name}, {table.scale}: {text}")
+    counts = f"{runs.counted(len(found.finished))} finished, {len(found.failed)} failed"
     early = f", {len(found.stopped)} stopped early" if found.stopped else ""
     print(f"{table.name}, {table.scale}: {counts}{early}, in {table.folder}", flush=True)
     return len(found.failed) + held

@@ -83,7 +83,7 @@ def test_a_search_that_another_process_holds_is_not_said_to_have_failed(tmp_path
     experiment = plan.load(str(path), "smoke", tmp_path / "runs")
     assert sweep.report(experiment, held=2) == 2
     (held, _) = capsys.readouterr().out.splitlines()
-    assert held.endswith("2 runs are held by another process: the same command goes on later")
+    assert held.endswith("2 runs held by another process: the same command goes on later")
     for run in stages.known(experiment):
         run.home.mkdir(parents=True)
         runs.record_failure(run, 1, "boom")

@@ -68,7 +68,7 @@ def test_runs_that_another_process_holds_are_left_and_the_sweep_says_how_many(
         monkeypatch.setattr(training.GroupTraining, "run", meanwhile)
         assert sweep.main(arguments) == 1
     out, err = capsys.readouterr()
-    assert "1 run is held by another process: the same command goes on later" in out
+    assert "1 run held by another process: the same command goes on later" in out
     (line,) = (line for line in out.splitlines() if "HELD by another process" in line)
     assert line.startswith("[3/4]")  # ended, of all
     assert "interrupted" not in out + err and "nothing could be selected" not in out

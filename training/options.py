@@ -8,15 +8,14 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from inspect import signature
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 
-from catnat.categorical_head import _REGISTRY
 from catnat.checks import did_you_mean
+from catnat.heads import head_option_names
 from catnat.training.errors import UsageError
 from catnat.training.names import SHORT, read_yaml
 
@@ -201,16 +200,11 @@ def _close_option(name: str, known: list[str]) -> str:
     near = known if has_group else [*_NAMES, *map(short_name, known)]
     if called := next((each for each in _CALLED.get(name.lower(), ()) if each in near), None):
         return f"; did you mean --{called}?"
-    if "model.head_options" in known and name in _options_of_heads():
+    if "model.head_options" in known and name in head_option_names():
         return f"; did you mean --head_options.{name}?"
     if name in _OPTIONS_OF:
         return f": it is one of --model {_OPTIONS_OF[name]}"
     return did_you_mean(name, near).replace("mean ", "mean --") or "; see --help"
-
-
-def _options_of_heads() -> set[str]:
-    """Names of the options that some head has."""
-    return {"mix"}.union(*(list(signature(cls).parameters)[1:] for cls in _REGISTRY.values()))
 
 
 def short_name(name: str) -> str:

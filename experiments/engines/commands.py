@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import runs
 from experiments.plan import Run
 from experiments.progress import Progress
 from experiments.schedule import Schedule
@@ -36,6 +37,5 @@ class Print:
         experiment = schedule.experiment
         later = schedule.left - count
         rest = f", then again, for {later} more" if later else ", the last"
-        runs = "1 run" if count == 1 else f"{count} runs"
-        text = f"{runs}{rest}" if count else "all is done"
+        text = f"{runs.counted(count)}{rest}" if count else "all is done"
         print(f"{experiment.name}, {experiment.scale}: {text}", file=sys.stderr)
