@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals
+from catnat.callbacks.checkpoints import Stopped, StopSignals
 from catnat.callbacks.stopwatch import Stopwatch
 from catnat.callbacks.terminal import Bars, progress_line, rate_text
 from catnat.files import write_whole
@@ -79,7 +80,7 @@ class RunSB3(BaseCallback):
             raise Stopped(self.signals.signum, self.model.num_timesteps, self.last)
 
     def save(self, name: str = "last") -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; it is on the disk when this returns."""
         with self.watch.part("checkpoints"):
             self._save(name)
 
@@ -88,8 +89,9 @@ class RunSB3(BaseCallback):
             "hyper_parameters": self.hyper_parameters,
             "best": self.best,
         }
-        AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
-        archive = io.BytesIO()
+        checkpoint, archive = io.BytesIO(), io.BytesIO()
+        torch.save(content, checkpoint)
+        write_whole(self.folder / f"{name}.ckpt", checkpoint.getbuffer())
         self.model.save(archive)
         write_whole(self.folder / f"{name}.zip", archive.getbuffer())
         if (normalizer := self.model.get_vec_normalize_env()) is not None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,29 @@ def test_a_checkpoint_of_a_vae_is_refused(capfd):
     torch.save({"state_dict": {}, "hyper_parameters": {"head": "natural"}}, "vae.ckpt")
     assert run(*QUICK, "--ckpt_path=vae.ckpt") == 2
     assert "has env None" in capfd.readouterr().err
+
+
+def test_a_checkpoint_is_on_the_disk_when_save_returns(monkeypatch):
+    """A slow disk must not let two checkpoints of one name overtake each other."""
+    save, rename, seen = RunSB3.save, os.replace, []
+
+    def slow_rename(source, target):
+        time.sleep(0.1 if str(target).endswith(".ckpt") else 0.0)
+        rename(source, target)
+
+    def save_and_look(self, name="last"):
+        save(self, name)
+        found = sorted(path.name for path in self.folder.iterdir())
+        checkpoint = last(name=name)
+        assert checkpoint["global_step"] == self.model.num_timesteps
+        assert checkpoint["best"] == self.best
+        seen.append((name, found))
+
+    monkeypatch.setattr(os, "replace", slow_rename)
+    monkeypatch.setattr(RunSB3, "save", save_and_look)
+    assert run(*QUICK, "--eval_every=64") == 0
+    assert {name for name, _ in seen} == {"last", "best"}
+    assert not [name for _, found in seen for name in found if name.startswith(".")]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(capfd, monkeypatch):
