@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -190,16 +190,29 @@ class HeadHistory:
 
     def _compute(self, steps: list[int], scores: Tensor, draws: int) -> None:
         """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
-        rows = scores.shape[1]
-        size = (len(steps), diagnostics_size(self.head))
-        exact = self._attempt(partial(self.head.diagnostics, scores), size, scores)
-        self._exact.add(steps, rows, exact)
+        head, rows, both = self.head, scores.shape[1], None
         if draws:
             levels = self.noise(steps, (draws, rows)).movedim(1, 0)  # (M, T, B)
-            size = (len(steps), sampled_size(self.head))
-            pairs = partial(paired_mean_fishers, self.head, scores, levels)
-            sampled = self._attempt(lambda: pairs().movedim(0, 1).flatten(1), size, scores)
-            self._sampled.add(steps, rows, sampled)
+            both = self._both(scores, levels)
+        size = (len(steps), diagnostics_size(head))
+        exact = self._attempt(lambda: both[0] if both else head.diagnostics(scores), size, scores)
+        self._exact.add(steps, rows, exact)
+        if draws:
+
+            def pairs() -> Tensor:
+                found = both[1] if both else paired_mean_fishers(head, scores, levels)
+                return found.movedim(0, 1).flatten(1)
+
+            size = (len(steps), sampled_size(head))
+            self._sampled.add(steps, rows, self._attempt(pairs, size, scores))
+
+    def _both(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The exact and the drawn in one pass; None if that is impossible, or fails."""
+        if sampled_size(self.head) == 1:
+            return None
+        with suppress(Exception):  # two passes follow, and what fails there is remembered
+            return self.head._observe(scores, levels)
+        return None
 
     def _attempt(
         self, compute: Callable[[], Tensor], shape: tuple[int, int], scores: Tensor

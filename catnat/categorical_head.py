@@ -220,6 +220,13 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         """
         return None
 
+    def _observe(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
+        """:meth:`diagnostics` and ``paired_mean_fishers`` in one pass, or None if there is none.
+
+        (T, B, S) and (M, T, B) -> ``diagnostics`` of T steps and (2, T, S, S).
+        """
+        return None
+
     def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
         """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
 

@@ -19,7 +19,14 @@ from catnat.checks import (
 )
 from catnat.distributions import checked_sample
 from catnat.numerics import exp_of_log_probs, is_plain
-from catnat.ops import tree_fisher, tree_gradients_at, tree_log_prob, tree_log_probs, tree_sample
+from catnat.ops import (
+    tree_fisher,
+    tree_gradients_at,
+    tree_log_prob,
+    tree_log_probs,
+    tree_observe,
+    tree_sample,
+)
 from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
 from catnat.tree import (
     leaves_and_classes,
@@ -185,6 +192,12 @@ class CatnatHead(CategoricalHead):
             return None
         scores = self._checked(scores)
         return tree_gradients_at(scores, levels, self.split, self._constants(scores))
+
+    def _observe(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self._has_paths() or type(self).diagnostics is not CatnatHead.diagnostics:
+            return None
+        scores = self._checked(scores)
+        return tree_observe(scores, levels, self.split, self._constants(scores))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""

@@ -3,7 +3,8 @@
 Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`,
 :func:`softmax_log_probs`; along one path of a tree, in O(log K): :func:`tree_log_prob`,
 :func:`tree_sample`. Gradients at random categories, on a CPU alone: :func:`tree_gradients_at`,
-:func:`softmax_gradients_at`, :func:`sparsemax_gradients_at`.
+:func:`softmax_gradients_at`, :func:`sparsemax_gradients_at`; what a monitor needs, there in one
+pass: :func:`tree_observe`.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
@@ -25,6 +26,7 @@ from catnat.ops.dispatch import (
     tree_gradients_at,
     tree_log_prob,
     tree_log_probs,
+    tree_observe,
     tree_sample,
 )
 
@@ -37,5 +39,6 @@ __all__ = [
     "tree_gradients_at",
     "tree_log_prob",
     "tree_log_probs",
+    "tree_observe",
     "tree_sample",
 ]

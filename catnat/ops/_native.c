@@ -1170,6 +1170,195 @@ static void path_gradient_rows(job *j, long first, long last) {
     free(b);
 }
 
+/* ------------------------------------------------------------------- what a monitor needs
+ *
+ * Of T steps of B rows: the mean Fisher diagonal, and the mean outer products of gradients at random
+ * categories. All nodes are split once; the draws walk through the results. A gradient is 0 off the
+ * path of its draw, so that a product belongs to a node and one of the nodes above it, or itself: it
+ * is added up at (node, depth of the node above). */
+
+typedef struct {
+    path_job path; /* first; rows: steps, repeats: draws at each row */
+    long rows; /* of a step */
+    float *products; /* (2, T, S, S) */
+} step_job;
+
+/* Numbers for each node in the sums of products: its depth and more, so that loops are vectors. */
+static long width(long H) { return H <= 8 ? 8 : H <= 16 ? 16 : 64; }
+
+typedef struct { /* for a chunk of rows; sums are of a step */
+    float *left, *right, *information, *flat, *log_p, *column, *level;
+    int *nan, heap[BLOCK], at[BLOCK], turn[BLOCK];
+    double *diagonal, *products, *paths; /* (S + 1), (2, S, width), (rows, width) */
+    node_block *block;
+} step_buffers;
+
+static step_buffers *make_buffers(const step_job *p, long chunk) {
+    long S = p->path.tree.categories - 1, H = height(S + 1), part = padded(chunk * S);
+    step_buffers *b = malloc(sizeof(step_buffers));
+    if (!b) return NULL;
+    b->left = aligned_alloc(64, sizeof(float) * (size_t)(5 * part + padded(S) + padded(chunk)));
+    b->nan = malloc(sizeof(int) * (size_t)S);
+    b->diagonal = malloc(sizeof(double) * (size_t)(S + 1 + (2 * S + chunk) * width(H)));
+    b->block = make_block(&p->path);
+    return b;
+}
+
+static int set_buffers(step_buffers *b, long S, long chunk) {
+    long part = padded(chunk * S);
+    if (!b || !b->left || !b->nan || !b->diagonal || !b->block) return 0;
+    b->right = b->left + part, b->information = b->right + part, b->flat = b->information + part;
+    b->log_p = b->flat + part, b->column = b->log_p + part, b->level = b->column + padded(S);
+    b->products = b->diagonal + S + 1, b->paths = b->products + 2 * S * width(height(S + 1));
+    return 1;
+}
+
+static void free_buffers(step_buffers *b) {
+    if (b) free(b->left), free(b->nan), free(b->diagonal), free(b->block), free(b);
+}
+
+/* Add the Fisher diagonals of n rows, whose splits are computed, to the sums. */
+static void add_diagonals(step_buffers *b, const float *restrict scores, long n, long S) {
+    float *restrict column = b->column, *restrict information = b->information;
+    const float *restrict log_p = b->log_p, *restrict flat = b->flat;
+    float flats = 0;
+    int any = 0;
+#pragma omp simd reduction(+ : flats) reduction(| : any)
+    for (long i = 0; i < n * S; i++) {
+        information[i] = keep_nan(exp_or_zero(log_p[i]) * information[i], log_p[i]);
+        flats += flat[i];
+        any |= nan_mask(scores[i]);
+    }
+    for (long i = 0; i < S; i++) column[i] = 0;
+    for (long r = 0; r < n; r++)
+        for (long i = 0; i < S; i++) column[i] += information[r * S + i];
+    for (long i = 0; i < S; i++) b->diagonal[i] += (double)column[i];
+    b->diagonal[S] += (double)flats / (double)S;
+    if (any)
+        for (long i = 0; i < n * S; i++) b->nan[i % S] |= nan_mask(scores[i]);
+}
+
+/* Draw one category in each of n rows. Level h of a path is in place h * n + i: the node's place in
+ * its row, the child that was taken, and in the block what split_slopes needs. */
+static void draw(const path_job *p, step_buffers *b, const float *restrict scores,
+                 const float *restrict levels, long n) {
+    int K = (int)p->tree.categories, S = K - 1, H = height(K), *restrict heap = b->heap;
+    float *restrict level = b->level;
+    const float *restrict left = b->left;
+    for (long i = 0; i < n; i++) heap[i] = 1, level[i] = fminf(levels[i], 0.99999994f);
+    for (long h = 0; h < H; h++) {
+        float *restrict x = b->block->scores + h * n;
+        int *restrict at = b->at + h * n, *restrict turn = b->turn + h * n;
+#pragma omp simd
+        for (int i = 0; i < (int)n; i++) {
+            int node = heap[i] < K ? heap[i] - 1 : 0;
+            float u = level[i], share = exp_or_zero(left[i * S + node]);
+            int to_right = u >= share;
+            at[i] = node;
+            x[i] = scores[i * S + node];
+            turn[i] = heap[i] < K ? 2 * to_right - 1 : 0; /* no node: a leaf was reached before */
+            level[i] = fminf(to_right ? (u - share) / (1.0f - share) : u / share, 0.99999994f);
+            heap[i] = heap[i] < K ? 2 * heap[i] + to_right : heap[i];
+        }
+        for (long r = 0; r < p->constant_rows; r++)
+            for (long i = 0; i < n; i++)
+                b->block->constants[(r * H + h) * n + i] = p->tree.constants[r * S + at[i]];
+    }
+}
+
+/* For each node of each path its product with all others of the path; those below it do not count. */
+INLINE void add_paths(const step_buffers *b, long n, long H, long width, double *restrict products) {
+    const float *restrict slope = b->block->left;
+    double *restrict paths = b->paths;
+    for (long i = 0; i < n; i++)
+        for (long h = 0; h < H; h++) paths[i * width + h] = (double)slope[h * n + i];
+    for (long i = 0; i < n; i++)
+        for (long h = 0; h < H; h++) {
+            double *restrict row = products + b->at[h * n + i] * width, here = paths[i * width + h];
+#pragma omp simd
+            for (long k = 0; k < width; k++) row[k] += here * paths[i * width + k];
+        }
+}
+
+/* Add the outer products of the gradients at the draws of n rows. */
+static void add_products(step_buffers *b, long n, long H, double *restrict products) {
+    float *restrict slope = b->block->left;
+    const float *restrict right = b->block->right;
+    const int *restrict turn = b->turn;
+    split_block(b->block, n * H, split_slopes);
+    for (long i = 0; i < n * H; i++)
+        slope[i] = turn[i] > 0 ? right[i] : turn[i] < 0 ? -slope[i] : 0.0f;
+    switch (width(H)) { /* a constant, for the compiler */
+    case 8: add_paths(b, n, H, 8, products); break;
+    case 16: add_paths(b, n, H, 16, products); break;
+    default: add_paths(b, n, H, 64, products);
+    }
+}
+
+/* Divide the sums of a step. */
+static void write_step(const step_job *p, const step_buffers *b, long step) {
+    long S = p->path.tree.categories - 1, H = height(S + 1), steps = p->path.tree.rows;
+    long M = p->path.repeats;
+    float *out = p->path.tree.out + step * (S + 1);
+    for (long i = 0; i <= S; i++) out[i] = (float)(b->diagonal[i] / (double)p->rows);
+    for (long half = 0; half < 2; half++) {
+        double draws = (double)p->rows * (double)(half ? M - M / 2 : M / 2);
+        float *restrict matrix = p->products + (half * steps + step) * S * S;
+        for (long i = 0; i < S * S; i++) matrix[i] = 0;
+        for (long i = 0; i < S; i++) {
+            long depth = 0;
+            while ((i + 1) >> (depth + 1)) depth++;
+            for (long up = 0; up <= depth; up++) {
+                long k = ((i + 1) >> (depth - up)) - 1;
+                float mean = (float)(b->products[(half * S + i) * width(H) + up] / draws);
+                matrix[i * S + k] = matrix[k * S + i] = mean;
+            }
+        }
+        for (long i = 0; i < S; i++)
+            for (long k = 0; b->nan[i] && k < S; k++)
+                matrix[i * S + k] = matrix[k * S + i] = from_bits(-1);
+    }
+}
+
+static void observe_steps(job *j, long first, long last) {
+    step_job *p = (step_job *)j;
+    long K = j->categories, S = K - 1, H = height(K), B = p->rows, M = p->path.repeats;
+    long chunk = S < BLOCK ? BLOCK / S : 1;
+    if (chunk > TILE) chunk &= -TILE;
+    step_buffers *b = make_buffers(p, chunk);
+    if (!set_buffers(b, S, chunk)) j->failed = 1, last = first;
+    for (long step = first; step < last; step++) {
+        for (long i = 0; i < K + (2 * S + chunk) * width(H); i++) b->diagonal[i] = 0; /* all three */
+        for (long i = 0; i < S; i++) b->nan[i] = 0;
+        for (long start = 0; start < B; start += chunk) {
+            long n = B - start < chunk ? B - start : chunk;
+            const float *scores = j->scores + (step * B + start) * S;
+            split_logs(j, scores, j->constants, n, S, b->left, b->right);
+            split_information(j, scores, j->constants, n, S, b->information, b->flat);
+            for (long r = 0; r < n; r++)
+                descend_inside(K, b->left + r * S, b->right + r * S, b->log_p + r * S - 1, 1);
+            add_diagonals(b, scores, n, S);
+            for (long m = 0; m < M; m++) {
+                draw(&p->path, b, scores, p->path.levels + (m * j->rows + step) * B + start, n);
+                add_products(b, n, H, b->products + (m < M / 2 ? 0 : S * width(H)));
+            }
+        }
+        write_step(p, b, step);
+    }
+    free_buffers(b);
+}
+
+int catnat_tree_observe(const float *scores, const float *constants, const float *levels, float *out,
+                        float *products, long draws, long constant_rows, long rows, long steps,
+                        long categories, const split *split, int threads) {
+    job j = {scores, NULL, constants, out, steps, categories, *split, 0};
+    path_job path = {.tree = j, .levels = levels, .repeats = draws, .constant_rows = constant_rows};
+    step_job p = {path, rows, products};
+    return run(observe_steps, &p.path.tree, threads);
+}
+
+/* ------------------------------------------------------- gradients of softmax and sparsemax */
+
 /* Sums of weights from the first on. */
 INLINE void add_up(const float *restrict weight, long K, float *restrict reached) {
     double total = 0;

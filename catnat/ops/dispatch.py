@@ -110,6 +110,22 @@ def tree_gradients_at(
     return out.view(*shape, scores.shape[-1])
 
 
+def tree_observe(
+    scores: Tensor, levels: Tensor, split: Split, constants: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Means of :func:`tree_fisher` and of products of :func:`tree_gradients_at`, for T steps.
+
+    (T, B, K-1) and (M, T, B) -> (T, K) and (2, T, K-1, K-1), without gradient; None where there is
+    no fused kernel. The products are outer ones, of a gradient with itself; the first mean is that
+    of the first M // 2 draws, the second that of the others. Other arguments as in
+    :func:`tree_log_probs`.
+    """
+    scores, empty = scores.detach(), 0 in levels.shape
+    if empty or _path_kernels(scores, levels.shape, split) != "native":
+        return None
+    return native.tree_observe(scores, levels.float(), split, constants)
+
+
 def softmax_gradients_at(scores: Tensor, levels: Tensor) -> Tensor | None:
     """The same for the categories of softmax, (*, K) and (M, *) -> (M, *, K)."""
     return _gradients_at(native.softmax_gradients, scores, levels)

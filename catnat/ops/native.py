@@ -74,6 +74,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.catnat_path_backward.argtypes = [pointer] * 5 + [long, long, *rest]
     lib.catnat_path_sample.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_path_gradients.argtypes = [pointer] * 4 + [long, long, *rest]
+    lib.catnat_tree_observe.argtypes = [pointer] * 5 + [long, long, long, *rest]
     lib.catnat_softmax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
@@ -143,6 +144,24 @@ def tree_gradients(
     out = scores.new_empty(len(levels), scores.shape[1])
     _path_call("catnat_path_gradients", scores, _plain_memory(levels), (out,), split, constants)
     return out
+
+
+def tree_observe(
+    scores: Tensor, levels: Tensor, split: Split, constants: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Mean :func:`tree_fisher` and two mean products of :func:`tree_gradients` of each step.
+
+    (T, B, K-1) and (M, T, B) -> (T, K) and (2, T, K-1, K-1); the first product has M // 2 draws.
+    """
+    scores, levels = _plain_memory(scores), _plain_memory(levels)
+    T, B, S = scores.shape
+    out, products = scores.new_empty(T, S + 1), scores.new_empty(2, T, S, S)
+    pointers = (_pointer(constants), *(each.data_ptr() for each in (levels, out, products)))
+    rows_of_constants = 0 if constants is None else constants.shape[0]
+    sizes = (len(levels), rows_of_constants, B, T, S + 1)
+    settings = (*pointers, *sizes, _settings(split))
+    _call("catnat_tree_observe", scores, *settings, work=0)  # one thread: torch's are still awake
+    return out, products
 
 
 def softmax_gradients(scores: Tensor, levels: Tensor) -> Tensor:
