@@ -138,3 +138,11 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def note_commands(experiment: Experiment, lines: list[str]) -> None:
+    """Keep commands beside the runs that they make, for whoever makes a table of them."""
+    experiment.folder.mkdir(parents=True, exist_ok=True)
+    path = experiment.folder / STARTED
+    before = path.read_text().splitlines() if path.is_file() else []
+    path.write_text("\n".join(dict.fromkeys([*before, *lines])) + "\n")

@@ -149,7 +149,7 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     """Do what is left of a table; the number of runs given up, or left to another process."""
     if args.retry_failed:
         runs.forget_failures(stages.known(table))
-    note_command(table, argv)
+    status.note_commands(table, [shlex.join(["python", "experiments/sweep.py", *argv])])
     by_hand = args.engine == "print" or args.dry_run
     draws = {"print": args.jobs or DRAWS, "slurm": args.jobs or DRAWS, "together": DRAWS}
     schedule = Schedule(table, draws=draws.get(args.engine))
@@ -200,15 +200,6 @@ def show_status(argv: list[str]) -> int:
         else:
             print("\n".join(text for each in found for text in status.lines(each)))
     return 0
-
-
-def note_command(table: Experiment, argv: list[str]) -> None:
-    """Keep the command beside the runs, for whoever makes a table of them."""
-    table.folder.mkdir(parents=True, exist_ok=True)
-    line = shlex.join(["python", "experiments/sweep.py", *argv])
-    path = table.folder / status.STARTED
-    before = path.read_text().splitlines() if path.is_file() else []
-    path.write_text("\n".join(dict.fromkeys([*before, line])) + "\n")
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def _runs(experiment: Experiment, found: list[plan.Run]) -> Iterator[dict[str, A
         yield {
             **{experiment.short(option): value for option, value in named.items()},
             "status": status,
-            **{name: _number(numbers.get(name)) for name in columns},
+            **{name: _number(numbers.get(name), 9) for name in columns},  # float32, whole
         }
 
 
@@ -245,8 +245,8 @@ def _curves(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]
                 yield cell | point | {"value": _number(point["value"])}
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:.6g}"
+def _number(value: float | None, digits: int = 6) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
 def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
