@@ -76,10 +76,11 @@ def test_the_numbers_of_torch(name, K, dtype):
         "entropy": other(leaf).entropy(),
         "fisher": other.fisher_diagonal(leaf.detach()),
     }
+    tolerance = TOLERANCE[dtype] * max(1, K / 500)  # both round a sum of K numbers
     for key, got in compute(scores, weight, value).items():
         assert got.dtype == dtype
         by_row = key in ("gradient", "gradient of path", "fisher")
-        assert difference(got, want[key].detach(), by_row) < TOLERANCE[dtype], key
+        assert difference(got, want[key].detach(), by_row) < tolerance, key
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
