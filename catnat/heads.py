@@ -23,6 +23,7 @@ from catnat.checks import require_choice, require_within
 from catnat.mixed_head import MixedHead
 from catnat.numerics import LOG_ZERO, safe_log
 from catnat.ops import (
+    flat_observe,
     softmax_gradients_at,
     softmax_log_probs,
     sparsemax_gradients_at,
@@ -154,6 +155,11 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
             return None
         return softmax_gradients_at(self._checked(scores), levels)
 
+    def _observe(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not _is_unchanged(self, SoftmaxHead):
+            return None
+        return flat_observe(self._checked(scores), levels, sparse=False)
+
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """By Sherman and Morrison's formula, in O(K)."""
         p = self.probs(scores)
@@ -236,6 +242,11 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
             return None
         return sparsemax_gradients_at(self._checked(scores), levels)
 
+    def _observe(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not _is_unchanged(self, SparsemaxHead):
+            return None
+        return flat_observe(self._checked(scores), levels, sparse=True)
+
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores of impossible categories, and all of them where one category is certain."""
         possible = ~(self.probs(scores) <= 0)
@@ -247,6 +258,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
         q = support * log_p.clamp_min(-80).neg().exp()
         return q, support, support.sum(-1, keepdim=True)
+
+
+def _is_unchanged(head: CategoricalHead, cls: type[CategoricalHead]) -> bool:
+    """Whether a head has the probabilities and the diagnostics of this class."""
+    kind = type(head)
+    return kind.log_probs is cls.log_probs and kind.diagnostics is cls.diagnostics
 
 
 def _centred(x: Tensor, inside: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax
 :func:`softmax_log_probs`; along one path of a tree, in O(log K): :func:`tree_log_prob`,
 :func:`tree_sample`. Gradients at random categories, on a CPU alone: :func:`tree_gradients_at`,
 :func:`softmax_gradients_at`, :func:`sparsemax_gradients_at`; what a monitor needs, there in one
-pass: :func:`tree_observe`.
+pass: :func:`tree_observe`, :func:`flat_observe`.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
@@ -18,6 +18,7 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 """
 
 from catnat.ops.dispatch import (
+    flat_observe,
     softmax_gradients_at,
     softmax_log_probs,
     sparsemax_gradients_at,
@@ -31,6 +32,7 @@ from catnat.ops.dispatch import (
 )
 
 __all__ = [
+    "flat_observe",
     "softmax_gradients_at",
     "softmax_log_probs",
     "sparsemax_gradients_at",

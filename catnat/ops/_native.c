@@ -1181,6 +1181,7 @@ typedef struct {
     path_job path; /* first; rows: steps, repeats: draws at each row */
     long rows; /* of a step */
     float *products; /* (2, T, S, S) */
+    int sparse; /* sparsemax, not softmax, where there is no tree */
 } step_job;
 
 /* Numbers for each node in the sums of products: its depth and more, so that loops are vectors. */
@@ -1353,7 +1354,7 @@ int catnat_tree_observe(const float *scores, const float *constants, const float
                         long categories, const split *split, int threads) {
     job j = {scores, NULL, constants, out, steps, categories, *split, 0};
     path_job path = {.tree = j, .levels = levels, .repeats = draws, .constant_rows = constant_rows};
-    step_job p = {path, rows, products};
+    step_job p = {path, rows, products, 0};
     return run(observe_steps, &p.path.tree, threads);
 }
 
@@ -1375,6 +1376,38 @@ INLINE long passed(const float *restrict reached, long K, float level) {
     return drawn < K ? drawn : 0;
 }
 
+/* exp(s - max s) and its sums; returns one over the last of them, NaN where a score makes it so. */
+INLINE float softmax_row(const float *restrict s, long K, float *restrict weight,
+                         float *restrict reached) {
+    float top = s[0];
+    int bad = 0;
+#pragma omp simd reduction(max : top) reduction(| : bad)
+    for (long k = 0; k < K; k++) top = fmaxf(top, s[k]), bad |= nan_mask(s[k]);
+    for (long k = 0; k < K; k++) weight[k] = exp_or_zero(s[k] - top);
+    add_up(weight, K, reached);
+    return bad | ~finite_mask(top) ? from_bits(-1) : 1.0f / reached[K - 1];
+}
+
+/* Probabilities of sparsemax, 1 on the support and 0 elsewhere, and sums; returns the support's size. */
+INLINE float support_row(const float *restrict log_p, long K, float *restrict prob,
+                         float *restrict inside, float *restrict reached) {
+    float size = 0;
+#pragma omp simd reduction(+ : size)
+    for (long k = 0; k < K; k++) {
+        prob[k] = exp_or_zero(log_p[k]);
+        inside[k] = log_p[k] <= LOG_ZERO ? 0.0f : 1.0f;
+        size += inside[k];
+    }
+    add_up(prob, K, reached);
+    return size;
+}
+
+/* Log-probabilities of sparsemax. */
+static void sparsemax_of(const float *scores, long rows, long K, float *logs) {
+    job forward = {.scores = scores, .out = logs, .rows = rows, .categories = K};
+    (K < SHORT ? sparsemax_forward_short : sparsemax_forward_rows)(&forward, 0, rows);
+}
+
 /* 1 - p at the category, -p elsewhere. */
 NARROW static void softmax_gradient_rows(job *j, long first, long last) {
     path_job *p = (path_job *)j;
@@ -1386,14 +1419,7 @@ NARROW static void softmax_gradient_rows(job *j, long first, long last) {
     }
     float *restrict reached = weight + K;
     for (long row = first; row < last; row++) {
-        const float *restrict s = j->scores + row * K;
-        float top = s[0];
-        int bad = 0;
-#pragma omp simd reduction(max : top) reduction(| : bad)
-        for (long k = 0; k < K; k++) top = fmaxf(top, s[k]), bad |= nan_mask(s[k]);
-        for (long k = 0; k < K; k++) weight[k] = exp_or_zero(s[k] - top);
-        add_up(weight, K, reached);
-        float scale = bad | ~finite_mask(top) ? from_bits(-1) : 1.0f / reached[K - 1];
+        float scale = softmax_row(j->scores + row * K, K, weight, reached);
         for (long repeat = 0; repeat < p->repeats; repeat++) {
             float *restrict out = j->out + (repeat * j->rows + row) * K;
             for (long k = 0; k < K; k++) out[k] = -scale * weight[k];
@@ -1414,21 +1440,13 @@ NARROW static void sparsemax_gradient_rows(job *j, long first, long last) {
         return;
     }
     float *restrict prob = logs + TOGETHER * K, *restrict reached = prob + K;
-    float *restrict inside = reached + K; /* 1 on the support, 0 elsewhere */
+    float *restrict inside = reached + K;
     for (long start = first; start < last; start += TOGETHER) {
         long rows = last - start < TOGETHER ? last - start : TOGETHER;
-        job forward = {.scores = j->scores + start * K, .out = logs, .rows = rows, .categories = K};
-        (K < SHORT ? sparsemax_forward_short : sparsemax_forward_rows)(&forward, 0, rows);
+        sparsemax_of(j->scores + start * K, rows, K, logs);
         for (long r = 0; r < rows; r++) {
             const float *restrict log_p = logs + r * K;
-            float size = 0;
-#pragma omp simd reduction(+ : size)
-            for (long k = 0; k < K; k++) {
-                prob[k] = exp_or_zero(log_p[k]);
-                inside[k] = log_p[k] <= LOG_ZERO ? 0.0f : 1.0f;
-                size += inside[k];
-            }
-            add_up(prob, K, reached);
+            float size = support_row(log_p, K, prob, inside, reached);
             for (long repeat = 0; repeat < p->repeats; repeat++) {
                 long at = repeat * j->rows + start + r, drawn = passed(reached, K, p->levels[at]);
                 float steep = keep_nan(1.0f / prob[drawn], log_p[0]), mean = steep / size;
@@ -1439,6 +1457,163 @@ NARROW static void sparsemax_gradient_rows(job *j, long first, long last) {
         }
     }
     free(logs);
+}
+
+/* ---------------------------------------- what a monitor needs of softmax and sparsemax, K <= 64
+ *
+ * Of T steps of B rows: the mean Fisher matrix, and the mean outer products of gradients at random
+ * categories. Sums of a chunk of rows are in float, those of a step in double. */
+
+enum { WIDEST = 64, CHUNK = 64 }; /* categories; rows */
+#define ALIGNED __attribute__((aligned(64)))
+
+typedef struct {
+    ALIGNED float part[3][WIDEST * WIDEST]; /* for the exact matrix and the two halves of the draws */
+    ALIGNED double sum[3][WIDEST * WIDEST], diagonal[WIDEST];
+    ALIGNED float probs[CHUNK * WIDEST], logs[CHUNK * WIDEST];
+    ALIGNED float prob[WIDEST], inside[WIDEST], reached[WIDEST], gradient[WIDEST];
+    double still;
+    int bad; /* a row has a NaN */
+} flat_sums;
+
+/* Row i of a matrix, W numbers wide, plus a factor times x. */
+INLINE void add_row(float *restrict matrix, long i, long W, float factor, const float *restrict x) {
+    float *restrict row = matrix + i * W;
+#pragma omp simd
+    for (long k = 0; k < W; k++) row[k] += factor * x[k];
+}
+
+/* P^T P, and for each draw p in the row of its category. */
+INLINE void observe_softmax(flat_sums *b, const float *scores, const float *levels, long stride,
+                            long M, long n, long K, long W) {
+    float *restrict P = b->probs;
+    for (long i = 0; i < CHUNK * W; i++) P[i] = 0;
+    for (long r = 0; r < n; r++) {
+        float scale = softmax_row(scores + r * K, K, b->prob, b->reached);
+        if (nan_mask(scale)) {
+            b->bad = 1;
+            continue;
+        }
+        for (long k = 0; k < K; k++) P[r * W + k] = scale * b->prob[k];
+        for (long m = 0; m < M; m++) {
+            long drawn = passed(b->reached, K, levels[m * stride + r]);
+            add_row(b->part[m < M / 2 ? 1 : 2], drawn, W, 1.0f, P + r * W);
+        }
+    }
+    float *restrict E = b->part[0];
+    for (long r = 0; r < n; r += 4) { /* rows behind the last are 0 */
+        const float *restrict p0 = P + r * W, *restrict p1 = p0 + W, *restrict p2 = p1 + W;
+        const float *restrict p3 = p2 + W;
+        for (long i = 0; i < K; i++) {
+            float f0 = p0[i], f1 = p1[i], f2 = p2[i], f3 = p3[i];
+#pragma omp simd
+            for (long k = 0; k < W; k++)
+                E[i * W + k] += f0 * p0[k] + f1 * p1[k] + f2 * p2[k] + f3 * p3[k];
+        }
+    }
+}
+
+/* Half of the matrix but for 1/p on its diagonal, with u = 1 on the support, of n categories:
+ * (sum of 1/p / (2 n) - 1/p) u^T / n. And the outer products. */
+INLINE void observe_sparsemax(flat_sums *b, const float *scores, const float *levels, long stride,
+                              long M, long n, long K, long W) {
+    int list[WIDEST];
+    float *restrict inside = b->inside, *restrict prob = b->prob, *restrict gradient = b->gradient;
+    for (long k = K; k < W; k++) inside[k] = gradient[k] = 0;
+    sparsemax_of(scores, n, K, b->logs);
+    for (long r = 0; r < n; r++) {
+        const float *log_p = b->logs + r * K;
+        float size = support_row(log_p, K, prob, inside, b->reached), total = 0;
+        if (nan_mask(log_p[0])) {
+            b->bad = 1;
+            continue;
+        }
+        long length = 0;
+        for (long k = 0; k < K; k++) list[length] = (int)k, length += inside[k] > 0;
+        b->still += length > 1 ? (double)(K - length) : (double)K;
+        for (long i = 0; i < length; i++) total += 1.0f / prob[list[i]];
+        for (long i = 0; i < length; i++) {
+            float steep = 1.0f / prob[list[i]];
+            b->diagonal[list[i]] += (double)steep;
+            add_row(b->part[0], list[i], W, (total / (2 * size) - steep) / size, inside);
+        }
+        for (long m = 0; m < M; m++) {
+            long drawn = passed(b->reached, K, levels[m * stride + r]);
+            float steep = 1.0f / prob[drawn], mean = steep / size;
+            for (long k = 0; k < K; k++) gradient[k] = -mean * inside[k];
+            gradient[drawn] += steep;
+            float *part = b->part[m < M / 2 ? 1 : 2];
+            for (long i = 0; i < length; i++) add_row(part, list[i], W, gradient[list[i]], gradient);
+        }
+    }
+}
+
+/* Entry (i, k) of the exact mean matrix (which = 0), or of that of one half of the draws. */
+INLINE double mean_entry(const flat_sums *b, int sparse, long which, double draws, long i, long k,
+                         long W) {
+    double here = b->sum[which][i * W + k], there = b->sum[which][k * W + i];
+    if (sparse) return which ? here / draws : here + there + (i == k ? b->diagonal[i] : 0);
+    return which ? b->sum[0][i * W + k] - (here + there) / draws : -here;
+}
+
+/* Divide the sums of a step. Rows of softmax's matrices sum to 0, which gives their diagonals: 1 - p
+ * would lose accuracy where p is near 1. */
+static void write_flat_step(const step_job *p, const flat_sums *b, long step, long W) {
+    long K = p->path.tree.categories, steps = p->path.tree.rows, M = p->path.repeats;
+    double rows = (double)p->rows;
+    float *exact = p->path.tree.out + step * (K * K + 1);
+    exact[K * K] = (float)(b->still / (rows * (double)K));
+    for (long which = 0; which < 3; which++) {
+        double draws = (double)(which == 1 ? M / 2 : M - M / 2);
+        float *out = which ? p->products + ((which - 1) * steps + step) * K * K : exact;
+        for (long i = 0; i < K; i++) {
+            double others = 0;
+            for (long k = 0; k < K; k++) {
+                double mean = mean_entry(b, p->sparse, which, draws, i, k, W) / rows;
+                others += i == k ? 0 : mean;
+                out[i * K + k] = (float)mean;
+            }
+            if (!p->sparse) out[i * K + i] = (float)-others;
+        }
+        for (long i = 0; b->bad && i < K * K; i++) out[i] = from_bits(-1);
+    }
+}
+
+#define EVERY_STEP(W)                                                                              \
+    for (long step = first; step < last; step++) {                                                 \
+        *b = (flat_sums){.bad = 0};                                                                \
+        for (long start = 0; start < B; start += CHUNK) {                                          \
+            long n = B - start < CHUNK ? B - start : CHUNK, at = step * B + start;                 \
+            const float *scores = j->scores + at * K, *levels = p->path.levels + at;               \
+            if (p->sparse)                                                                         \
+                observe_sparsemax(b, scores, levels, j->rows * B, M, n, K, W);                     \
+            else                                                                                   \
+                observe_softmax(b, scores, levels, j->rows * B, M, n, K, W);                       \
+            for (long which = 0; which < 3; which++)                                               \
+                for (long i = 0; i < K * W; i++)                                                   \
+                    b->sum[which][i] += (double)b->part[which][i], b->part[which][i] = 0;          \
+        }                                                                                          \
+        write_flat_step(p, b, step, W);                                                            \
+    }
+
+NARROW static void observe_flat_steps(job *j, long first, long last) {
+    step_job *p = (step_job *)j;
+    long K = j->categories, B = p->rows, M = p->path.repeats;
+    flat_sums *b = aligned_alloc(64, sizeof(flat_sums));
+    if (!b) {
+        j->failed = 1;
+        return;
+    }
+    if (K <= 8) { /* a constant, for the compiler */
+        EVERY_STEP(8)
+    } else if (K <= 16) {
+        EVERY_STEP(16)
+    } else if (K <= 32) {
+        EVERY_STEP(32)
+    } else {
+        EVERY_STEP(WIDEST)
+    }
+    free(b);
 }
 
 int catnat_path_gradients(const float *scores, const float *constants, const float *levels,
@@ -1461,4 +1636,14 @@ int catnat_sparsemax_gradients(const float *scores, const float *levels, float *
     job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
     path_job p = {.tree = j, .levels = levels, .repeats = repeats};
     return run(sparsemax_gradient_rows, &p.tree, threads);
+}
+
+int catnat_flat_observe(const float *scores, const float *levels, float *out, float *products,
+                        int sparse, long draws, long rows, long steps, long categories,
+                        int threads) {
+    job j = {.scores = scores, .out = out, .rows = steps, .categories = categories};
+    path_job path = {.tree = j, .levels = levels, .repeats = draws};
+    step_job p = {path, rows, products, sparse};
+    if (categories > WIDEST) return 1;
+    return run(observe_flat_steps, &p.path.tree, threads);
 }

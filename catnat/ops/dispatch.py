@@ -126,6 +126,18 @@ def tree_observe(
     return native.tree_observe(scores, levels.float(), split, constants)
 
 
+def flat_observe(scores: Tensor, levels: Tensor, sparse: bool) -> tuple[Tensor, Tensor] | None:
+    """The same of softmax or of sparsemax, whose mean Fisher matrices are not diagonal.
+
+    (T, B, K) and (M, T, B) -> (T, K^2 + 1) and (2, T, K, K), without gradient; None where there is
+    no fused kernel, or K > 64.
+    """
+    scores, known = scores.detach(), 0 not in levels.shape and scores.shape[-1] <= native.WIDEST
+    if not known or kernels_for(scores, 0, 0) != "native" or levels.shape[1:] != scores.shape[:-1]:
+        return None
+    return native.flat_observe(scores, levels.float(), sparse)
+
+
 def softmax_gradients_at(scores: Tensor, levels: Tensor) -> Tensor | None:
     """The same for the categories of softmax, (*, K) and (M, *) -> (M, *, K)."""
     return _gradients_at(native.softmax_gradients, scores, levels)

@@ -23,6 +23,9 @@ PARALLEL = 1 << 18
 """Number of scores from which on a kernel uses as many threads as torch."""
 
 
+WIDEST = 64
+"""Most categories for which :func:`flat_observe` was written: more are a matrix product's work."""
+
 LEVELS = {"AVX512": "_native_avx512", "AVX2": "_native_avx2", "DEFAULT": "_native"}
 """Libraries of the same kernels by what torch calls the processor's instructions, best first."""
 
@@ -75,6 +78,7 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.catnat_path_sample.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_path_gradients.argtypes = [pointer] * 4 + [long, long, *rest]
     lib.catnat_tree_observe.argtypes = [pointer] * 5 + [long, long, long, *rest]
+    lib.catnat_flat_observe.argtypes = [pointer] * 4 + [ctypes.c_int] + [long] * 4 + [ctypes.c_int]
     lib.catnat_softmax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_gradients.argtypes = [pointer] * 3 + [long, long, long, ctypes.c_int]
     lib.catnat_sparsemax_forward.argtypes = [pointer, pointer, long, long, ctypes.c_int]
@@ -161,6 +165,21 @@ def tree_observe(
     sizes = (len(levels), rows_of_constants, B, T, S + 1)
     settings = (*pointers, *sizes, _settings(split))
     _call("catnat_tree_observe", scores, *settings, work=0)  # one thread: torch's are still awake
+    return out, products
+
+
+def flat_observe(scores: Tensor, levels: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
+    """Mean Fisher matrix and two mean products of gradients of each step, without a tree.
+
+    Of sparsemax, or of softmax, for at most :data:`WIDEST` categories: (T, B, K) and (M, T, B) ->
+    (T, K^2 + 1), the last column the share of saturated scores, and (2, T, K, K).
+    """
+    scores, levels = _plain_memory(scores), _plain_memory(levels)
+    T, B, K = scores.shape
+    out, products = scores.new_empty(T, K * K + 1), scores.new_empty(2, T, K, K)
+    pointers = (each.data_ptr() for each in (levels, out, products))
+    settings = (*pointers, int(sparse), len(levels), B, T, K)
+    _call("catnat_flat_observe", scores, *settings, work=0)
     return out, products
 
 
