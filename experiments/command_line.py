@@ -21,9 +21,12 @@ class Parser(argparse.ArgumentParser):
 
     @contextmanager
     def one_line_errors(self) -> Iterator[None]:
-        """A ``ValueError`` raised in here is the user's to mend."""
+        """A ``ValueError`` raised in here is the user's to mend, and so is a file in the way."""
         try:
             yield
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            self.error(f"{where}{error.strerror or error}")
         except ValueError as error:
             self.error(str(error))
 

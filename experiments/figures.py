@@ -80,6 +80,11 @@ def build_parser() -> Parser:
 
 def draw_landscapes(args: argparse.Namespace) -> list[Path]:
     """The loss over the scores of three classes, with paths; steps needed go to metrics.json."""
+    if args.steps < 1 or not 0 < args.learning_rate < math.inf:
+        raise ValueError(
+            "--steps must be at least 1 and --learning_rate above 0, "
+            f"got {args.steps} and {args.learning_rate:g}"
+        )
     fits = {
         name: landscapes.descend(make_head(name, landscapes.K), args.learning_rate, args.steps)
         for name in head_names()

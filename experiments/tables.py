@@ -232,7 +232,7 @@ def _runs(experiment: Experiment, found: list[plan.Run]) -> Iterator[dict[str, A
         yield {
             **{experiment.short(option): value for option, value in named.items()},
             "status": status,
-            **{name: _number(numbers.get(name), 9) for name in columns},  # float32, whole
+            **{name: _written(numbers.get(name)) for name in columns},
         }
 
 
@@ -245,8 +245,13 @@ def _curves(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]
                 yield cell | point | {"value": _number(point["value"])}
 
 
-def _number(value: float | None, digits: int = 6) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.6g}"
+
+
+def _written(value: float | None) -> str:
+    """A number as restore.py reads it: float32 is whole, and NaN is not the same as nothing."""
+    return "" if value is None else f"{value:.9g}"
 
 
 def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -82,15 +82,17 @@ def load_run(folder: Path) -> tuple[Any, Any]:
     from catnat.training.names import read_names
     from catnat.training.options import instantiate
 
+    path = folder / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no checkpoint {path}; runs that restore.py made again have none"
+        )
     try:
         names, options = read_names([f"--config={folder / 'config.yaml'}"])
         _, parser, config = configure(names, options)
     except UsageError as error:
         raise ValueError(f"{folder}: {error}") from error
     objects = instantiate(parser, config)
-    path = folder / "checkpoints" / "last.ckpt"
-    if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     objects.model.load_state_dict(saved["state_dict"])
     objects.data.prepare_data()

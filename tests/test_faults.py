@@ -351,6 +351,13 @@ def test_a_folder_that_cannot_be_written(workspace, capfd):
     assert "runs" in line
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where no folder can be made")
+def test_a_folder_that_cannot_be_made(workspace, capfd):
+    assert run(*workspace, "--default_root_dir=/proc/runs") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "no folder can be made there: '/proc/runs/" in line
+
+
 @one_server
 @pytest.mark.parametrize(
     ("signum", "devices"),

@@ -8,7 +8,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from catnat import head_names
-from experiments import drawing, figures, plan, runs, stages
+from experiments import drawing, figures, plan, restore, runs, stages
 from experiments.train_interface import load_run
 
 
@@ -24,6 +24,26 @@ def test_landscapes_write_the_steps_needed(tmp_path):
     needed = json.loads((tmp_path / "metrics.json").read_text())
     assert set(needed) == {f"steps/{name}" for name in head_names()}
     assert needed["steps/sigmoid"] == 5  # at this rate one Newton step and a few more
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["landscapes", "--steps", "-1"], "--steps must be at least 1"),
+        (["landscapes", "--learning_rate", "nan"], "--learning_rate above 0, got 200 and nan"),
+        (["fisher", "--out", "/dev/null/x"], "/dev/null/x: Not a directory"),
+        (["samples", "vae_recipe", "--runs", "RESTORED"], "restore.py made again have none"),
+    ],
+)
+def test_bad_input_gets_one_line(words, line, tmp_path, capsys):
+    if "RESTORED" in words:
+        restore.main(["vae_recipe", "--runs", str(tmp_path)])
+        words = [str(tmp_path) if word == "RESTORED" else word for word in words]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        figures.main(words)
+    text = capsys.readouterr().err
+    assert error.value.code == 2 and line in text and text.count("\n") == 1
 
 
 def test_fisher_matrices(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,9 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
         except FileExistsError:  # another process was faster
             number += 1
             folder = home / f"version_{number}"
+        except FileNotFoundError as error:  # as under /proc, where the parents cannot be made
+            text = "no folder can be made there"
+            raise NotADirectoryError(errno.ENOTDIR, text, str(folder)) from error
     _lock(folder)
     (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
     write_whole(folder / "config.yaml", config.encode())
