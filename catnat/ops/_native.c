@@ -1470,81 +1470,89 @@ enum { WIDEST = 64, CHUNK = 64 }; /* categories; rows */
 typedef struct {
     ALIGNED float part[3][WIDEST * WIDEST]; /* for the exact matrix and the two halves of the draws */
     ALIGNED double sum[3][WIDEST * WIDEST], diagonal[WIDEST];
-    ALIGNED float probs[CHUNK * WIDEST], logs[CHUNK * WIDEST];
-    ALIGNED float prob[WIDEST], inside[WIDEST], reached[WIDEST], gradient[WIDEST];
+    ALIGNED float prob[CHUNK * WIDEST], inside[CHUNK * WIDEST], reached[CHUNK * WIDEST];
+    ALIGNED float weight[CHUNK * WIDEST]; /* rows of a factor; for sparsemax first log-probabilities */
+    float size[CHUNK];
     double still;
     int bad; /* a row has a NaN */
 } flat_sums;
 
-/* Row i of a matrix, W numbers wide, plus a factor times x. */
-INLINE void add_row(float *restrict matrix, long i, long W, float factor, const float *restrict x) {
-    float *restrict row = matrix + i * W;
+/* Add A^T B to a matrix, for rows A and B that are W wide; those behind the last one are 0. */
+INLINE void add_product(float *restrict matrix, const float *restrict A, const float *restrict B,
+                        long rows, long K, long W) {
+    for (long r = 0; r < rows; r += 4, A += 4 * W, B += 4 * W)
+        for (long i = 0; i < K; i++) {
+            float f0 = A[i], f1 = A[W + i], f2 = A[2 * W + i], f3 = A[3 * W + i];
 #pragma omp simd
-    for (long k = 0; k < W; k++) row[k] += factor * x[k];
+            for (long k = 0; k < W; k++)
+                matrix[i * W + k] +=
+                    f0 * B[k] + f1 * B[W + k] + f2 * B[2 * W + k] + f3 * B[3 * W + k];
+        }
 }
 
 /* P^T P, and for each draw p in the row of its category. */
 INLINE void observe_softmax(flat_sums *b, const float *scores, const float *levels, long stride,
                             long M, long n, long K, long W) {
-    float *restrict P = b->probs;
-    for (long i = 0; i < CHUNK * W; i++) P[i] = 0;
+    for (long i = 0; i < CHUNK * W; i++) b->prob[i] = 0;
     for (long r = 0; r < n; r++) {
-        float scale = softmax_row(scores + r * K, K, b->prob, b->reached);
+        float scale = softmax_row(scores + r * K, K, b->weight, b->reached);
+        float *restrict prob = b->prob + r * W;
         if (nan_mask(scale)) {
             b->bad = 1;
             continue;
         }
-        for (long k = 0; k < K; k++) P[r * W + k] = scale * b->prob[k];
+        for (long k = 0; k < K; k++) prob[k] = scale * b->weight[k];
         for (long m = 0; m < M; m++) {
             long drawn = passed(b->reached, K, levels[m * stride + r]);
-            add_row(b->part[m < M / 2 ? 1 : 2], drawn, W, 1.0f, P + r * W);
+            float *restrict row = b->part[m < M / 2 ? 1 : 2] + drawn * W;
+            for (long k = 0; k < W; k++) row[k] += prob[k];
         }
     }
-    float *restrict E = b->part[0];
-    for (long r = 0; r < n; r += 4) { /* rows behind the last are 0 */
-        const float *restrict p0 = P + r * W, *restrict p1 = p0 + W, *restrict p2 = p1 + W;
-        const float *restrict p3 = p2 + W;
-        for (long i = 0; i < K; i++) {
-            float f0 = p0[i], f1 = p1[i], f2 = p2[i], f3 = p3[i];
-#pragma omp simd
-            for (long k = 0; k < W; k++)
-                E[i * W + k] += f0 * p0[k] + f1 * p1[k] + f2 * p2[k] + f3 * p3[k];
-        }
-    }
+    add_product(b->part[0], b->prob, b->prob, n, K, W);
 }
 
 /* Half of the matrix but for 1/p on its diagonal, with u = 1 on the support, of n categories:
- * (sum of 1/p / (2 n) - 1/p) u^T / n. And the outer products. */
+ * (sum of 1/p / (2 n) - 1/p) u^T / n. And the outer products of gradients. */
 INLINE void observe_sparsemax(flat_sums *b, const float *scores, const float *levels, long stride,
                               long M, long n, long K, long W) {
-    int list[WIDEST];
-    float *restrict inside = b->inside, *restrict prob = b->prob, *restrict gradient = b->gradient;
-    for (long k = K; k < W; k++) inside[k] = gradient[k] = 0;
-    sparsemax_of(scores, n, K, b->logs);
+    sparsemax_of(scores, n, K, b->weight);
+    for (long i = 0; i < CHUNK * W; i++) b->inside[i] = 0;
     for (long r = 0; r < n; r++) {
-        const float *log_p = b->logs + r * K;
-        float size = support_row(log_p, K, prob, inside, b->reached), total = 0;
-        if (nan_mask(log_p[0])) {
-            b->bad = 1;
+        const float *log_p = b->weight + r * K;
+        float *restrict prob = b->prob + r * W, *restrict inside = b->inside + r * W;
+        b->size[r] = support_row(log_p, K, prob, inside, b->reached + r * W);
+        if (!nan_mask(log_p[0])) {
+            b->still += b->size[r] > 1 ? (double)K - (double)b->size[r] : (double)K;
             continue;
         }
-        long length = 0;
-        for (long k = 0; k < K; k++) list[length] = (int)k, length += inside[k] > 0;
-        b->still += length > 1 ? (double)(K - length) : (double)K;
-        for (long i = 0; i < length; i++) total += 1.0f / prob[list[i]];
-        for (long i = 0; i < length; i++) {
-            float steep = 1.0f / prob[list[i]];
-            b->diagonal[list[i]] += (double)steep;
-            add_row(b->part[0], list[i], W, (total / (2 * size) - steep) / size, inside);
+        b->bad = 1; /* the numbers of the step are then NaN, whatever they were */
+        b->size[r] = 1;
+        for (long k = 0; k < K; k++) prob[k] = b->reached[r * W + k] = 1, inside[k] = 0;
+    }
+    for (long i = 0; i < CHUNK * W; i++) b->weight[i] = 0;
+    for (long r = 0; r < n; r++) {
+        const float *restrict prob = b->prob + r * W, *restrict inside = b->inside + r * W;
+        float *restrict weight = b->weight + r * W, total = 0, size = b->size[r];
+#pragma omp simd reduction(+ : total)
+        for (long k = 0; k < K; k++) {
+            weight[k] = inside[k] / fmaxf(prob[k], 1e-30f);
+            total += weight[k];
         }
-        for (long m = 0; m < M; m++) {
-            long drawn = passed(b->reached, K, levels[m * stride + r]);
-            float steep = 1.0f / prob[drawn], mean = steep / size;
-            for (long k = 0; k < K; k++) gradient[k] = -mean * inside[k];
-            gradient[drawn] += steep;
-            float *part = b->part[m < M / 2 ? 1 : 2];
-            for (long i = 0; i < length; i++) add_row(part, list[i], W, gradient[list[i]], gradient);
+        for (long k = 0; k < K; k++) b->diagonal[k] += (double)weight[k];
+        for (long k = 0; k < K; k++)
+            weight[k] = (inside[k] * (total / (2 * size)) - weight[k]) / size;
+    }
+    add_product(b->part[0], b->weight, b->inside, n, K, W);
+    for (long m = 0; m < M; m++) {
+        for (long r = 0; r < n; r++) {
+            const float *restrict inside = b->inside + r * W;
+            float *restrict weight = b->weight + r * W;
+            long drawn = passed(b->reached + r * W, K, levels[m * stride + r]);
+            float steep = inside[drawn] / b->prob[r * W + drawn], mean = steep / b->size[r];
+            for (long k = 0; k < K; k++) weight[k] = -mean * inside[k];
+            weight[drawn] += steep;
         }
+        add_product(b->part[m < M / 2 ? 1 : 2], b->weight, b->weight, n, K, W);
     }
 }
 
