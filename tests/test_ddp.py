@@ -139,9 +139,15 @@ def ranks(folder, n=2):
 
 
 def assert_equal(left, right, exactly=True):
-    torch.testing.assert_close(
-        left["parameters"], right["parameters"], **({"rtol": 0, "atol": 0} if exactly else {})
-    )
+    """Equal parameters, or, if not exactly, all but for rounding.
+
+    Adam divides a gradient by its own size, so that rounding moves a few weights by more.
+    """
+    largest, average = (0, 0) if exactly else (5e-5, 1e-8)
+    assert left["parameters"].keys() == right["parameters"].keys()
+    for name, one in left["parameters"].items():
+        apart = (one - right["parameters"][name]).abs().double()
+        assert apart.max() <= largest and apart.mean() <= average, (name, apart.max(), apart.mean())
 
 
 @pytest.mark.parametrize("name", ["straight", "graph"])

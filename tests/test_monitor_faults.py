@@ -30,6 +30,7 @@ def observed(model, **options):
 )
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
+    monkeypatch.setattr(SoftmaxHead, "_observe", lambda *_: None)  # one pass needs little of these
 
     def fails(*_, **__):
         raise torch.linalg.LinAlgError("did not converge")
