@@ -68,7 +68,11 @@ def main(argv: list[str] | None = None) -> int:
         for experiment, lines in found:
             result = restore(experiment, lines)
             note_commands(experiment, args.source)
-            begun = f"; {runs.counted(result.left)} that had begun here left" if result.left else ""
+            begun = (
+                f"; {runs.counted(result.left)} that had begun here left alone"
+                if result.left
+                else ""
+            )
             made = f"{runs.counted(result.made)} made again in {experiment.folder}{begun}"
             print(f"{experiment.name}, {experiment.scale}: {made}")
             for line in result.foreign[:1]:

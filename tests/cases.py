@@ -12,6 +12,7 @@ from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.heads import _REGISTRY
+from catnat.ops import native
 from catnat.splits import CustomSplit
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -170,3 +171,11 @@ def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
     jacobian = torch.autograd.functional.jacobian(head.probs, scores)  # (K, S)
     inside = p > 0
     return jacobian[inside].T @ (jacobian[inside] / p[inside, None])
+
+
+def use_kernels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the heads take the C kernels of one level of instructions; skip where there are none."""
+    if level not in native.levels():
+        pytest.skip(f"not built, or this processor has no {level}")
+    kernels = native.load(level)
+    monkeypatch.setattr(native, "library", lambda: kernels)

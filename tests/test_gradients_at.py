@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CATEGORIES, FUSED, CauchyHead, Flattened, make, random_scores
+from cases import CATEGORIES, FUSED, CauchyHead, Flattened, make, random_scores, use_kernels
 
 from catnat import SoftmaxHead, SparsemaxHead, make_head
 from catnat.fisher import sampled_scores
@@ -61,10 +61,7 @@ def drawn(head, scores, levels):
 def test_every_level_of_instructions_draws_as_autograd_and_the_distribution_function_say(
     name, level, monkeypatch
 ):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     torch.manual_seed(0)
     for K in (*CATEGORIES, 33, 100):
         orders = [None, torch.randperm(K).tolist()] if name in FUSED else [None]

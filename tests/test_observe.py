@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CATEGORIES, FUSED, CauchyHead, Flattened, make
+from cases import CATEGORIES, FUSED, CauchyHead, Flattened, make, use_kernels
 
 from catnat import NaturalHead, SoftmaxHead, SparsemaxHead, make_head
 from catnat.callbacks.fisher_diagnostics import HeadHistory, StepNoise
@@ -50,10 +50,7 @@ def close(got, want):
 @pytest.mark.parametrize("level", native.LEVELS)
 @pytest.mark.parametrize("name", FUSED)
 def test_every_level_of_instructions_gives_what_two_passes_give(name, level, monkeypatch):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     for K in (*CATEGORIES, 33, 100, 300, 1100):
         head = make(name, K, order=torch.randperm(K).tolist())
         for rows, draws in ((1, 2), (70, 2), (70, 5), (1500 if K < 9 else 40, 3)):
@@ -70,10 +67,7 @@ def test_every_level_of_instructions_gives_what_two_passes_give(name, level, mon
 @pytest.mark.parametrize("level", native.LEVELS)
 @pytest.mark.parametrize("name", FLAT)
 def test_every_level_gives_what_two_passes_give_without_a_tree(name, level, monkeypatch):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     for K in (2, 3, 7, 8, 9, 16, 18, 32, 33, 63, 64):
         head = make_head(name, K)
         for rows, draws in ((1, 2), (70, 2), (70, 5), (1500 if K < 9 else 130, 3)):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CATEGORIES, FUSED, leaf_path, make
+from cases import CATEGORIES, FUSED, leaf_path, make, use_kernels
 
 from catnat.numerics import LOG_ZERO
 from catnat.ops import native, reference
@@ -117,10 +117,7 @@ def test_works_without_the_kernels(name, monkeypatch):
 
 @pytest.mark.parametrize("level", native.LEVELS)
 def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, monkeypatch):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     torch.manual_seed(0)
     for K in (2, 3, 8, 18, 31, 32, 33, 64, 100, 257, 1024, 2048, 3003):
         for name in FUSED:
@@ -150,10 +147,7 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
 @pytest.mark.parametrize("level", native.LEVELS)
 @pytest.mark.parametrize("name", ["sparsemax", *FUSED])
 def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monkeypatch):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     for K in (5, 18, 32, 63, 64):
         head = make(name, K)
         scores = 3 * torch.randn(35, head.num_scores)
@@ -166,10 +160,7 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
 @pytest.mark.parametrize("level", native.LEVELS)
 @pytest.mark.parametrize("name", FUSED)
 def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, monkeypatch):
-    if level not in native.levels():
-        pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    use_kernels(level, monkeypatch)
     for K in (5, 18, 64, 1024, 2049):
         head, grad = make(name, K), torch.randn(6, K)
         scores = 2 * torch.randn(6, K - 1)
