@@ -346,16 +346,16 @@ def test_an_error_of_a_program_keeps_its_traceback(error, workspace, monkeypatch
 
 def test_a_folder_that_cannot_be_written(workspace, capfd):
     Path("runs").write_text("in the way")
-    assert run(*workspace) == 1
+    assert run(*workspace) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "runs" in line
+    assert "no folder can be made at runs/" in line and line.endswith(": Not a directory")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where no folder can be made")
 def test_a_folder_that_cannot_be_made(workspace, capfd):
-    assert run(*workspace, "--default_root_dir=/proc/runs") == 1
+    assert run(*workspace, "--default_root_dir=/proc/runs") == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "no folder can be made there: '/proc/runs/" in line
+    assert "no folder can be made at /proc/runs/" in line
 
 
 @one_server

@@ -14,6 +14,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from catnat.files import write_whole
 
 
+class NoFolderError(OSError, ValueError):
+    """A folder cannot be made where the user wants it."""
+
+    def __str__(self) -> str:
+        # Under /proc the reason is "No such file or directory", which helps nobody.
+        reason = "" if self.errno == errno.ENOENT else f": {self.strerror}"
+        return f"no folder can be made at {self.filename}{reason}"
+
+
 def find_checkpoint(home: Path, wanted: str) -> Path:
     """The path of a checkpoint.
 
@@ -49,6 +58,9 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
         ckpt_path: the checkpoint that the run continues or tests.
         config: written to config.yaml; the folder then belongs to this process until
             :func:`closing_runs` ends. None writes nothing.
+
+    Raises:
+        NoFolderError: no folder can be made in home.
     """
     runs = _runs(home)
     number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
@@ -65,9 +77,10 @@ def open_run(home: Path, ckpt_path: Path | None, config: str | None) -> Path:
         except FileExistsError:  # another process was faster
             number += 1
             folder = home / f"version_{number}"
-        except FileNotFoundError as error:  # as under /proc, where the parents cannot be made
-            text = "no folder can be made there"
-            raise NotADirectoryError(errno.ENOTDIR, text, str(folder)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # the disk's fault
+                raise
+            raise NoFolderError(error.errno, error.strerror, str(folder)) from error
     _lock(folder)
     (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
     write_whole(folder / "config.yaml", config.encode())
