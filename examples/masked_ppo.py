@@ -6,6 +6,7 @@ roads lead; HeadPPO finds that method by itself. The picture shows the return ov
 """
 
 import argparse
+from pathlib import Path
 
 import gymnasium
 import matplotlib.pyplot as plt
@@ -62,6 +63,8 @@ def main():
     parser.add_argument("--steps", type=int, default=20_000, help="of all environments together")
     parser.add_argument("--out", default="masked_ppo.png", help="the picture")
     args = parser.parse_args()
+    if not Path(args.out).parent.is_dir():
+        parser.error(f"--out must be in a folder that exists, got {args.out!r}")
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     torch.set_num_threads(1)  # small matrices

@@ -10,6 +10,7 @@ natural, Adam's larger rates drive scores into the flat region, and the natural 
 # %%
 import argparse
 import re
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import matplotlib.pyplot as plt
@@ -21,6 +22,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="natural_gradient.png", help="picture file")
 parser.add_argument("--steps", type=int, default=300, help="updates in each run")
 args = parser.parse_args()
+if not Path(args.out).parent.is_dir():
+    parser.error(f"--out must be in a folder that exists, got {args.out!r}")
 
 K, BATCH, DAMPING = 27, 256, 1e-3  # the space and 26 letters
 RATES = {

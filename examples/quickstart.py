@@ -9,6 +9,7 @@ heads; at rate 5 the catnat heads are, because softmax oscillates; above that si
 # %%
 import argparse
 import math
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -20,6 +21,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="quickstart.png", help="picture file")
 parser.add_argument("--steps", type=int, default=300, help="the most steps to take")
 args = parser.parse_args()
+if not Path(args.out).parent.is_dir():
+    parser.error(f"--out must be in a folder that exists, got {args.out!r}")
 
 K = 3
 TARGET = torch.full((K,), 1 / K, dtype=torch.float64)
@@ -58,7 +61,8 @@ for name in head_names():
     paths = [divergences(name, rate) for rate in RATES]
     needed[name] = [len(path) - 1 if path[-1] < 1e-6 else math.nan for path in paths]
     mass = float(off_diagonal_mass(fisher, norm="fro"))
-    steps = ", ".join(f"{n} at {rate:g}" for rate, n in zip(RATES, needed[name], strict=True))
+    taken = ["no end" if math.isnan(n) else n for n in needed[name]]
+    steps = ", ".join(f"{n} at {rate:g}" for rate, n in zip(RATES, taken, strict=True))
     print(f"{name:10} off-diagonal mass {mass:.2f}, steps {steps}")
 
 # %%

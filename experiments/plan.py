@@ -155,7 +155,8 @@ def _find(name: str) -> Path:
         return path
     path = PLANS / f"{name}.yaml"
     if not path.is_file():
-        known = choices(name, [*names(), "all"])
+        # Commands that take all have replaced it by the names of all tables before.
+        known = choices(name, names() if name == "all" else [*names(), "all"])
         raise PlanError(f"there is no experiment {name!r}; {known}; or the path of a YAML file")
     return path
 

@@ -148,9 +148,11 @@ def lines_of(path: Path, needed: set[str]) -> Iterator[tuple[Key, Line]]:
 def published_scale(name: str, source: Path) -> str:
     """The scale of a published table, which it says itself."""
     path = source / f"{name}.md"
-    found = re.search(r"^- Scale: `(\w+)`", path.read_text(), re.M) if path.is_file() else None
+    if not path.is_file():
+        raise ValueError(f"{name} has no published runs: there is no {path}")
+    found = re.search(r"^- Scale: `(\w+)`", path.read_text(), re.M)
     if found is None:
-        raise ValueError(f"there is no table {path} that says its scale")
+        raise ValueError(f"{path} does not say its scale, as tables.py writes it")
     return found[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from experiments.plan import Experiment, Run
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from experiments.schedule import Schedule
 
 STARTED = "commands.txt"  # every sweep of a table writes to this file when it begins
 
@@ -122,6 +125,8 @@ def _counts(status: Status) -> str:
 
 def _when(status: Status) -> str:
     seconds = status.seconds_left
+    if not status.left and status.failed:
+        return "nothing else is left to do; --retry_failed tries the failed ones again"
     if not status.left:
         return "all is done"
     if not status.running:
@@ -146,3 +151,18 @@ def note_commands(experiment: Experiment, lines: list[str]) -> None:
     path = experiment.folder / STARTED
     before = path.read_text().splitlines() if path.is_file() else []
     path.write_text("\n".join(dict.fromkeys([*before, *lines])) + "\n")
+
+
+@contextmanager
+def noted(experiment: Experiment, command: str, schedule: Schedule) -> Iterator[None]:
+    """Keep the command of a sweep, unless it is refused before any of its runs has ended."""
+    path = experiment.folder / STARTED
+    before = path.read_text() if path.is_file() else None
+    note_commands(experiment, [command])
+    try:
+        yield
+    except ValueError:
+        if any(schedule.counts.values()):
+            raise
+        path.unlink() if before is None else path.write_text(before)
+        raise

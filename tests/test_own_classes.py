@@ -244,6 +244,13 @@ def test_an_untyped_argument_can_be_given():
     assert run("--ckpt_path=last", *VAE, "--max_steps=5") == 0
 
 
+def test_data_without_a_batch_to_train_on_get_one_line(capfd):
+    assert run("--data=own_classes.Noise", "--count=0", "--limit_val_batches=0", *QUICK) == 2
+    *_, line = capfd.readouterr().err.splitlines()
+    assert line == "train.py: the data have no training batch: nothing was learned"
+    assert not [*Path("runs").rglob("metrics.json")]
+
+
 def test_images_that_are_no_pixels_get_one_line(capfd):
     assert run("--data=own_classes.Bytes", *QUICK) == 2
     (line,) = capfd.readouterr().err.splitlines()

@@ -99,6 +99,7 @@ def test_a_file_that_is_no_plan_gets_one_line(tmp_path, text, capsys):
     ("main", "words", "said"),
     [
         (sweep.main, ("vae_adm",), "no experiment 'vae_adm'; choose from"),
+        (figures.main, ("curves", "all"), "no experiment 'all'; choose from"),
         (sweep.main, ("none.yaml",), "there is no plan none.yaml"),
         (sweep.main, ("all", "gsl"), "all: is no table beside others"),
         (sweep.main, ("gsl", "--only", "head"), "expected key=value"),

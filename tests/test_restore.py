@@ -215,7 +215,7 @@ def test_a_damaged_file_gets_one_line(
     ("words", "line"),
     [
         (["vae_adma"], "there is no experiment 'vae_adma'"),
-        (["vae_adam", "--source", "nowhere"], "there is no table nowhere/vae_adam.md that says"),
+        (["vae_adam", "--source", "nowhere"], "vae_adam has no published runs: there is no "),
         (["all", "--source", "nowhere"], "--source nowhere: there is no published table"),
         (["ppo_tail", "--runs", "/dev/null/x"], "/dev/null/x/ppo_tail/small"),
     ],

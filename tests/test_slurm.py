@@ -71,6 +71,7 @@ def test_a_dry_run_prints_the_job_and_submits_nothing(cluster, tmp_path, capsys)
     (lines,) = (tmp_path / "runs").rglob("array*.txt")
     assert len(lines.read_text().splitlines()) == 2 and "run_one.py" in lines.read_text()
     assert not calls(tmp_path) and not (tmp_path / "bin" / "submitted.txt").exists()
+    assert not [*(tmp_path / "runs").rglob("commands.txt")], "the command has made nothing"
 
 
 def test_failures_are_recorded_as_on_any_machine(cluster, tmp_path, capsys):
@@ -89,6 +90,7 @@ def test_what_sbatch_refuses_gets_one_line(cluster, tmp_path, monkeypatch, capsy
         assert stop.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+        assert not [*(tmp_path / "runs").rglob("commands.txt")], "the command has made nothing"
         monkeypatch.setenv("PATH", str(tmp_path))
 
 

@@ -337,7 +337,20 @@ def test_status_says_what_is_done_running_failed_and_to_do(tmp_path, capsys):
     (tmp_path / "gate").touch()
     assert process.wait(600) == 1
     assert sweep.main(["status", *arguments(path)]) == 0
-    assert "4 of 4 runs done" in (out := capsys.readouterr().out) and "all is done" in out
+    out = capsys.readouterr().out
+    assert "4 of 4 runs done" in out and "nothing else is left to do; --retry_failed" in out
+
+
+def test_a_refused_sweep_leaves_the_commands_of_others(tmp_path):
+    path = write_table(tmp_path)
+    experiment = plan.load(str(path), "smoke", tmp_path / "runs")
+    status.note_commands(experiment, ["a"])
+    for ended, left in ((0, ["a"]), (1, ["a", "b"])):
+        schedule = Schedule(experiment)
+        schedule.counts["finished"] = ended
+        with pytest.raises(ValueError, match="no"), status.noted(experiment, "b", schedule):
+            raise ValueError("no")
+        assert (experiment.folder / "commands.txt").read_text().splitlines() == left
 
 
 def test_status_counts_runs_that_are_not_yet_known(tmp_path):

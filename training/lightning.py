@@ -137,6 +137,8 @@ class LightningProgram(Program):
         check_required(config, model=self.model, data=self.data)
         if str(config.trainer.strategy).endswith("fork"):
             torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
+        if not 0 <= config.seed < 2**32:
+            raise UsageError(f"--seed {config.seed} does not lie in 0..{2**32 - 1}")
         seed_everything(config.seed, workers=True, verbose=False)
         objects = cli.instantiate(parser, config)
         options = objects.trainer.as_dict()
@@ -185,6 +187,8 @@ class LightningRun(Run):
     def fit(self) -> dict[str, float]:
         """Train, then validate (to select by) and test what was learned last."""
         self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path)
+        if self.trainer.num_training_batches == 0 and self.trainer.limit_train_batches:
+            raise UsageError("the data have no training batch: nothing was learned")
         validated = last_validation(self.trainer)
         can = self._can("validation_step", "val_dataloader")
         if not validated and can and self.trainer.limit_val_batches:
