@@ -162,7 +162,6 @@ def noted(experiment: Experiment, command: str, schedule: Schedule) -> Iterator[
     try:
         yield
     except ValueError:
-        if any(schedule.counts.values()):
-            raise
-        path.unlink() if before is None else path.write_text(before)
+        if not any(schedule.counts.values()):
+            path.write_text(before) if before else path.unlink()
         raise
