@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from experiments.schedule import Schedule
 
-STARTED = "commands.txt"  # every sweep of a table writes to this file when it begins
+STARTED = "commands.txt"  # a sweep that has runs to do writes to this file when it begins
 
 
 @dataclass(frozen=True)

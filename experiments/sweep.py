@@ -153,7 +153,7 @@ def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: lis
     draws = {"print": args.jobs or DRAWS, "slurm": args.jobs or DRAWS, "together": DRAWS}
     schedule = Schedule(table, draws=draws.get(args.engine))
     if args.engine == "print" or args.dry_run:
-        if not args.dry_run:
+        if args.engine == "print":  # whoever runs the printed commands makes the runs
             status.note_commands(table, [command])
         engine.run(schedule, Progress(schedule, live=False))
         return 0

@@ -79,7 +79,7 @@ WRONG = {
     "--devices none": "--devices 'none'",
     "--strategy fast": "fast",
     "--logger foo": "foo",
-    "--save_every 0": "--save_every '0': expected a number >0",
+    "--save_every 0": "--save_every '0': expected a number > 0",
     "--fisher.every_n_steps 0": "at least 1",
     "--fisher.every_step 1": "--fisher.every_step",
     "leftover": "leftover",

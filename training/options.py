@@ -249,8 +249,8 @@ def _plain(message: str) -> str:
         wanted = f"--{short_name(key[1])}.NAME VALUE, once for each"
     if "Expected a dot import path" in message:
         wanted = " or ".join(filter(None, ("the name of a class", wanted)))
-    if restricted := re.search(r"does not conform to restriction v(\S+)", message):
-        wanted = f"a number {restricted[1]}"
+    if restricted := re.search(r"does not conform to restriction v([<>=]+)(\S+)", message):
+        wanted = f"a number {restricted[1]} {restricted[2]}"
     if wanted == "float" and value[1].lower().lstrip("+-") in ("nan", "inf", "infinity"):
         wanted = "a finite number"
     return f"--{key[1]} {value[1]!r}: expected {wanted or 'another kind of value'}"
