@@ -116,7 +116,9 @@ def test_defaults_depend_on_the_environment(capsys):
     assert (atari["data"]["env"], atari["data"]["num_envs"]) == ("Breakout", 8)
     pole = config("--env=CartPole-v1", "--gamma=0.9")
     assert (pole["model"]["learning_rate"], pole["model"]["gamma"]) == (1e-3, 0.9)
-    assert pole["trainer"]["total_steps"] == 50_000
+    assert (pole["trainer"]["total_steps"], pole["save_every"]) == (50_000, 25_000)
+    assert config("--total_steps=8e6", "--save_every=null")["save_every"] == 80_000
+    assert config("--total_steps=8e6", "--save_every=25000")["save_every"] == 25_000
     Path("c.yaml").write_text(yaml.safe_dump(pole))
     assert train.main(["--config=c.yaml", "--seed=3", "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == pole | {"seed": 3}

@@ -51,7 +51,8 @@ Trains a policy and plays (fit, the default), or only plays a checkpoint.
   --device D           auto, cpu, cuda, cuda:1 ...
   --seed N             of weights, actions and games
   --ckpt_path PATH     continue (or play) a checkpoint: a file, last or best
-  --save_every N       steps between checkpoints
+  --save_every N       steps between checkpoints: 25,000, or a 100th of a
+                       longer run
   --config FILE        options from a YAML file; other options win
   --print_config       print all options as such a file, and stop
   --import MODULE      import it first: heads and environments it defines

@@ -79,7 +79,7 @@ class LightningProgram(Program):
     def build_parser(self, argv: list[str]) -> cli.Parser:
         """All options of a model, its data, the monitor and the Trainer, with their types."""
         self.data = data = find_data(self.names, self.recipe)
-        parser = cli.base_parser(self.names.model, save_every=None)
+        parser = cli.base_parser(self.names.model)
         parser.add_argument("--data.name", type=str | None, default=self.recipe.data)
         parser.add_class_arguments(self.model, "model", fail_untyped=False)
         parser.add_class_arguments(data, "data", fail_untyped=False)

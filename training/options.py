@@ -78,13 +78,13 @@ def _int_before_float(kind: Any) -> Any:
     return Union[(int, *(each for each in kinds if each is not int))]
 
 
-def base_parser(model: str, save_every: int | None) -> Parser:
+def base_parser(model: str) -> Parser:
     """A parser with the options that all models have."""
     parser = Parser(exit_on_error=False, allow_abbrev=False, print_config=None)
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ckpt_path", type=str | None, default=None)
-    parser.add_argument("--save_every", type=PositiveInt | None, default=save_every)
+    parser.add_argument("--save_every", type=PositiveInt | None, default=None)
     parser.add_argument("--import", type=list[str], default=[])
     parser.add_argument("--model.name", type=str, default=model)
     return parser

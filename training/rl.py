@@ -110,6 +110,8 @@ class RLProgram(Program):
                 remark = f"{few}; the recipe: --total_steps {ATARI_STEPS}"
         if trainer.eval_every is None:
             trainer.eval_every = max(trainer.total_steps // 10, 1)
+        if config.save_every is None:
+            config.save_every = max(25_000, trainer.total_steps // 100)
         return remark
 
     def compose(self, parser: cli.Parser, config: Namespace, saved: str) -> RLRun:

@@ -122,7 +122,7 @@ def check_device(name: str) -> None:
 def build_parser(model: str) -> cli.Parser:
     """All options of an algorithm, with the defaults for Atari."""
     algorithm = ALGORITHMS[model]
-    parser = cli.base_parser(model, save_every=25_000)
+    parser = cli.base_parser(model)
     parser.add_class_arguments(algorithm.options, "model")
     parser.add_class_arguments(Environments, "data")
     parser.add_class_arguments(Training, "trainer")
