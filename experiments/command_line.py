@@ -38,7 +38,16 @@ def add_table_options(parser: argparse.ArgumentParser, scale: str) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
     text = "part of the table: options of its grid, and seed for final runs (searches are whole)"
     pairs = "KEY=VALUE[,VALUE]"
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar=pairs, help=text)
+    parser.add_argument("--only", nargs="+", action="extend", type=_pair, default=[],
+                        metavar=pairs, help=text)  # fmt: skip
+
+
+def _pair(word: str) -> str:
+    """A word of --only, which takes all words up to the next option."""
+    if "=" not in word:
+        text = f"{word}: expected key=value; names of tables come before --only"
+        raise argparse.ArgumentTypeError(text)
+    return word
 
 
 def wanted(tables: list[str]) -> list[str]:
@@ -57,8 +66,6 @@ def load(
     short = {each: option for option, each in whole.names.items()}
     only: dict[str, list[str]] = {}
     for word in args.only:
-        key, equals, values = word.partition("=")
-        if not equals:
-            raise ValueError(f"--only {word}: expected key=value")
+        key, _, values = word.partition("=")
         only.setdefault(short.get(key, key), []).extend(values.split(","))
     return plan.load(name, scale, args.runs, only=only, extra=extra)

@@ -103,6 +103,7 @@ def test_a_file_that_is_no_plan_gets_one_line(tmp_path, text, capsys):
         (sweep.main, ("none.yaml",), "there is no plan none.yaml"),
         (sweep.main, ("all", "gsl"), "all: is no table beside others"),
         (sweep.main, ("gsl", "--only", "head"), "expected key=value"),
+        (sweep.main, ("--only", "seed=1", "gsl"), "names of tables come before --only"),
         (
             sweep.main,
             ("gsl", "--only", "hed=natural"),
