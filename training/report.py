@@ -73,7 +73,7 @@ def warnings_of(metrics: dict[str, float]) -> list[str]:
     if share > _MANY and "test/dead_edges" not in metrics:
         sentences.append(
             f"{share:.0%} of the scores are SATURATED: they lie where the head is flat and get no "
-            "gradient (usual for sparsemax, a sign of trouble for natural)."
+            "gradient (usual for sparsemax, and for natural in VAEs and policies)."
         )
     return sentences
 
