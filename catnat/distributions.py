@@ -169,7 +169,7 @@ class HeadCategorical(Categorical):
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
         index = self.sample(sample_shape, generator)
         dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
-        zeros = torch.zeros(*index.shape, self._num_events, dtype=dtype, device=index.device)
+        zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)  # vmap's, if it is
         return zeros.scatter_(-1, index[..., None], 1)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

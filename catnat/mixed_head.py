@@ -10,7 +10,7 @@ from torch.func import vjp, vmap
 
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_within
-from catnat.numerics import can_branch_on
+from catnat.numerics import can_branch_on, uniform
 from catnat.ops.reference import take
 
 _MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
@@ -113,16 +113,14 @@ class MixedHead(CategoricalHead):
     ) -> Tensor:
         """A uniform draw with probability ``mix``, and a draw of the inner head otherwise."""
         drawn = self.inner._path_sample(scores, shape, generator)
-        coin, level = torch.rand(
-            2, *shape, dtype=torch.float64, device=scores.device, generator=generator
-        )
+        coin, level = uniform((2, *shape), scores, generator)
         batch = shape[len(shape) - scores.dim() + 1 :]
         rank = self.allowed(scores).cumsum(-1).expand(*batch, -1)  # (*, K)
         rank = rank.reshape(batch.numel(), self.num_categories).contiguous()
         level = level.reshape(-1 if len(rank) else 0, len(rank)).T.contiguous()
         wanted = (level * rank[:, -1:]).long() + 1  # from 1 to n
-        uniform = torch.searchsorted(rank, wanted).T.reshape(shape)
-        return torch.where(coin < self.mix, uniform, drawn)
+        anywhere = torch.searchsorted(rank, wanted).T.reshape(shape)
+        return torch.where(coin < self.mix, anywhere, drawn)
 
     def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""

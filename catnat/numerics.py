@@ -22,6 +22,8 @@ Scores that are not finite follow the same rule in every implementation and dtyp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,13 @@ def at_least_float32(x: Tensor) -> Tensor:
     if x.dtype in (torch.float32, torch.float64):
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def uniform(shape: Sequence[int], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Uniform levels in [0, 1) in float64, on the device of ``like``."""
+    # torch.compile cannot trace generator=None once a size of the shape has changed.
+    given: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.rand(tuple(shape), dtype=torch.float64, device=like.device, **given)
 
 
 def largest_score(dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ from catnat.checks import (
     shown_order,
 )
 from catnat.distributions import checked_sample
-from catnat.numerics import exp_of_log_probs, is_plain
+from catnat.numerics import exp_of_log_probs, is_plain, uniform
 from catnat.ops import (
     tree_fisher,
     tree_gradients_at,
@@ -181,9 +181,7 @@ class CatnatHead(CategoricalHead):
         self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
         height = self.num_scores.bit_length()
-        uniforms = torch.rand(
-            *shape, height, dtype=torch.float64, device=scores.device, generator=generator
-        )
+        uniforms = uniform((*shape, height), scores, generator)
         leaf = tree_sample(scores, uniforms, self.split, self._constants(scores))
         return self._class_of(checked_sample(leaf))
 

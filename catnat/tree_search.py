@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat.numerics import at_least_float32, can_branch_on
+from catnat.numerics import at_least_float32, can_branch_on, uniform
 from catnat.ops.path_scores import path_scores
 from catnat.tree import levels, path_sums
 
@@ -105,7 +105,7 @@ def random_leaves(logs: NodeLogs, samples: int, generator: torch.Generator | Non
     for _ in levels(K):
         inner = heap < K
         right = logs(rows, torch.where(inner, heap, 1))[1].double()
-        u = torch.rand(right.shape, dtype=right.dtype, device=right.device, generator=generator)
+        u = uniform(right.shape, right, generator)
         heap = torch.where(inner, 2 * heap + (u < right.exp()).long(), heap)
         broken |= right.isnan()
     if can_branch_on(broken) and bool(broken.any()):

@@ -123,3 +123,25 @@ def test_latents_of_a_world_model(name):
         assert size == 4 * 32 and rate.shape == log_prob.shape == (4,)
         (gradient,) = torch.autograd.grad(size + rate.sum() + log_prob.sum(), scores)
         assert gradient.isfinite().all() and gradient.any()
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap's scatter_
+def test_samples_inside_vmap(name):
+    head = make_head(name, 5)
+    scores = torch.randn(6, 3, head.num_scores)
+    many = torch.func.vmap(lambda s: head(s).rsample_straight_through(), randomness="different")
+    drawn = many(scores)
+    assert drawn.shape == (6, 3, 5)
+    assert ((drawn == 0) | (drawn == 1)).all() and (drawn.sum(-1) == 1).all()
+
+
+@pytest.mark.parametrize("name", ["natural", "mixed", slow("softmax"), slow("sparsemax")])
+def test_compiled_samples_of_batches_of_several_sizes(name):
+    """The second size makes the shape symbolic: random numbers must allow that."""
+    torch._dynamo.reset()
+    head = make_head("natural", 6, mix=0.1) if name == "mixed" else make_head(name, 6)
+    act = torch.compile(lambda s: head(s).sample(), fullgraph=True, backend="aot_eager")
+    for size in (8, 5, 7):
+        drawn = act(torch.randn(size, head.num_scores))
+        assert drawn.shape == (size,) and ((drawn >= 0) & (drawn < 6)).all()
