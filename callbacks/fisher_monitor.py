@@ -165,9 +165,9 @@ class FisherMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
         """Keep the scores of a step, and write once a block of steps is complete."""
-        stepped = trainer.global_step > self._step  # not while gradients accumulate
-        self._step = trainer.global_step
-        step = self._step - 1  # counted from 0, like Lightning's own metrics
+        # The batch's first step, counted from 0: with two optimizers all last ones are odd.
+        step, self._step = self._step, trainer.global_step
+        stepped = self._step > step  # not while gradients accumulate
         if stepped and _observers(pl_module) is None and step % self.every_n_steps == 0:
             self._keep(step, self.look())
         if self._complete:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from catnat.checks import checked_categories, require_at_least, require_positive
 from catnat.distributions import HeadCategorical, draw
-from catnat.numerics import at_least_float32, can_branch_on, exp_of_log_probs, is_plain
+from catnat.numerics import (
+    at_least_float32,
+    can_branch_on,
+    exp_of_log_probs,
+    finite_log_probs,
+    is_plain,
+)
 from catnat.ops.reference import common_shape, take
 
 _REGISTRY: dict[str, type[CategoricalHead]] = {}
@@ -49,6 +55,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
     num_categories: int
     num_scores: int
     validate_args: bool | None = None  # passed to HeadCategorical by forward
+    _is_finite_when_masked: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
 
@@ -59,6 +66,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
+        cls._is_finite_when_masked = cls.log_probs.__module__.startswith("catnat.")
         if name is None:
             return
         for each in (name, *aliases):
@@ -159,7 +167,13 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
             scores = self.masked(scores, mask)
         if self._is_lazy():
             return HeadCategorical(None, self.validate_args, source=(self, self._checked(scores)))
-        return HeadCategorical(self.log_probs(scores), self.validate_args, normalized=True)
+        log_probs = self._finite_log_probs(self._checked(scores))
+        return HeadCategorical(log_probs, self.validate_args, normalized=True)
+
+    def _finite_log_probs(self, scores: Tensor) -> Tensor:
+        """:meth:`log_probs`, finite also where a mask made scores infinite."""
+        log_probs = self.log_probs(scores)
+        return log_probs if self._is_finite_when_masked else finite_log_probs(log_probs)
 
     def log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """Log-probability of given categories: (*, S) and (*), which broadcast -> (*).
@@ -309,7 +323,7 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
         if scores.dtype in (torch.float32, torch.float64):
             return scores
         wide = at_least_float32(scores)
-        if wide.requires_grad and is_plain(scores):
+        if wide.requires_grad and is_plain(scores) and not _may_be_scaled(scores):
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
@@ -372,6 +386,11 @@ class CategoricalHead(nn.Module, ABC, metaclass=HeadType):
                 f"got shape {tuple(x.shape)}"
             )
         return x.double()
+
+
+def _may_be_scaled(scores: Tensor) -> bool:
+    """Whether a GradScaler may have scaled the loss: it has to see that gradients overflow."""
+    return scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
 
 
 def _identity(cls: type) -> str:

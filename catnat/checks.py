@@ -124,6 +124,18 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
             raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
 
 
+def require_name(**values: str) -> None:
+    """Every value is a string, which files can hold.
+
+    >>> require_name(head=3)
+    Traceback (most recent call last):
+    ValueError: head must be a name, so that it can be saved, got 3
+    """
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a name, so that it can be saved, got {value!r}")
+
+
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """; did you mean the closest choice? Empty if no choice is close.
 

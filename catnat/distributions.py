@@ -132,6 +132,9 @@ class HeadCategorical(Categorical):
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)
+        if torch.broadcast_shapes(self._batch_shape, batch_shape) != batch_shape:
+            was, want = tuple(self._batch_shape), tuple(batch_shape)
+            raise ValueError(f"a batch of shape {was} does not expand to {want}")
         new._source, new._num_events = self._source, self._num_events
         if "logits" in vars(self):
             new.logits = self.logits.expand(*batch_shape, self._num_events)
@@ -264,6 +267,8 @@ def draw(
     """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0."""
     batch, K = probs.shape[:-1], probs.shape[-1]
     rows, count = probs.reshape(-1, K), sample_shape.numel()
+    if not count:
+        return probs.new_empty(sample_shape + batch, dtype=torch.long)
     if K > FLOAT32_LIMIT:
         rows = rows.double()
     if K <= MULTINOMIAL_LIMIT:

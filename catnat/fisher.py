@@ -19,7 +19,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice
-from catnat.numerics import at_least_float32, exp_of_log_probs
+from catnat.numerics import at_least_float32, exp_of_log_probs, uniform
 
 Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]
@@ -103,7 +103,8 @@ def sampled_scores(
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
     require_at_least(1, num_samples=num_samples)
     size = (num_samples, *scores.shape[:-1])
-    return _scores_at(head, scores, torch.rand(size, generator=generator, device=scores.device))
+    levels = uniform(size, scores, generator, torch.get_default_dtype())
+    return _scores_at(head, scores, levels)
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:

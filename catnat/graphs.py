@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catnat.numerics import at_least_float32
+from catnat.numerics import at_least_float32, uniform
 
 _FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
 
@@ -29,9 +29,7 @@ def sample_graphs(
     tensor([[[0., 1.],
              [1., 0.]]])
     """
-    noise = torch.rand(
-        num_samples, *theta.shape, generator=generator, dtype=theta.dtype, device=theta.device
-    )
+    noise = uniform((num_samples, *theta.shape), theta, generator, theta.dtype)
     return (noise < theta.detach()).to(theta.dtype)
 
 

@@ -193,7 +193,8 @@ def head_nll(
         target: (\*) categories, or (\*, K) probabilities of floating dtype.
         weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
         ignore_index: a label that counts for nothing, neither in value nor in gradient.
-        label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1].
+        label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1]; with a
+            mask that over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
 
@@ -222,7 +223,8 @@ def head_nll(
         raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
     q = head(scores, mask=mask)
     if soft:
-        smooth = target * (1 - label_smoothing) + label_smoothing / K
+        uniform = 1 / K if mask is None else mask / mask.sum(-1, keepdim=True)
+        smooth = target * (1 - label_smoothing) + label_smoothing * uniform
         return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
     ignored = target == ignore_index
     label = head._checked_value(torch.where(ignored, 0, target), "target")
@@ -232,7 +234,11 @@ def head_nll(
     of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
     loss = loss * of_label
     if label_smoothing:
-        smooth = -_weighted(q.logits, weight).mean(-1)
+        logits = _weighted(q.logits, weight)
+        if mask is None:
+            smooth = -logits.mean(-1)
+        else:
+            smooth = -torch.where(mask, logits, 0.0).sum(-1) / mask.sum(-1)
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     return _reduced(torch.where(ignored, 0.0, loss), torch.where(ignored, 0.0, of_label), reduction)
 

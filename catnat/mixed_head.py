@@ -42,7 +42,7 @@ class MixedHead(CategoricalHead):
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
-        inner, allowed = self.inner.log_probs(scores), self.allowed(scores)
+        inner, allowed = self.inner._finite_log_probs(scores), self.allowed(scores)
         return torch.where(allowed, self._mixed(inner, allowed.sum(-1, keepdim=True)), inner)
 
     def inverse(self, probs: Tensor) -> Tensor:

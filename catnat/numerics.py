@@ -49,11 +49,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def uniform(shape: Sequence[int], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Uniform levels in [0, 1) in float64, on the device of ``like``."""
+def uniform(
+    shape: Sequence[int],
+    like: Tensor,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Uniform levels in [0, 1) on the device of ``like``."""
     # torch.compile cannot trace generator=None once a size of the shape has changed.
     given: dict[str, Any] = {} if generator is None else {"generator": generator}
-    return torch.rand(tuple(shape), dtype=torch.float64, device=like.device, **given)
+    return torch.rand(tuple(shape), dtype=dtype, device=like.device, **given)
 
 
 def largest_score(dtype: torch.dtype) -> float:

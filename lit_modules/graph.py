@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_at_least, require_choice, require_positive
+from catnat.checks import require_at_least, require_choice, require_name, require_positive
 from catnat.graphs import (
     GCN,
     as_predictor,
@@ -108,6 +108,7 @@ class GraphStructureLearner(StepModule):
         test_passes: int = 16,
     ) -> None:
         super().__init__(capture)
+        require_name(head=head)
         self.head = make_head(head, 2, **(head_options or {}))
         if learning_rate is None and estimator in _LEARNING_RATES:
             rates = _LEARNING_RATES[estimator]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_choice, require_positive
+from catnat.checks import require_choice, require_name, require_positive
 from catnat.lit_modules.base import StepModule
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
@@ -99,6 +99,7 @@ class DiscreteVAE(StepModule):
         require_positive(
             or_zero=True, gradient_clip=gradient_clip, temperature_rate=temperature_rate
         )
+        require_name(head=head)
         self.save_hyperparameters(ignore=[*self._options_not_used, "capture"])
         self.head = make_head(head, num_categories, **(head_options or {}))
         self.num_latents = num_latents

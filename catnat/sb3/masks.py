@@ -90,7 +90,7 @@ def split_masks(
         name: what a row belongs to, for the error.
         first: number of the first row.
     """
-    given = masks if isinstance(masks, Tensor) else torch.from_numpy(np.array(masks, bool))
+    given = masks if isinstance(masks, Tensor) else torch.from_numpy(_booleans(masks))
     shape = (*batch, sum(sizes))
     if given.numel() != math.prod(shape):
         raise ValueError(
@@ -131,3 +131,13 @@ class MaskedPlayer:
         now = masks_of(self.env)
         actions, state = chosen(observation, state, episode_start, deterministic, action_masks=now)
         return actions, state
+
+
+def _booleans(masks: Any) -> NDArray[np.bool_]:
+    """Masks as an array of bool; a ValueError for numbers other than 0 and 1."""
+    given = np.asarray(masks)
+    yes = given.astype(bool)
+    if not np.array_equal(given, yes):
+        wrong = given[given != yes].flat[0]
+        raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong}")
+    return np.array(yes)  # torch wants an array that it may write to

@@ -17,7 +17,7 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
-from catnat.checks import require_within
+from catnat.checks import require_name, require_within
 from catnat.heads import CategoricalHead, SparsemaxHead, make_head
 from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
 
@@ -67,8 +67,7 @@ class HeadPolicy(_Base):
         uniform_mix: float | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(head, str):
-            raise ValueError(f"head must be a name, so that it can be saved, got {head!r}")
+        require_name(head=head)
         if uniform_mix is not None:
             require_within(0, 1, "[)", uniform_mix=uniform_mix)
             if "mix" in (head_options or {}):

@@ -1,0 +1,128 @@
+"""Heads in models that are not ours: mixed precision, heads of one's own, odd calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import HEADS
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from catnat import CategoricalHead, make_head
+from catnat.callbacks import FisherMonitor
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
+from catnat.losses import HeadNLL, head_nll
+from catnat.mixed_head import MixedHead
+
+
+class Sharp(CategoricalHead):
+    """softmax(2 s), as in docs/own.md: it neither checks its scores nor floors anything."""
+
+    def log_probs(self, scores):
+        return torch.log_softmax(2 * scores, -1)
+
+    def inverse(self, probs):
+        return probs.log() / 2
+
+    def fisher(self, scores):
+        p = self.probs(scores)
+        return 4 * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+
+
+def test_a_gradient_scaler_sees_that_a_steep_gradient_overflows():
+    head, scaler = make_head("natural", 2), torch.amp.GradScaler("cpu")
+    scores = torch.full((32, 1), 0.5).half()
+    scores[0] = 3.13  # just inside pi, where the slope is steep, with a label on the other side
+    label = torch.ones(32, dtype=torch.long)
+    label[0] = 0
+    scores.requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = -head(scores).log_prob(label).mean()
+    scaler.scale(loss).backward()
+    assert scores.grad[0].isinf() and scores.grad[1:].isfinite().all()
+    scores.grad = None
+    (65536 * -head(scores).log_prob(label).mean()).backward()  # no scaler: finite, as promised
+    assert scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [lambda: Sharp(3), lambda: make_head("softmax", 3)])
+def test_a_head_of_ones_own_takes_masks(make):
+    head, scores = make(), torch.randn(2, 3, requires_grad=True)
+    mask = torch.tensor([True, True, False])
+    q = head(scores, mask=mask)
+    p = q.probs[:, :2]
+    assert torch.allclose(q.entropy(), -(p * p.log()).sum(-1)) and (q.probs[:, 2] == 0).all()
+    (gradient,) = torch.autograd.grad(q.entropy().sum(), scores)
+    assert gradient.isfinite().all() and (gradient[:, 2] == 0).all()
+
+
+def test_a_head_of_ones_own_is_checked_and_mixed():
+    with pytest.raises(ValueError, match=r"takes 3 scores in the last dimension, got shape \(2, 7"):
+        Sharp(3)(torch.zeros(2, 7))
+    steep = Sharp(3)(torch.tensor([60000.0, 0, 0]).half())  # 2 s overflows in half precision
+    assert steep.probs.tolist() == [1, 0, 0]
+    mixed = MixedHead(Sharp(3), 0.1)
+    q = mixed(torch.zeros(3), mask=torch.tensor([True, True, False]))
+    assert torch.allclose(q.probs, torch.tensor([0.5, 0.5, 0.0])) and q.entropy().isfinite()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_label_smoothing_stays_among_the_allowed_categories(name):
+    head = make_head(name, 4)
+    scores = torch.randn(5, head.num_scores, dtype=torch.float64) / 4
+    target, mask = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([True, True, True, False])
+    logs = head(scores, mask=mask).logits
+    want = -0.8 * logs[range(5), target] - 0.2 * logs[:, :3].mean(-1)
+    options = {"mask": mask, "label_smoothing": 0.2, "reduction": "none"}
+    assert torch.allclose(head_nll(head, scores, target, **options), want)
+    soft = torch.nn.functional.one_hot(target, 4).double()
+    assert torch.allclose(head_nll(head, scores, soft, **options), want)
+    assert torch.allclose(
+        head_nll(head, scores, target, label_smoothing=0.2),
+        HeadNLL(name, 4, label_smoothing=0.2)(scores, target),
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_shapes_that_cannot_be(name):
+    q = make_head(name, 5)(torch.randn(6, make_head(name, 5).num_scores))
+    for shape in ((1,), (), (4,)):
+        with pytest.raises((ValueError, RuntimeError)):
+            q.expand(shape)
+    assert q.expand((2, 6)).sample().shape == (2, 6)
+    assert q.sample((0,)).shape == (0, 6) and q.sample((0,)).dtype == torch.long
+
+
+@pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
+def test_a_module_takes_the_name_of_a_head(kind):
+    with pytest.raises(ValueError, match="head must be a name, so that it can be saved"):
+        kind(head=make_head("natural", 8))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_the_monitor_sees_a_model_with_two_optimizers(every, tmp_path):
+    class Two(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.two = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+            self.head = make_head("natural", 4)
+
+        def training_step(self, batch, _):
+            for each, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(-self.head(each(batch)).entropy().mean())
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.one, self.two)]
+
+    monitor = FisherMonitor(every_n_steps=every, sampled_every_n_steps=2)
+    trainer = Trainer(
+        max_epochs=1, callbacks=[monitor], accelerator="cpu", default_root_dir=tmp_path,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Two(), DataLoader(torch.randn(96, 4), batch_size=4))
+    tags = {tag.rpartition("/")[-1] for tag in monitor.latest}
+    assert {"off_diagonal_mass", "off_diagonal_mass_sampled"} <= tags
