@@ -2,6 +2,7 @@
 
 - Every finite score of every floating dtype gives finite log-probabilities, probabilities that sum
   to 1, and finite gradients. Where a split or a category is saturated, the gradient is exactly 0.
+  With float16 autocast a steep gradient may overflow, as everywhere: a GradScaler has to see it.
 - An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
   is finite, so that 0 * log 0 = 0.
 - Half precision is computed in float32; matrix products turn autocast off.

@@ -315,6 +315,11 @@ class DiscreteVAE(StepModule):
 
 def images(batch: Any) -> Tensor:
     """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
+    if isinstance(batch, Mapping):
+        raise TypeError(
+            "a batch must be images, or a sequence with the images first, got the keys "
+            f"{', '.join(map(str, batch))}; the loader's collate_fn can make such batches"
+        )
     x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
     return x
 

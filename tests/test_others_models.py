@@ -126,3 +126,8 @@ def test_the_monitor_sees_a_model_with_two_optimizers(every, tmp_path):
     trainer.fit(Two(), DataLoader(torch.randn(96, 4), batch_size=4))
     tags = {tag.rpartition("/")[-1] for tag in monitor.latest}
     assert {"off_diagonal_mass", "off_diagonal_mass_sampled"} <= tags
+
+
+def test_a_vae_says_which_batches_it_takes():
+    with pytest.raises(TypeError, match="a sequence with the images first, got the keys image"):
+        DiscreteVAE()({"image": torch.rand(2, 1, 28, 28)})
