@@ -223,7 +223,7 @@ def head_nll(
         raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
     q = head(scores, mask=mask)
     if soft:
-        uniform = 1 / K if mask is None else mask / mask.sum(-1, keepdim=True)
+        uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
         smooth = target * (1 - label_smoothing) + label_smoothing * uniform
         return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
     ignored = target == ignore_index
