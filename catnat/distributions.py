@@ -172,7 +172,8 @@ class HeadCategorical(Categorical):
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
         index = self.sample(sample_shape, generator)
         dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
-        zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)  # vmap's, if it is
+        # new_zeros, not zeros: inside vmap they are then batched like the index.
+        zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
         return zeros.scatter_(-1, index[..., None], 1)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:

@@ -194,7 +194,7 @@ def head_nll(
         weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
         ignore_index: a label that counts for nothing, neither in value nor in gradient.
         label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1]; with a
-            mask that over the allowed categories.
+            mask, of the uniform distribution over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
 

@@ -40,7 +40,7 @@ from catnat.sb3 import (
     MaskedPlayer,
 )
 from catnat.sb3.action_distributions import HeadDistribution, HeadMultiDistribution
-from catnat.sb3.masks import has_masks, masks_of
+from catnat.sb3.masks import has_masks, masks_of, split_masks
 
 SPACES = {
     "discrete": spaces.Discrete(5),
@@ -169,6 +169,13 @@ def test_masks_of_several_actions_are_checked(masks, message, kind):
 
 
 # -- policies -------------------------------------------------------------------------------------
+
+
+def test_masks_are_ones_and_zeros():
+    (given,) = split_masks([[0.0, 1.0, 1.0]], [3], torch.Size([1]))
+    assert given.tolist() == [[False, True, True]]
+    with pytest.raises(ValueError, match=r"masks are 1 where a choice is allowed.*got -1000"):
+        split_masks([[0.0, -1000.0, 0.0]], [3], torch.Size([1]))  # one that is added to scores
 
 
 @pytest.mark.parametrize("kind", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
