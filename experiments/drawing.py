@@ -95,10 +95,27 @@ def draw_band(axes: Axes, curves: list[Curve], colour: str, label: str) -> None:
         axes.fill_between(grid, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
 
 
+def draw_each(axes: Axes, curves: list[Curve], colour: str, label: str) -> None:
+    """A line for each curve."""
+    for i, (steps, values) in enumerate(curves):
+        grid = np.linspace(steps[0], steps[-1], 200)
+        line: dict[str, Any] = {"color": colour, "linestyle": _DASHES.get(label, "-")}
+        marker = "o" if len(steps) == 1 else ""
+        shown = np.interp(grid, steps, values)
+        axes.plot(grid, shown, label="" if i else label, linewidth=1.2, marker=marker, **line)
+
+
 def thousands(axes: Axes) -> None:
-    """Steps as 10k."""
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}")
+    """Steps as 10k or 2.5M."""
+    axes.xaxis.set_major_formatter(lambda x, _: _short(x))
     axes.xaxis.set_major_locator(MaxNLocator(4))
+
+
+def _short(x: float) -> str:
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if x >= unit:
+            return f"{x / unit:g}{name}"
+    return f"{x:g}"
 
 
 def legend_above(figure: Figure, axes: Axes, title: str = "") -> None:

@@ -74,6 +74,8 @@ def build_parser() -> Parser:
         if draw is curves:
             tag = "fim/off_diagonal_mass_fro" if name == "mass" else "val/elbo"
             kind.add_argument("--tag", default=tag, help=f"default {tag}")
+            each = "a line for each run, instead of mean and spread"
+            kind.add_argument("--each", action="store_true", help=each)
         kind.set_defaults(draw=draw)
     return parser
 
@@ -128,7 +130,7 @@ def fisher(args: argparse.Namespace) -> list[Path]:
 
 
 def curves(args: argparse.Namespace) -> list[Path]:
-    """One panel for each cell of a table, one band for each head."""
+    """One panel for each cell of a table, one band for each head, or one line for each run."""
     experiment, groups = _groups(args)
     # Shares and returns are compared between panels; losses of different data sets are not.
     same_scale = not args.tag.startswith("val/")
@@ -140,23 +142,26 @@ def curves(args: argparse.Namespace) -> list[Path]:
             known = _known(row, args.tag, False) or _known(row, args.tag, True)
             if known:
                 head = row.cell["head"]
-                drawing.draw_band(axes, known, drawing.colour(head, heads), head)
+                draw = drawing.draw_each if args.each else drawing.draw_band
+                draw(axes, known, drawing.colour(head, heads), head)
                 drawn.append(len(known))
         axes.set_title(name)
         drawing.thousands(axes)
     if not drawn:
         raise NoRunsError(f"no run of {experiment.name} has {args.tag} in its event files")
-    drawing.legend_above(figure, panels[0], _caption(drawn))
+    drawing.legend_above(figure, panels[0], _caption(drawn, args.each))
     figure.supxlabel("step", fontsize=9)  # of the optimizer, or of all environments together
     figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
     kind = args.tag.replace("/", "_")
     return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_{kind}")
 
 
-def _caption(seeds: list[int]) -> str:
+def _caption(seeds: list[int], each: bool) -> str:
     """What lines and bands are."""
     least, most = min(seeds), max(seeds)
     many = str(most) if least == most else f"{least} to {most}"
+    if each and most > 1:
+        return f"one line a run, n = {many}"
     return f"mean ± standard deviation over n = {many} runs" if most > 1 else "n = 1 run"
 
 

@@ -103,6 +103,14 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
     return float(ttest_ind(a, b, equal_var=False).pvalue)
 
 
+def interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Welch's 95 % interval of the difference of means, a minus b; two values each at least."""
+    from scipy.stats import ttest_ind
+
+    found = ttest_ind(a, b, equal_var=False).confidence_interval(1 - SIGNIFICANT)
+    return float(found.low), float(found.high)
+
+
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Two-sided p-value of Mann and Whitney's test; None where a sample is too small."""
     if min(len(a), len(b)) < 2:

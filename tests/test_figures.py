@@ -93,6 +93,29 @@ def test_a_band_is_mean_and_deviation():
     drawing.plt.close(figure)
 
 
+def test_each_run_can_have_its_own_line(table, monkeypatch):
+    experiment, folder = table
+    drawn = []
+    monkeypatch.setattr(figures.drawing, "save", lambda figure, *_: drawn.append(figure) or [])
+    arguments = ["--runs", str(folder / "runs"), "--out", str(folder), "--each"]
+    assert figures.main(["curves", "mlp_vae", "--tag", "val/elbo", *arguments]) == 0
+    axes = drawn[0].axes[0]
+    heads = len({cell["head"] for cell in experiment.cells()})
+    assert sorted(max(line.get_ydata()) for line in axes.lines) == sorted([40, 80] * heads)
+    assert not axes.collections
+    assert len(axes.get_legend_handles_labels()[1]) == heads  # each once
+    assert drawn[0].legends[0].get_title().get_text() == "one line a run, n = 2"
+    drawing.plt.close(drawn[0])
+
+
+@pytest.mark.parametrize(("x", "text"), [(500, "500"), (2000, "2k"), (2_500_000, "2.5M")])
+def test_steps_are_short(x, text):
+    figure, (axes,) = drawing.panels(1)
+    drawing.thousands(axes)
+    assert axes.xaxis.get_major_formatter()(x, 0) == text
+    drawing.plt.close(figure)
+
+
 def test_a_tag_that_no_run_has_gets_one_line(table, capsys):
     _, folder = table
     with pytest.raises(SystemExit):

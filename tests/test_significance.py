@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.significance import compare, holm, rank_test, verdicts, welch
+from experiments.significance import compare, holm, interval, rank_test, verdicts, welch
 
 
 def bold(samples, better="lower"):
@@ -19,6 +19,16 @@ def test_welch_by_hand():
     freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 2)
     expected = 2 * t.sf(abs(2.5 - 5) / math.sqrt(va + vb), freedom)
     assert welch(a, b) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_interval_by_hand():
+    a, b = [1.0, 2.0, 3.0, 4.0], [3.0, 5.0, 7.0]
+    from scipy.stats import t
+
+    va, vb = 5 / 3 / 4, 4 / 3
+    freedom = (va + vb) ** 2 / (va**2 / 3 + vb**2 / 2)
+    half = t.ppf(0.975, freedom) * math.sqrt(va + vb)
+    assert interval(a, b) == pytest.approx((-2.5 - half, -2.5 + half), rel=1e-12)
 
 
 @pytest.mark.parametrize(
