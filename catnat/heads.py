@@ -95,7 +95,12 @@ def _make(
     if unknown and not open_ended:
         choices = ", ".join([*known, "mix"])
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
-    return cls(num_categories, **options)
+    try:
+        return cls(num_categories, **options)
+    except TypeError as error:
+        if not open_ended or "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"head {head!r} does not take these options: {error}") from error
 
 
 class SoftmaxHead(CategoricalHead, name="softmax"):

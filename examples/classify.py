@@ -53,8 +53,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {args.seeds}")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {str(args.out)!r}")
+    if not (args.out.parent.is_dir() and args.out.suffix in (".png", ".pdf", ".svg")):
+        got = repr(str(args.out))
+        parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {got}")
     torch.set_num_threads(1)  # small matrices
     pixels, digits = map(torch.as_tensor, mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,9 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argp
 parser.add_argument("--out", type=Path, default=Path("jax_world_model.png"), help="picture file")
 parser.add_argument("--steps", type=int, default=2000, help="updates with each head")
 args = parser.parse_args()
-if not args.out.parent.is_dir():
-    parser.error(f"--out must be in a folder that exists, got {str(args.out)!r}")
+if not (args.out.parent.is_dir() and args.out.suffix in (".png", ".pdf", ".svg")):
+    got = repr(str(args.out))
+    parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {got}")
 N, K, SIZE, LENGTH, PAIR = 8, 8, 8, 12, 2 * 8**2  # PAIR: pixels of two frames
 
 

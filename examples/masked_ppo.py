@@ -63,8 +63,9 @@ def main():
     parser.add_argument("--steps", type=int, default=20_000, help="of all environments together")
     parser.add_argument("--out", default="masked_ppo.png", help="the picture")
     args = parser.parse_args()
-    if not Path(args.out).parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {args.out!r}")
+    out = args.out
+    if not (Path(out).parent.is_dir() and out.endswith((".png", ".pdf", ".svg"))):
+        parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {out!r}")
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     torch.set_num_threads(1)  # small matrices
@@ -76,7 +77,7 @@ def main():
             axes.plot(steps, returns, line, color=colour, label=label)
     axes.set(xlabel="steps", ylabel="return")
     axes.legend()
-    figure.savefig(args.out, dpi=120)
+    figure.savefig(out, dpi=120)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="natural_gradient.png", help="picture file")
 parser.add_argument("--steps", type=int, default=300, help="updates in each run")
 args = parser.parse_args()
-if not Path(args.out).parent.is_dir():
-    parser.error(f"--out must be in a folder that exists, got {args.out!r}")
+if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
+    parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
 
 K, BATCH, DAMPING = 27, 256, 1e-3  # the space and 26 letters
 RATES = {

@@ -23,8 +23,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="own_graph.png", help="picture file")
 parser.add_argument("--steps", type=int, default=1000, help="training steps")
 args = parser.parse_args()
-if not Path(args.out).parent.is_dir():
-    parser.error(f"--out must be in a folder that exists, got {args.out!r}")
+if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
+    parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
 seed_everything(0, verbose=False)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")

@@ -20,8 +20,8 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--out", default="world_model.png", help="picture file")
 parser.add_argument("--steps", type=int, default=500, help="updates with each head")
 args = parser.parse_args()
-if not Path(args.out).parent.is_dir():
-    parser.error(f"--out must be in a folder that exists, got {args.out!r}")
+if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
+    parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
 torch.manual_seed(0)
 FRAMES, LATENTS, K, PIXELS = 8, 32, 32, 12 * 12
 # Balls that walls reflect, (films, T + 1, 2). A picture has this frame and the last one.

@@ -29,7 +29,7 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     ("arguments", "said"),
     [
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--out", "no/such/x.png"], "--out must be in a folder that exists, got 'no/such/x.png'"),
+        (["--out", "no/such/x.png"], "in a folder that exists, got 'no/such/x.png'"),
     ],
 )
 def test_bad_input_is_refused_before_the_training(example, arguments, said, monkeypatch, capsys):

@@ -28,12 +28,14 @@ def test_an_example_takes_a_picture_file_and_a_number_of_steps(script):
     assert {"--out", "--steps"} <= options
 
 
+@pytest.mark.parametrize("name", ["no/x.png", "x.foo"])
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_refuses_a_folder_that_is_not_there_before_it_begins(script, capsys, tmp_path):
+def test_an_example_refuses_a_bad_picture_file_before_it_begins(script, name, capsys, tmp_path):
     if script.name.startswith("jax"):
         pytest.importorskip("jax")
     with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script.name, "--out", str(tmp_path / "no" / "x.png")])
+        patch.setattr(sys, "argv", [script.name, "--out", str(tmp_path / name)])
         runpy.run_path(str(script), run_name="__main__")
     assert stop.value.code == 2
-    assert "--out must be in a folder that exists, got" in capsys.readouterr().err
+    expected = "--out must be a .png, .pdf or .svg in a folder that exists, got"
+    assert expected in capsys.readouterr().err

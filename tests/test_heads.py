@@ -182,6 +182,10 @@ def test_a_head_with_options_of_its_own():
         head = make_head("sharp", 5, sharp=3.0, center=0.5)
         assert (head.sharp, head.center) == (3.0, 0.5)
         assert torch.allclose(head.probs(torch.full((4,), 0.5)), torch.full((5,), 0.2), atol=1e-6)
+        with pytest.raises(
+            ValueError, match=r"head 'sharp' does not take these options: .*'sharpp'"
+        ):
+            make_head("sharp", 5, sharpp=3.0)
     finally:
         _REGISTRY.pop("sharp")
 
