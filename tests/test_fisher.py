@@ -33,6 +33,17 @@ def test_proposition_softmax(K):
         assert (autograd_fisher(head, row) - claim).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("K", [2, 3, 5, 8, 16, 33, 64])
+def test_a_diagonal_entry_depends_on_at_most_log2_of_k_scores(K):
+    """Sigmoid: on its own score and on those above it. Natural: on those above it alone."""
+    deepest = math.ceil(math.log2(K))
+    for name, own in (("sigmoid", 1), ("natural", 0)):
+        head = make_head(name, K)
+        scores = 0.5 * torch.randn(K - 1, dtype=torch.float64)
+        slopes = torch.autograd.functional.jacobian(head.fisher_diagonal, scores)
+        assert (slopes.abs() > 1e-13).sum(-1).max() == deepest - 1 + own
+
+
 @pytest.mark.parametrize("K", CATEGORIES)
 @pytest.mark.parametrize("name", TREES)
 def test_theorem_catnat(name, K):
