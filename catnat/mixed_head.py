@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
+from torch.nn.functional import softplus
 
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_within
@@ -125,7 +126,12 @@ class MixedHead(CategoricalHead):
     def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""
         uniform = math.log(self.mix) - allowed.to(log_probs.dtype).log()
-        return torch.logaddexp(log_probs + math.log1p(-self.mix), uniform)
+        # Not logaddexp: its second derivative is NaN where one of the two is far below the other.
+        share = log_probs + math.log1p(-self.mix)
+        excess = share - uniform
+        larger = excess > 0
+        rest = torch.where(larger, -excess, excess)  # not -abs: its slope at 0 is 0
+        return torch.where(larger, share, uniform) + softplus(rest)
 
     def _fisher_root(self, scores: Tensor) -> Tensor:
         """R with R^T R = G: the gradients of q_k in the scores over sqrt(q_k), (*, K, S)."""

@@ -29,6 +29,8 @@ def by_frequency(counts: Tensor) -> Tensor:
     """
     if counts.dim() != 1 or len(counts) < 2:
         raise ValueError(f"expected a count for each class, got shape {tuple(counts.shape)}")
+    if bool((counts < 0).any()) or bool(counts.isnan().any()):
+        raise ValueError(f"counts must be >= 0, got {float(counts.min()):g}")
     ranked = counts.argsort(descending=True, stable=True)
     return _inverse(ranked)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice, require_within
 from catnat.heads import make_head
-from catnat.numerics import at_least_float32, can_branch_on
+from catnat.numerics import at_least_float32, can_branch_on, is_plain
 from catnat.ops.path_scores import fused_loss_for, path_scores
 from catnat.optim import bring_up_to_date, owes_steps
 from catnat.tree import subtree_sums
@@ -202,7 +202,8 @@ class TreeLinear(nn.Embedding):
         """Log-probabilities of all classes, (*, D) -> (*, K), some rows at a time."""
         hidden = self._checked(hidden)
         rows = hidden.reshape(-1, self.in_features)
-        pieces = [self.head.log_probs(self.scores(each)) for each in rows.split(self._rows())]
+        parts = rows.split(self._rows()) if is_plain(rows) else (rows,)  # traced: any batch size
+        pieces = [self.head.log_probs(self.scores(each)) for each in parts]
         leaves = torch.cat(pieces).view(*hidden.shape[:-1], -1)
         return leaves if self.order is None else leaves.index_select(-1, self.order)
 

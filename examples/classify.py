@@ -56,6 +56,8 @@ def main() -> None:
     if not (args.out.parent.is_dir() and args.out.suffix in (".png", ".pdf", ".svg")):
         got = repr(str(args.out))
         parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {got}")
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     torch.set_num_threads(1)  # small matrices
     pixels, digits = map(torch.as_tensor, mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))

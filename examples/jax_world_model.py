@@ -20,6 +20,8 @@ args = parser.parse_args()
 if not (args.out.parent.is_dir() and args.out.suffix in (".png", ".pdf", ".svg")):
     got = repr(str(args.out))
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {got}")
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 N, K, SIZE, LENGTH, PAIR = 8, 8, 8, 12, 2 * 8**2  # PAIR: pixels of two frames
 
 

@@ -24,6 +24,8 @@ parser.add_argument("--steps", type=int, default=300, help="updates in each run"
 args = parser.parse_args()
 if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 
 K, BATCH, DAMPING = 27, 256, 1e-3  # the space and 26 letters
 RATES = {
@@ -52,8 +54,7 @@ def learn(head_name: str, method: str, rate: float) -> list[float]:
     torch.manual_seed(0)
     head, excess = make_head(head_name, K), []
     scores = torch.zeros(K, head.num_scores, requires_grad=True)
-    kind = torch.optim.Adam if method == "Adam" else torch.optim.SGD
-    optimizer = kind([scores], rate)
+    optimizer = (torch.optim.Adam if method == "Adam" else torch.optim.SGD)([scores], rate)
     for step in range(args.steps):
         at = torch.randint(len(train) - 1, (BATCH,))
         loss = -head(scores[train[at]]).log_prob(train[at + 1]).mean()

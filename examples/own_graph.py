@@ -25,6 +25,8 @@ parser.add_argument("--steps", type=int, default=1000, help="training steps")
 args = parser.parse_args()
 if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 seed_everything(0, verbose=False)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")

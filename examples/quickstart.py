@@ -23,6 +23,8 @@ parser.add_argument("--steps", type=int, default=300, help="the most steps to ta
 args = parser.parse_args()
 if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 
 K = 3
 TARGET = torch.full((K,), 1 / K, dtype=torch.float64)

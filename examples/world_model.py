@@ -22,6 +22,8 @@ parser.add_argument("--steps", type=int, default=500, help="updates with each he
 args = parser.parse_args()
 if not (Path(args.out).parent.is_dir() and args.out.endswith((".png", ".pdf", ".svg"))):
     parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out!r}")
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 torch.manual_seed(0)
 FRAMES, LATENTS, K, PIXELS = 8, 32, 32, 12 * 12
 # Balls that walls reflect, (films, T + 1, 2). A picture has this frame and the last one.

@@ -169,7 +169,9 @@ def _in_order(keys: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 def _columns(experiment: Experiment) -> list[str]:
     options = [experiment.short(option) for option in experiment.cells()[0]]
-    metrics = [f"{each.label}{_ARROWS[each.better]}" for each in experiment.metrics.values()]
+    metrics = [
+        f"{each.label or name}{_ARROWS[each.better]}" for name, each in experiment.metrics.items()
+    ]
     search = experiment.search
     if search is None:
         return [*options, *metrics, "n", "notes"]

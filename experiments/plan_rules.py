@@ -16,6 +16,7 @@ PAPER = Path(__file__).resolve().parent / "paper.json"
 def check(plan: Plan, file: Path) -> None:
     """Raise PlanError for a plan that cannot be run, or whose table would mislead."""
     _check_source(plan, file)
+    _check_options(plan)
     _check_grid(plan)
     _check_seeds(plan)
     if plan.search is not None:
@@ -42,6 +43,19 @@ def _check_source(plan: Plan, file: Path) -> None:
     options = {option for key in plan.grid for option in key.split()}
     if "head" not in options | set(plan.options):
         raise PlanError("head: name one in options, or several in the grid")
+
+
+def _check_options(plan: Plan) -> None:
+    """What a sweep gives to each run by itself cannot be an option."""
+    instead = {
+        "seed": "use seeds",
+        "default_root_dir": "use --runs of sweep.py",
+        "model": "use model",
+        "import": "use import",
+    }
+    for option in plan.options:
+        if option in instead and not (plan.program and option in ("model", "import")):
+            raise PlanError(f"options.{option}: the sweep gives it to each run; {instead[option]}")
 
 
 def _check_grid(plan: Plan) -> None:
@@ -74,6 +88,9 @@ def _check_seeds(plan: Plan) -> None:
         raise PlanError("seeds: expected at least one")
     if len(set(plan.seeds)) < len(plan.seeds):
         raise PlanError(f"seeds: one is there twice, in {plan.seeds}")
+    wrong = [seed for seed in plan.seeds if seed is not None and not 0 <= seed < 2**32]
+    if wrong:
+        raise PlanError(f"seeds: {wrong[0]}; a seed is at least 0 and below 2^32")
 
 
 def _check_search(search: Search, plan: Plan) -> None:

@@ -108,9 +108,9 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number of metrics.json as a column."""
+    """A number of metrics.json as a column; without a label its name stands there."""
 
-    label: str
+    label: str = ""
     better: Better | None = None
     digits: int = 3
     paper: str | None = None

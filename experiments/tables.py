@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +134,9 @@ def facts(experiment: Experiment, found: list[Row]) -> list[str]:
     commands = experiment.folder / "commands.txt"
     made_by = commands.read_text().splitlines() if commands.is_file() else []
     name = experiment.name if experiment.file.parent == plan.PLANS else _file(experiment)
-    made_by.append(f"python experiments/tables.py {name} --scale {experiment.scale}")
+    only = [f"{option}={','.join(values)}" for option, values in experiment.only.items()]
+    words = ["python", "experiments/tables.py", str(name), "--scale", experiment.scale]
+    made_by.append(shlex.join([*words, *(["--only", *only] if only else [])]))
     return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
 
 

@@ -11,9 +11,9 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_has_at_most_84_lines_and_says_what_it_shows(script):
+def test_an_example_has_at_most_86_lines_and_says_what_it_shows(script):
     text = script.read_text()
-    assert len(text.splitlines()) <= 84
+    assert len(text.splitlines()) <= 86
     title = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
     assert title.endswith(".") and len(title) <= 100
 
@@ -39,3 +39,14 @@ def test_an_example_refuses_a_bad_picture_file_before_it_begins(script, name, ca
     assert stop.value.code == 2
     expected = "--out must be a .png, .pdf or .svg in a folder that exists, got"
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_takes_at_least_one_step(script, capsys, tmp_path):
+    if script.name.startswith("jax"):
+        pytest.importorskip("jax")
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script.name, "--steps=-1", "--out", str(tmp_path / "x.png")])
+        runpy.run_path(str(script), run_name="__main__")
+    assert stop.value.code == 2
+    assert "--steps must be at least 1, got -1" in capsys.readouterr().err

@@ -177,3 +177,42 @@ def test_log_prob_and_sample_are_those_of_the_mixture(name):
     assert head(three).expand((4, 3)).sample((2,)).shape == (2, 4, 3)
     assert head(three).expand((4, 3)).log_prob(torch.tensor(1)).shape == (4, 3)
     assert head.sample(free[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HEADS)
+def test_second_derivatives_where_a_category_is_impossible_or_very_rare(name, dtype):
+    """They are finite, and those of probabilities that are mixed without logarithms."""
+    head = make_head(name, 4, mix=0.05)
+    for size in (0.3, 40.0, 3000.0):
+        scores = size * torch.randn(6, head.num_scores, dtype=dtype)
+        for mask in (torch.ones(4, dtype=torch.bool), torch.tensor([True, True, True, False])):
+
+            def value(x, mask=mask):
+                return (head(x, mask=mask).log_prob(torch.tensor(1)) ** 2).sum()
+
+            def plain(x, mask=mask):
+                p = head.inner(x, mask=mask).probs[:, 1]
+                return (0.95 * p + 0.05 / int(mask.sum())).log().square().sum()
+
+            found, expected = (twice(f, scores) for f in (value, plain))
+            assert found.isfinite().all(), (size, mask)
+            if dtype == torch.float64 and size < 1:
+                assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def twice(function, scores):
+    """The gradient of the squared norm of the gradient."""
+    x = scores.clone().requires_grad_()
+    (once,) = torch.autograd.grad(function(x), x, create_graph=True)
+    if not once.requires_grad:
+        return torch.zeros_like(x)
+    return torch.autograd.grad(once.square().sum(), x)[0]
+
+
+def test_a_small_share_is_exact_in_float64():
+    """Where p is far above mix / K, too: there softplus is not cut off early."""
+    head = make_head("softmax", 4, mix=1e-9)
+    scores = torch.tensor([3.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    expected = ((1 - 1e-9) * torch.softmax(scores, -1) + 1e-9 / 4).log()
+    assert torch.allclose(head.log_probs(scores), expected, rtol=1e-15, atol=0)

@@ -109,6 +109,7 @@ def test_a_layer_moved_to_another_order_keeps_most_of_what_it_learned(head):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: by_frequency(torch.tensor([3, -1])), "counts must be >= 0, got -1"),
         (lambda: by_frequency(torch.zeros(2, 2)), r"count for each class.*\(2, 2\)"),
         (lambda: by_embedding(torch.zeros(4)), r"\(K, D\).*\(4,\)"),
         (lambda: by_embedding(torch.full((4, 2), torch.nan)), "finite"),

@@ -223,6 +223,14 @@ def test_other_action_spaces_are_refused(space):
 
 
 @pytest.mark.parametrize(
+    "space", [spaces.Discrete(3, start=5), spaces.MultiDiscrete([2, 3], start=[0, 1])]
+)
+def test_actions_that_do_not_begin_with_0_are_refused(space):
+    with pytest.raises(ValueError, match="actions must begin with 0: wrap"):
+        policy("natural", space)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"head": "hard"}, "unknown head 'hard'; choose from softmax"),

@@ -170,6 +170,7 @@ def test_only_seed_does_all_of_the_search_and_these_seeds_alone(tmp_path, capsys
     assert "4 of 4 runs done" in capsys.readouterr().out
     assert tables.main(arguments(path, "--only", "seed=3")) == 0
     assert "seeds 3." in (out := capsys.readouterr().out) and "1 of 1 runs finished" in out
+    assert "--scale smoke --only seed=3`" in out  # the command that made this table
     assert sweep.main(arguments(path)) == 0
     assert set(calls(tmp_path)) == {f"a-x{x}" for x in ("1-seed0", "4-seed0")} | {
         f"a-x1-seed{seed}" for seed in (1, 2, 3)

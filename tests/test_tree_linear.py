@@ -329,3 +329,18 @@ def test_wrong_input_gets_one_clear_error(call, message):
         (ValueError, TypeError), match=message and message.replace("(", r"\(").replace(")", r"\)")
     ):
         call(TreeLinear(4, 9))
+
+
+def test_all_log_probabilities_are_exported_for_any_number_of_rows():
+    class AllClasses(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = TreeLinear(8, 20)
+
+        def forward(self, x):
+            return self.layer.log_probs(x)
+
+    model, x = AllClasses(), torch.randn(7, 8)
+    rows = {"x": {0: torch.export.Dim("rows")}}
+    exported = torch.export.export(model, (torch.randn(5, 8),), dynamic_shapes=rows)
+    assert torch.allclose(exported.module()(x), model(x))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.distributions import (
@@ -192,6 +193,8 @@ def categories_of(action_space: spaces.Space[Any]) -> list[int]:
             "a categorical head needs a Discrete action space, or a one-dimensional MultiDiscrete "
             f"or MultiBinary one, got {action_space}"
         )
+    if np.any(getattr(action_space, "start", 0)):
+        raise ValueError(f"actions must begin with 0: wrap an environment with {action_space}")
     return sizes
 
 
