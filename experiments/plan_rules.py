@@ -47,15 +47,12 @@ def _check_source(plan: Plan, file: Path) -> None:
 
 def _check_options(plan: Plan) -> None:
     """What a sweep gives to each run by itself cannot be an option."""
-    instead = {
-        "seed": "use seeds",
-        "default_root_dir": "use --runs of sweep.py",
-        "model": "use model",
-        "import": "use import",
-    }
-    for option in plan.options:
-        if option in instead and not (plan.program and option in ("model", "import")):
-            raise PlanError(f"options.{option}: the sweep gives it to each run; {instead[option]}")
+    given = {"default_root_dir": "--runs of sweep.py"}
+    if plan.seeds != [None]:  # such runs get no seed
+        given["seed"] = "seeds"
+    for option, instead in given.items():
+        if option in plan.options:
+            raise PlanError(f"options.{option}: the sweep gives it to each run; use {instead}")
 
 
 def _check_grid(plan: Plan) -> None:

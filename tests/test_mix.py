@@ -211,7 +211,7 @@ def twice(function, scores):
 
 
 def test_a_small_share_is_exact_in_float64():
-    """Where p is far above mix / K, too: there softplus is not cut off early."""
+    """Where p is far above mix / K, too: a sum of two large logarithms would lose digits."""
     head = make_head("softmax", 4, mix=1e-9)
     scores = torch.tensor([3.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     expected = ((1 - 1e-9) * torch.softmax(scores, -1) + 1e-9 / 4).log()
