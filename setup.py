@@ -13,17 +13,17 @@ FLAGS = [
     "-fno-trapping-math",
     "-fopenmp-simd",
 ]
-# One library for each kind of processor; catnat/ops/native.py takes the best that the machine runs.
-LEVELS = {"_native": []}
+# One library for each kind of processor; kernels/cpu.py takes the best that the machine runs.
+LEVELS = {"_cpu": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    LEVELS["_native_avx2"] = ["-march=x86-64-v3"]
-    LEVELS["_native_avx512"] = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
+    LEVELS["_cpu_avx2"] = ["-march=x86-64-v3"]
+    LEVELS["_cpu_avx512"] = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
 
 setup(
     ext_modules=[
         Extension(
-            f"catnat.ops.{name}",
-            ["catnat/ops/_native.c"],
+            f"catnat.kernels.{name}",
+            ["catnat/kernels/cpu.c"],
             extra_compile_args=[*FLAGS, *level],
             extra_link_args=["-pthread"],
             optional=True,  # without a compiler plain torch takes their place

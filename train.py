@@ -2,9 +2,7 @@
 
 import sys
 
-from catnat.training.main import main, program
-
-__all__ = ["main"]  # for those who call it in a process of their own
+from catnat.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import pickle
 import signal
 import threading
-import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+import zipfile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,9 +18,10 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from catnat.checks import require_at_least
 from catnat.files import write_whole
+from catnat.rng import noise_state, set_noise_state
 
 
-class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
+class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
     """Raised after a signal, once everything is saved."""
 
     def __init__(self, signum: int, step: int, path: str) -> None:
@@ -31,17 +30,22 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, no error
 
 
 class StopSignals:
-    """Remembers that SIGINT or SIGTERM arrived; a second SIGINT raises at once."""
+    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once."""
 
     def __init__(self) -> None:
         self.signum = 0
         self._handlers: dict[int, Any] = {}
 
-    def listen(self) -> None:
-        """Start to handle signals, if this is the main thread: Python allows it nowhere else."""
+    def listen(self, *names: str) -> None:
+        """Start to handle signals, all three unless some are named.
+
+        Only if this is the main thread: Python allows it nowhere else.
+        """
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[signum] = signal.signal(signum, self._ask_to_stop)
+            for name in names or ("SIGINT", "SIGTERM", "SIGHUP"):
+                if signum := getattr(signal, name, None):  # Windows has no SIGHUP
+                    before = signal.signal(signum, self._ask_to_stop)
+                    self._handlers.setdefault(signum, before)
 
     def give_back(self) -> None:
         """Put back the handlers that were there before."""
@@ -60,86 +64,102 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning's own writer goes through the system's temporary folder, and moving a file from
     there to another disk is a copy that a kill can cut short.
-
-    A thread writes the file while training goes on; :meth:`finish` waits for it. An error of the
-    disk is raised by the next call of any method. ``seconds`` is the time for which training has
-    waited.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._thread: ThreadPoolExecutor | None = None  # made when needed: processes may be forked
-        self._writing: Future[None] | None = None
+        self._can_be_read = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
-        began = time.monotonic()
-        content = io.BytesIO()  # a copy: training may change the tensors before they are written
+        content = io.BytesIO()
         torch.save(checkpoint, content)
-        self.finish()
-        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoints")
-        self._writing = self._thread.submit(write_whole, Path(path), content.getbuffer())
-        self.seconds += time.monotonic() - began
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint that may still be on its way to the disk."""
-        self.finish()
-        super().remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Wait for the disk, and end the thread."""
+        if not self._can_be_read:
+            _require_plain(content, checkpoint, path)
+            self._can_be_read = True
         try:
-            self.finish()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+            write_whole(Path(path), content.getbuffer())
+        except OSError as error:  # a full disk does not say of which file
+            error.filename = error.filename or str(path)
+            raise
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
         """Load with ``weights_only=True``, whatever the argument says."""
-        self.finish()
         return load_checkpoint(path, map_location)
 
 
+def _require_plain(content: io.BytesIO, checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Raise, at the first save, if the checkpoint could not be read back."""
+    try:
+        content.seek(0)
+        torch.load(content, weights_only=True, map_location="cpu")
+    except Exception:
+        for group in checkpoint:
+            kinds = sorted(_other_types(checkpoint[group]))
+            if kinds:
+                raise ValueError(
+                    f"checkpoint {path} could not be read back: {group} holds {', '.join(kinds)}; "
+                    "keep numbers, strings, lists, dictionaries and tensors there, for a "
+                    "hyperparameter with save_hyperparameters(ignore=...)"
+                ) from None
+        raise
+
+
+def _other_types(value: Any) -> set[str]:
+    """Names of the types in nested lists and dictionaries that are not tensors or plain values."""
+    if isinstance(value, dict):
+        return set().union(*(_other_types(each) for pair in value.items() for each in pair))
+    if isinstance(value, list | tuple | set):
+        return set().union(*(_other_types(each) for each in value))
+    plain = (str, int, float, bool, complex, bytes, torch.Tensor, type(None), torch.Size)
+    known = type(value) in plain or isinstance(value, torch.Tensor | torch.dtype | torch.device)
+    kind = value if isinstance(value, type) else type(value)
+    return set() if known else {f"{kind.__module__}.{kind.__qualname__}"}
+
+
 def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; a ``ValueError`` of one line says what is wrong with it."""
+    """Load a checkpoint: tensors and plain values, never code.
+
+    The checksums of the archive are compared first: a flipped bit does not become a weight.
+
+    Raises:
+        ValueError: of one line, if there is no checkpoint, or it is damaged.
+    """
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
     content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
     try:
+        with zipfile.ZipFile(content) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged, or not a checkpoint at all") from error
+    if damaged is not None:
+        raise ValueError(f"checkpoint {path} is damaged: the checksum of {damaged} is wrong")
+    content.seek(0)
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checkpoint = torch.load(content, map_location=map_location, weights_only=True)
-    except Exception as error:  # a damaged file fails in many ways
-        archive_or_pickle = content.getvalue()[:1] in (b"P", b"\x80")
-        if isinstance(error, pickle.UnpicklingError) and archive_or_pickle:
-            raise ValueError(
-                f"checkpoint {path} is refused: it holds more than tensors and plain values"
-            ) from error
-        raise ValueError(f"checkpoint {path} is damaged, or no checkpoint at all") from error
+    except Exception as error:
+        raise ValueError(
+            f"checkpoint {path} is refused: it holds more than tensors and plain values"
+        ) from error
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"checkpoint {path} is no checkpoint of a model")
+        raise ValueError(f"checkpoint {path} is not a checkpoint of a model")
     return checkpoint
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps ``last.ckpt``, from which a run can continue.
+    """Keeps ``last.ckpt``, from which a run resumes.
 
-    It is written every n steps, after the last step, and when SIGINT or SIGTERM asks to stop: the
-    step in progress is finished, with all the batches it accumulates, saved, and :class:`Stopped`
-    raised, on all ranks alike. A second SIGINT does not wait. A step that is followed by a
-    validation is saved after the validation, with its result: a run that continues neither repeats
-    the validation nor leaves it out.
+    It is written every n steps, after the last step, and when a signal asks to stop: the step in
+    progress is finished, with all the batches it accumulates, saved, and :class:`Stopped` raised,
+    on all ranks alike. A second SIGINT does not wait. A step that is followed by a validation is
+    saved after the validation, with its result: a resumed run neither repeats the validation nor
+    leaves it out. Random states of torch on all ranks are saved for every module.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -153,30 +173,45 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = 0
         self._unasked = 0  # steps since the ranks last asked each other whether to stop
         self._due = self._stop = False
+        self._noise: dict[str, torch.Tensor] | None = None
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the path of rank 0, which is the one that writes."""
+        """Take the path of rank 0, which is the one that writes.
+
+        SIGINT is handled from here on. Lightning handles SIGTERM until training starts.
+        """
         self.path = trainer.strategy.broadcast(self.path)
+        self._signals.listen("SIGINT")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps and to handle signals."""
+        """Begin to count steps; restore the random states of a resumed run."""
         self._saved_step = trainer.global_step
         self._due = self._stop = False
         self._signals.listen()
+        if self._noise is not None:
+            set_noise_state(self._noise, pl_module.device, pl_module.global_rank)
+            self._noise = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Make a checkpoint that is saved within a validation look like one of the step before it.
+        """Save random states; make a checkpoint within a validation look like one of its step.
 
-        Lightning continues from either without validating again. But if the continued run
-        validates at other steps, Lightning finds the next batch only from the latter.
+        Lightning resumes from either without validating again. But if the resumed run validates
+        at other steps, Lightning finds the next batch only from the latter.
         """
+        checkpoint["noise"] = noise_state(pl_module.device, pl_module.all_gather)
         if trainer.state.fn == "fit" and trainer.validating:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             progress["total"]["completed"] -= 1
             progress["current"]["completed"] -= 1
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the random states for the start of training."""
+        self._noise = checkpoint.get("noise")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle signals: a test can take minutes, and stopping it loses nothing."""
@@ -216,7 +251,6 @@ class LastCheckpoint(Checkpoint):
         """Save if training ended between two checkpoints; stop if a signal came at the end."""
         if trainer.global_step > self._saved_step:
             self._save(trainer)
-        _finish_writing(trainer)
         self._stop_if_asked(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -227,7 +261,6 @@ class LastCheckpoint(Checkpoint):
         if self._due:
             self._save(trainer)
         if self._stop:
-            _finish_writing(trainer)
             raise Stopped(self._signals.signum or signal.SIGTERM, trainer.global_step, self.path)
 
     def _save(self, trainer: Trainer) -> None:
@@ -255,13 +288,6 @@ class LastCheckpoint(Checkpoint):
             raise Stopped(signum, trainer.global_step, self.path)
 
 
-def _finish_writing(trainer: Trainer) -> None:
-    """Wait until all checkpoints are on the disk."""
-    writer = trainer.strategy.checkpoint_io
-    if isinstance(writer, AtomicCheckpointIO):
-        writer.finish()
-
-
 def _validation_follows(trainer: Trainer) -> bool:
     """Whether Lightning validates after the present step; Lightning's own loop is asked."""
     loop = trainer.fit_loop
@@ -270,32 +296,40 @@ def _validation_follows(trainer: Trainer) -> bool:
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps ``best.ckpt``, the checkpoint with the smallest ``val/loss``.
+    """Keeps ``best.ckpt``, the checkpoint with the best value of a metric of validation.
 
-    A model that does not log ``val/loss`` gets no ``best.ckpt``. A run that continues compares with
-    the loss of the file in its folder, even if the folder was moved. A new run that starts from
+    A model that does not log the metric gets no ``best.ckpt``. A resumed run compares with the
+    value of the file in its folder, even if the folder was moved. A new run that starts from
     another run's checkpoint has no such file, and compares with nothing at first.
+
+    Args:
+        monitor: the metric.
+        mode: "min" or "max".
+        dirpath: the folder; by default that of the logger.
     """
 
-    def __init__(self, dirpath: str | Path) -> None:
+    def __init__(
+        self, monitor: str = "val/loss", mode: str = "min", dirpath: str | Path | None = None
+    ) -> None:
         super().__init__(
             dirpath,
             "best",
-            monitor="val/loss",
+            monitor=monitor,
+            mode=mode,
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if the loss is the smallest so far."""
+        """Save if the value is the best so far."""
         if self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the loss of the file in this folder."""
-        path, loss = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
-        if loss is None or not path.is_file():
+        """Remember the value of the file in this folder."""
+        path, score = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
+        if score is None or not path.is_file():
             return
-        place = {"dirpath": self.dirpath, "best_k_models": {str(path): loss}}
+        place = {"dirpath": self.dirpath, "best_k_models": {str(path): score}}
         paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
         super().load_state_dict(state_dict | place | paths)

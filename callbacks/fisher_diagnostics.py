@@ -1,16 +1,14 @@
-"""Fisher diagnostics of a head over several steps: computed on its device, read on the host.
+"""Fisher diagnostics of a head at some steps: computed on its device, read on the host.
 
-``head.diagnostics`` gives one vector for each step: the mean Fisher matrix of the step (its
-diagonal alone where ``head.fisher_is_diagonal``) and the share of saturated scores.
-:func:`matrices_of` and :func:`scalars_of` read these vectors; :class:`HeadHistory` collects them.
+Both monitors use these: :func:`exact_rows` and :class:`SampledShare` make the values of tags, and
+:class:`HeadHistory` collects the scores of many steps and computes them together.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,25 +17,20 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
+from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
     off_diagonal_mass,
-    off_diagonal_share,
     paired_mean_fishers,
 )
-from catnat.replay import send
 
-SCALARS = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
-SAMPLED = (
-    "off_diagonal_mass_sampled",
-    "off_diagonal_mass_fro_sampled",
-    "off_diagonal_share_sampled",
-)
+MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
 _MAX_IN_CACHE = 2**19  # the same on a CPU: 2 MB stay in a cache, which saves a third of the time
-_MAX_NOISE = 2**22  # numbers that are drawn at once: 16 MB
-_MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
+_MEMORY = 0.98  # weight of the sums of earlier steps at each further step
+
+Row = dict[str, float]  # values by tag
 
 
 def require_pairs(num_samples: int) -> None:
@@ -46,251 +39,241 @@ def require_pairs(num_samples: int) -> None:
         raise ValueError(f"num_samples must be 0 or at least 2, got {num_samples}")
 
 
-def matrices_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
-    """The Fisher matrices in ``head.diagnostics`` of T steps, (T, ...) -> (T, S, S)."""
-    exact, S = diagnostics[:, :-1], head.num_scores
-    return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.reshape(-1, S, S)
+def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
+    """What :func:`exact_rows` reads, of T steps: (T, B, S) -> (T, D + 2).
+
+    D numbers of the mean Fisher matrix, S if it is diagonal and S^2 otherwise; then how many
+    scores of a row are saturated, and how many are free, on average. A score that a mask decides
+    is infinite: it is not free, and does not count as saturated.
+    """
+    free = scores.isfinite()
+    counts = torch.stack((head.saturated(scores) & free, free), -1).sum(-2, dtype=torch.float32)
+    return torch.cat((head.diagnostics(scores)[:, :-1], counts.mean(1)), -1)
 
 
-def scalars_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
-    """The :data:`SCALARS` of each of T steps, (T, 4), from ``head.diagnostics``, (T, ...)."""
-    exact, saturated = diagnostics[:, :-1], diagnostics[:, -1]
+def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
+    """The Fisher matrices in :func:`exact_diagnostics`, (*, D + 2) -> (*, S, S)."""
+    exact, S = diagnostics[..., :-2], head.num_scores
+    return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.unflatten(-1, (S, S))
+
+
+def exact_tags(head: CategoricalHead) -> tuple[str, ...]:
+    """The tags of a head that need no draws; those of a 1 x 1 matrix that are not constant."""
+    mass, more = "fim/off_diagonal_mass", ("fim/off_diagonal_mass_fro", "fim/saturated")
+    if head.num_scores == 1:
+        return (mass, "fim/saturated")
+    return (mass, *more, "fim_spectrum/condition_number")
+
+
+def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
+    """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
+    values = {"fim/saturated": diagnostics[:, -2] / diagnostics[:, -1].clamp_min(1e-30)}
     if head.fisher_is_diagonal:
-        mass = mass_fro = 0 * exact.sum(-1)  # NaN stays NaN
-        condition = condition_of_spectrum(exact)
+        exact = diagnostics[:, :-2]
+        values["fim/off_diagonal_mass"] = 0 * exact.sum(-1)  # NaN stays NaN
+        values["fim/off_diagonal_mass_fro"] = values["fim/off_diagonal_mass"]
+        values["fim_spectrum/condition_number"] = condition_of_spectrum(exact)
     else:
-        exact = matrices_of(head, diagnostics)
-        mass, mass_fro = off_diagonal_mass(exact), off_diagonal_mass(exact, "fro")
-        condition = condition_number(exact)
-    return torch.stack((mass, mass_fro, condition, saturated), 1)
+        exact = matrix_of(head, diagnostics)
+        values["fim/off_diagonal_mass"] = off_diagonal_mass(exact)
+        values["fim/off_diagonal_mass_fro"] = off_diagonal_mass(exact, "fro")
+        values["fim_spectrum/condition_number"] = condition_number(exact)
+    tags = exact_tags(head)
+    columns = (values[tag].tolist() for tag in tags)
+    return [dict(zip(tags, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def sampled_scalars_of(pairs: Tensor) -> Tensor:
-    """The :data:`SAMPLED` of T steps, (T, 3), from their ``paired_mean_fishers``, (T, 2, S, S)."""
-    one, other = pairs.unbind(1)
-    share = off_diagonal_share(one, other)
-    mass = off_diagonal_mass((one + other) / 2)
-    return torch.stack((mass, torch.where(share < 0, 0.0, share).sqrt(), share), 1)
+def sampled_sums(pairs: Tensor) -> Tensor:
+    """What :class:`SampledShare` reads, from two estimates A and B of G: (*, 2, S, S) -> (*, 3).
+
+    The l1 mass of (A + B) / 2; the sum of the products A_ij B_ij off the diagonal; the sum of all
+    products.
+    """
+    one, other = pairs.unbind(-3)
+    products = one * other
+    total = products.sum((-2, -1))
+    off = total - products.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return torch.stack((off_diagonal_mass((one + other) / 2), off, total), -1)
 
 
-def diagnostics_size(head: CategoricalHead) -> int:
-    """Numbers in ``head.diagnostics`` of a step; 1 where the matrix would be too large."""
-    return head.num_scores + 1 if head.fisher_is_diagonal else _matrix_size(head, 1)
+@dataclass
+class SampledShare:
+    """The off-diagonal share of a run, from draws: sums over its steps are divided by each other.
 
+    A ratio of sums of few rows is biased, a mean of such ratios too. Earlier steps count less.
+    """
 
-def sampled_size(head: CategoricalHead) -> int:
-    """Numbers in two sampled Fisher matrices; 1 where a matrix would be too large."""
-    return 2 * size if (size := _matrix_size(head, 0)) > 1 or head.num_scores == 1 else 1
+    off: float = 0.0
+    total: float = 0.0
 
-
-def _matrix_size(head: CategoricalHead, more: int) -> int:
-    entries = head.num_scores**2
-    return entries + more if entries <= _MAX_MATRIX else 1
-
-
-class Table(NamedTuple):
-    """Values (T, n) of n scalars at T steps."""
-
-    names: tuple[str, ...]
-    steps: list[int]
-    values: Tensor
-
-
-def rows_of(tables: list[Table]) -> dict[int, dict[str, float]]:
-    """The values of every step in some tables: by step, and then by name."""
-    rows: dict[int, dict[str, float]] = {}
-    for names, steps, values in tables:
-        for step, row in zip(steps, values.tolist(), strict=True):
-            rows.setdefault(step, {}).update(zip(names, row, strict=True))
-    return rows
+    def row(self, mass: float, off: float, total: float) -> Row:
+        """Add the :func:`sampled_sums` of a step; the values of the tags at this step."""
+        if off - total == off - total:  # a step that is NaN would spoil all steps after it
+            self.off, self.total = _MEMORY * self.off + off, _MEMORY * self.total + total
+            share = self.off / self.total if self.total else 0.0
+        else:
+            share = float("nan")
+        return {
+            "fim_sampled/off_diagonal_mass": mass,
+            "fim_sampled/off_diagonal_mass_fro": 0.0 if share < 0 else share**0.5,
+            "fim_sampled/off_diagonal_share": share,
+        }
 
 
 class Report(NamedTuple):
     """Diagnostics of T steps on the host."""
 
     steps: list[int]
-    diagnostics: Tensor  # (T, ...), as ``head.diagnostics`` gives them
-    tables: list[Table]  # of all scalars; two where draws were made at some of the steps only
+    exact: Tensor  # (T, D + 2), as exact_diagnostics gives them
+    rows: dict[int, Row]  # exact values by step
+    drawn: dict[int, list[float]]  # sampled_sums of the steps that have draws
     problem: str  # why something is NaN; empty if that is not known
-
-
-class StepNoise:
-    """Uniform numbers for the draws of a step: they depend on seed, step and shape alone.
-
-    So they do not depend on how many steps are observed together, or on where a run was resumed.
-    The numbers of many steps are drawn with one call, because calls cost a GPU's host time.
-
-    Args:
-        seed: any text; different texts give different numbers.
-        device: where the numbers are made.
-    """
-
-    def __init__(self, seed: str, device: torch.device) -> None:
-        self.seed, self._generator = seed, torch.Generator(device)
-        self._drawn: tuple[int, tuple[int, ...], Tensor] | None = None  # first step, shape, numbers
-
-    def __call__(self, steps: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-        """Numbers in [0, 1) for T steps in ascending order, of this shape each: (T, *shape)."""
-        at_once = max(1, min(50, _MAX_NOISE // max(1, math.prod(shape))))
-        parts = []
-        for number, group in groupby(steps, lambda step: step // at_once):
-            drawn = self._draw(number * at_once, at_once, shape)
-            places = [step - number * at_once for step in group]
-            every = places[1] - places[0] if len(places) > 1 else 1
-            chosen = range(places[0], places[-1] + 1, every)
-            if places == list(chosen):
-                parts.append(drawn[chosen.start : chosen.stop : every])
-            else:
-                parts += [drawn[place][None] for place in places]
-        return torch.cat(parts)
-
-    def _draw(self, first: int, at_once: int, shape: tuple[int, ...]) -> Tensor:
-        """The numbers of the steps from this one on."""
-        if self._drawn is None or self._drawn[:2] != (first, shape):
-            self._generator.manual_seed(random.Random(f"{self.seed} {first}").getrandbits(63))
-            device = self._generator.device
-            numbers = torch.rand(at_once, *shape, generator=self._generator, device=device)
-            self._drawn = (first, shape, numbers)
-        return self._drawn[2]
 
 
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
-    A computation that fails gives NaN; the first reason is kept in ``problem``.
+    A computation that fails gives NaN; the first reason is kept in ``problem``. Numbers for draws
+    depend on the seed, the step and the shape alone, not on the steps that are observed together,
+    nor on where a run was resumed.
 
     Args:
         head: the head. If it has parameters, diagnostics are computed at once, because the next
             update changes them; otherwise scores are collected first.
-        noise: for the draws.
+        seed: of the draws, any text.
     """
 
-    def __init__(self, head: CategoricalHead, noise: StepNoise) -> None:
-        self.head, self.noise = head, noise
-        self.problem = ""
-        self._exact, self._sampled = _MeansOverRanks(), _MeansOverRanks()
+    def __init__(self, head: CategoricalHead, seed: str) -> None:
+        self.head, self.seed, self.problem = head, seed, ""
+        self._exact, self._sampled = _MeansOverBatches(), _MeansOverBatches()
         self._kept: list[tuple[int, Tensor, int]] = []  # steps, scores and numbers of draws
         self._at_once = bool(head.state_dict())
+        self._generator: torch.Generator | None = None
+        self._batches: dict[int, int] = {}  # how many batches of a step had draws
 
     def add(self, step: int, scores: Tensor, draws: int) -> None:
-        """Keep the scores (*, S) of a step, for that many draws at each row."""
-        self._kept.append((step, scores, draws))
+        """Keep the scores (*, S) of a batch of a step, for that many draws at each row."""
+        rows = scores.reshape(-1, self.head.num_scores)
+        self._kept.append((step, rows, draws))
         most = _MAX_IN_CACHE if scores.device.type == "cpu" else _MAX_SCORES
         if self._at_once or len(self._kept) * scores.numel() * max(1, draws) > most:
             self.compute()
 
     def compute(self) -> None:
-        """Compute with what was kept, all steps with equally many rows and draws at once."""
-        for (shape, draws), group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
-            steps, scores, _ = zip(*group, strict=True)
-            rows = math.prod(shape[:-1])
-            stacked = torch.stack(scores).reshape(len(steps), rows, self.head.num_scores)
-            self._compute(list(steps), stacked, draws)
+        """Compute with what was kept, all batches with equally many rows and draws at once."""
+        for _, group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
+            steps, batches, draws = zip(*group, strict=True)
+            self._compute(steps, torch.stack(batches), draws[0])
         self._kept = []
 
-    def _compute(self, steps: list[int], scores: Tensor, draws: int) -> None:
-        """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
-        head, rows, both = self.head, scores.shape[1], None
+    def _compute(self, steps: Sequence[int], scores: Tensor, draws: int) -> None:
+        """Diagnostics of T batches from scores (T, B, S) and that many draws at each row."""
+        head, (T, B, S) = self.head, scores.shape
+
+        def exact() -> Tensor:
+            return exact_diagnostics(head, scores)
+
+        def pairs() -> Tensor:
+            uniforms = self._uniforms(steps, draws, scores).movedim(1, 0)  # (M, T, B)
+            return paired_mean_fishers(head, scores, uniforms).movedim(0, 1).flatten(1)
+
+        size = S + 2 if head.fisher_is_diagonal else S**2 + 2
+        self._exact.add(steps, B, self._attempt(exact, (T, size), scores.device))
         if draws:
-            levels = self.noise(steps, (draws, rows)).movedim(1, 0)  # (M, T, B)
-            both = self._both(scores, levels)
-        size = (len(steps), diagnostics_size(head))
-        exact = self._attempt(lambda: both[0] if both else head.diagnostics(scores), size, scores)
-        self._exact.add(steps, rows, exact)
-        if draws:
+            self._sampled.add(steps, B, self._attempt(pairs, (T, 2 * S**2), scores.device))
 
-            def pairs() -> Tensor:
-                found = both[1] if both else paired_mean_fishers(head, scores, levels)
-                return found.movedim(0, 1).flatten(1)
-
-            size = (len(steps), sampled_size(head))
-            self._sampled.add(steps, rows, self._attempt(pairs, size, scores))
-
-    def _both(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The exact and the drawn in one pass; None if that is impossible, or fails."""
-        if sampled_size(self.head) == 1:
-            return None
-        with suppress(Exception):  # two passes follow, and what fails there is remembered
-            return self.head._observe(scores, levels)
-        return None
+    def _uniforms(self, steps: Sequence[int], draws: int, scores: Tensor) -> Tensor:
+        """Numbers in [0, 1) that decide the draws at T steps, (T, draws, B)."""
+        self._generator = self._generator or torch.Generator(scores.device)
+        uniforms = []
+        for step in steps:
+            batch = self._batches[step] = self._batches.get(step, -1) + 1
+            seed = random.Random(f"{self.seed} {step} {batch}").getrandbits(63)
+            self._generator.manual_seed(seed)
+            size = (draws, scores.shape[1])
+            drawn = torch.empty(size, dtype=torch.float64, device=scores.device)
+            uniforms.append(drawn.uniform_(generator=self._generator))
+        return torch.stack(uniforms)
 
     def _attempt(
-        self, compute: Callable[[], Tensor], shape: tuple[int, int], scores: Tensor
+        self, compute: Callable[[], Tensor], shape: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """The result of a computation, or NaN in its shape where it fails."""
+        """The result of a computation, or NaN where it fails, in this shape or (T, 1)."""
+        if too_large := shape[1] > 2 * MAX_MATRIX:
+            shape = (shape[0], 1)
         try:
-            if shape[1] == 1 and self.head.num_scores > 1:
+            if too_large:
                 raise ValueError(f"a matrix of {self.head.num_scores}^2 entries is too large")
-            result = compute()
-            if result.shape != shape:
-                raise ValueError(f"expected the shape {shape}, got {tuple(result.shape)}")
-            return result
+            return compute().reshape(shape)
         except Exception as error:
             self._remember(error)
-            return torch.full(shape, torch.nan, device=scores.device)
+            return torch.full(shape, torch.nan, device=device)
 
     def send(self, trainer: Trainer) -> Callable[[], Report]:
         """Start the copy to the host; the returned function waits for it and gives the report."""
         exact = send(self._exact.over_ranks(trainer))
         # Three numbers of a step instead of two matrices: most of the copy, and of the host's work.
-        sampled = send(self._sampled_masses(self._sampled.over_ranks(trainer)))
+        sampled = send(self._sampled_sums(self._sampled.over_ranks(trainer)))
 
         def receive() -> Report:
-            diagnostics, steps = exact(), self._exact.steps
-            scalars = self._scalars(diagnostics)
-            tables = [Table(SCALARS, steps, scalars)]
-            if drawn := self._sampled.steps:
-                masses = sampled()
-                if drawn == steps:
-                    tables = [Table(SCALARS + SAMPLED, steps, torch.cat((scalars, masses), 1))]
-                else:
-                    tables.append(Table(SAMPLED, drawn, masses))
-            return Report(steps, diagnostics, tables, self.problem)
+            found, steps = exact(), unique(self._exact.steps)
+            drawn = dict(zip(unique(self._sampled.steps), sampled().tolist(), strict=True))
+            rows = dict(zip(steps, self._rows(found), strict=True))
+            return Report(steps, found, rows, drawn, self.problem)
 
         return receive
 
-    def _scalars(self, diagnostics: Tensor) -> Tensor:
+    def _rows(self, exact: Tensor) -> list[Row]:
         try:
-            return scalars_of(self.head, diagnostics)
+            return exact_rows(self.head, exact)
         except Exception as error:
             self._remember(error)
-            return torch.full((len(diagnostics), len(SCALARS)), torch.nan)
+            return [dict.fromkeys(exact_tags(self.head), torch.nan)] * len(exact)
+
+    def _sampled_sums(self, pairs: Tensor) -> Tensor:
+        S = self.head.num_scores
+        try:
+            return sampled_sums(pairs.reshape(len(pairs), 2, S, S))
+        except Exception as error:  # the matrices were too large, or a mass cannot be computed
+            self._remember(error)
+            return torch.full((len(pairs), 3), torch.nan, device=pairs.device)
 
     def _remember(self, error: Exception) -> None:
         self.problem = self.problem or f"{type(error).__name__}: {error}"
 
-    def _sampled_masses(self, sampled: Tensor) -> Tensor:
-        S = self.head.num_scores
-        try:
-            return sampled_scalars_of(sampled.reshape(-1, 2, S, S))
-        except Exception as error:  # the matrices were too large, or a mass cannot be computed
-            self._remember(error)
-            return torch.full((len(sampled), len(SAMPLED)), torch.nan, device=sampled.device)
 
-
-class _MeansOverRanks:
-    """One vector for each step, the mean over the rows of all ranks, on the device."""
+class _MeansOverBatches:
+    """A vector for each step, the mean over the rows of its batches and ranks, on the device."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
+        self.steps: list[int] = []  # of each batch
         self._rows: list[int] = []
         self._means: list[Tensor] = []
 
-    def add(self, steps: list[int], rows: int, means: Tensor) -> None:
-        """Add T steps with equally many rows on this rank, whose means are (T, D)."""
+    def add(self, steps: Sequence[int], rows: int, means: Tensor) -> None:
+        """Add T batches with equally many rows on this rank, whose means are (T, D)."""
         self.steps += steps
         self._rows += [rows] * len(steps)
         self._means.append(means)
 
     def over_ranks(self, trainer: Trainer) -> Tensor:
-        """The means of T steps, (T, D)."""
+        """The means of all steps, (T, D)."""
         if not self.steps:
-            return torch.empty(0)
+            return torch.empty(0, 1)
         means, self._means = torch.cat(self._means), []
+        batches = [len(list(group)) for _, group in groupby(self.steps)]  # of each step
+        if trainer.world_size == 1 and max(batches) == 1:
+            return means
+        rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
+        sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
+        sums = torch.stack([each.sum(0) for each in sums.split(batches)])
         if trainer.world_size > 1:
-            rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
-            sums = torch.where(rows > 0, means * rows, 0.0)  # a mean over no rows is NaN
-            sums = trainer.strategy.reduce(torch.cat([rows, sums], 1), reduce_op="sum")
-            assert isinstance(sums, Tensor)
-            means = sums[:, 1:] / sums[:, :1]
-        return means
+            reduced = trainer.strategy.reduce(sums, reduce_op="sum")
+            assert isinstance(reduced, Tensor)
+            sums = reduced
+        return sums[:, 1:] / sums[:, :1]
+
+
+def unique(steps: list[int]) -> list[int]:
+    """Each step once, in order."""
+    return list(dict.fromkeys(steps))

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     Report,
-    StepNoise,
-    Table,
-    diagnostics_size,
-    matrices_of,
+    Row,
+    SampledShare,
+    matrix_of,
     require_pairs,
-    rows_of,
-    sampled_size,
 )
-from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
-from catnat.callbacks.images import add_image
-from catnat.checks import require_at_least, require_at_most
+from catnat.callbacks.images import (
+    MAX_PICTURE,
+    add_image,
+    fisher_picture,
+    is_drawn,
+    picture_limit,
+)
+from catnat.callbacks.tensorboard import write_rows
+from catnat.checks import require_at_least, require_within
 
 _MOST_STEPS = 200  # that are written at once
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
@@ -33,38 +37,43 @@ _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the
 class FisherMonitor(Callback):
     """Writes diagnostics of the score-space Fisher matrix of every head in a model.
 
-    G is the mean of the exact Fisher matrices over the batch (all ranks together) and over the
-    latents of a step. The tags:
+    G is the mean of the exact Fisher matrices over the batch (all ranks together, and all batches
+    whose gradients are accumulated) and over the latents of a step. The tags:
 
     - ``fim/off_diagonal_mass``: sum_{i!=j} |G_ij| / sum_ij |G_ij|, with the expectation over
       categories in closed form and over the data empirical. Exactly 0 for catnat; 1/2 for softmax
       whatever the scores, because the rows of its G sum to zero;
     - ``fim/off_diagonal_mass_fro``: the same ratio of Frobenius norms, which differs between
       scores for softmax, too;
-    - ``fim/off_diagonal_mass_fro_sampled``: the Frobenius ratio again, from ``num_samples``
-      categories drawn at each row of every step, without the closed form. Half of the draws give
-      one estimate A of G, the others another one B, and sum_{i!=j} A_ij B_ij / sum_ij A_ij B_ij
-      estimates the square of the ratio without the floor that noise gives a single estimate.
-      Where it is negative, 0 is shown;
-    - ``fim/off_diagonal_share_sampled``: that estimate itself, which can be negative. Its mean over
-      steps is what converges: to 0 for catnat, to the square of the exact ratio for softmax. For
-      sparsemax it is too small: rare categories make up most of its G, and are hardly ever drawn;
-    - ``fim/off_diagonal_mass_sampled``: the l1 ratio of the mean of A and B. The noise of the draws
-      gives even a diagonal G a floor, which falls with the number of draws (rows times samples):
-      about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8 and a hundred
-      rows of zero scores. Use it to compare with other implementations that draw;
-    - ``fim/condition_number``: largest over smallest eigenvalue of G on its support;
-    - ``fim/saturated``: share of the scores in a flat region, where they get no gradient;
-    - ``fim/mean``: G as a picture, red positive, blue negative, with the levels of the tree of a
+    - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
+      that a mask decides do not count;
+    - ``fim/picture``: G as a picture, red positive, blue negative, with the levels of the tree of a
       catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step; all
-      pictures of a run have one colour scale.
+      pictures of a run have one color scale;
+    - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
+    - ``fim_sampled/off_diagonal_mass_fro``: the Frobenius ratio again, from ``num_samples``
+      categories drawn at each row of every step, without the closed form; it is the root of the
+      next tag, or 0 where that is negative;
+    - ``fim_sampled/off_diagonal_share``: an estimate of the square of the Frobenius ratio. Half of
+      the draws of a step give one estimate A of G, the others another one B. The sums
+      sum_{i!=j} A_ij B_ij and sum_ij A_ij B_ij have no floor from noise. Both are added up over
+      the steps, where a step counts half as much 34 observed steps later, and then divided. So
+      the share converges to 0 for catnat, also for small batches, and to the square of the exact
+      ratio for softmax. For sparsemax it is too small: rare categories make up most of its G, and
+      are hardly ever drawn;
+    - ``fim_sampled/off_diagonal_mass``: the l1 ratio of the mean of A and B of this step. The noise
+      of the draws gives even a diagonal G a floor, which falls with the number of draws (rows times
+      samples): about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8 and a
+      hundred rows of zero scores. Use it to compare with other implementations that draw.
 
-    A model with several heads gets the head's name in the tag, ``fim/<name>/...``. Scores are
-    those of the latest call of a head in the step; a head that was not called is left out. A head
-    with parameters of its own is evaluated as it is after the step's update. The monitor draws
-    from a random generator of its own, so that a run with the monitor learns the same as a run
-    without. Scores are kept on the device; after ``write_every_n_steps`` observed steps the
-    diagnostics of all these steps are computed and written, each under its own step.
+    A 1 x 1 matrix has the first tag, ``fim/saturated`` and the picture alone: the others would be
+    constant. A model with several heads gets the head's name in the tag, ``fim/<name>/...``.
+    Scores are those of the latest call of a head in a batch; a head that was not called is left
+    out. A head with parameters of its own is evaluated as it is after the step's update. The
+    monitor draws from a random generator of its own, so that a run with the monitor learns the same
+    as a run without. Scores are kept on the device; after ``write_every_n_steps`` observed steps
+    the diagnostics of all these steps are computed and written, each under its own step. An
+    exception that ends the run writes the steps before it, too, if there is one rank.
 
     A number that cannot be computed is NaN, with one warning for each head: observing never ends
     a run.
@@ -88,16 +97,13 @@ class FisherMonitor(Callback):
         write_every_n_steps: int | None = None,
         seed: int = 0,
     ) -> None:
-        at_once = _MOST_STEPS if write_every_n_steps is None else write_every_n_steps
         require_at_least(
-            1,
-            every_n_steps=every_n_steps,
-            sampled_every_n_steps=sampled_every_n_steps,
-            write_every_n_steps=at_once,
+            1, every_n_steps=every_n_steps, sampled_every_n_steps=sampled_every_n_steps
         )
         require_at_least(0, image_every_n_steps=image_every_n_steps)
+        at_once = _MOST_STEPS if write_every_n_steps is None else write_every_n_steps
+        require_within(1, _MOST_STEPS, write_every_n_steps=at_once)
         require_pairs(num_samples)
-        require_at_most(_MOST_STEPS, write_every_n_steps=at_once)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.sampled_every_n_steps = sampled_every_n_steps
@@ -106,49 +112,55 @@ class FisherMonitor(Callback):
         self.seed = seed
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
-        self._noise: dict[str, StepNoise] = {}  # of each head's draws, by the head's name
-        self._step = 0
-        self._steps_per_block = at_once
-        self._limits: dict[str, float] = {}  # the colour scale of each head's pictures
+        self._step = self._rank = 0
+        self._limits: dict[str, float] = {}  # the color scale of each head's pictures
+        self._shares: dict[str, SampledShare] = {}  # of each head
         self._start_anew()
 
     def _start_anew(self) -> None:
         # A block is a number of steps that are written together: a history for each head, by name.
         self._block: dict[str, HeadHistory] = {}
         self._steps_in_block = 0
-        self._seen = False  # whether a head was called, or its absence told
+        self._steps_per_block = _MOST_STEPS
         self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
         self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
         self._warned: set[str] = set()  # heads for which a warning was given
-        self._undrawn: dict[str, tuple[int, Tensor]] = {}  # latest diagnostics without a picture
+        self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the colour scale of an earlier run; a checkpoint restores that of this run."""
-        if stage == "fit":
-            self._limits = {}
+    # -- Lightning's hooks -------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """Of the checkpoint: two monitors with different options have a state each."""
+        options = ("every_n_steps", "num_samples", "sampled_every_n_steps", "seed")
+        return self._generate_state_key(**{name: getattr(self, name) for name in options})
 
     def state_dict(self) -> dict[str, Any]:
-        """The colour scale of the pictures."""
-        return {"limits": dict(self._limits)}
+        """The color scale of the pictures, and the sums of the sampled shares."""
+        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
+        return {"limits": dict(self._limits), "shares": shares}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the colour scale of the pictures."""
+        """Restore the color scale and the sums."""
         self._limits = dict(state_dict["limits"])
+        self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run; a checkpoint restores the state of this run."""
+        if stage == "fit":
+            self._limits, self._shares = {}, {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
-        self._noise = {
-            name: StepNoise(f"{self.seed} {trainer.global_rank} {name}", pl_module.device)
-            for name in self._probe.heads
-        }
         self._start_anew()
+        self._rank = trainer.global_rank
         observers = _observers(pl_module)
         usual = 50 if observers is None else _MOST_STEPS  # a replayed step waits for the host
         at_once = self.write_every_n_steps or usual
-        room = int(_MAX_RESULTS / sum(map(self._numbers_per_step, self._probe.heads.values())))
-        self._steps_per_block = max(1, min(at_once, room))  # equal on all ranks
+        numbers = sum(map(self._numbers_per_step, self._probe.heads.values()))
+        self._steps_per_block = max(1, min(at_once, int(_MAX_RESULTS / numbers)))  # on all ranks
         if observers is not None:
             observers.append(self)
 
@@ -164,17 +176,18 @@ class FisherMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Keep the scores of a step, and write once a block of steps is complete."""
+        """Keep the scores of a batch, and write once a block of steps is complete."""
         # The batch's first step, counted from 0: with two optimizers all last ones are odd.
         step, self._step = self._step, trainer.global_step
-        stepped = self._step > step  # not while gradients accumulate
-        if stepped and _observers(pl_module) is None and step % self.every_n_steps == 0:
+        if _observers(pl_module) is None and step % self.every_n_steps == 0:
             self._keep(step, self.look())
+            if self._step > step:  # not while gradients accumulate
+                self._end_step()
         if self._complete:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
-        """Scores that the heads saw in this step, by the head's name."""
+        """Scores that the heads saw in this batch, by the head's name."""
         assert self._probe is not None
         return dict(self._probe.scores)
 
@@ -182,18 +195,29 @@ class FisherMonitor(Callback):
         """Keep a copy of the scores of a replayed step: the next step overwrites them."""
         if step % self.every_n_steps == 0:
             self._keep(step, {name: scores.clone() for name, scores in seen.items()})
+            self._end_step()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Write everything: a run that resumes from this checkpoint has then lost no step."""
         self._write_everything(trainer)
+        if "callbacks" in checkpoint:  # Lightning took the state before
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Write the steps before the exception; several ranks would wait for each other."""
+        if trainer.world_size == 1 and self._probe is not None:
+            with suppress(Exception):  # the exception itself is what the user has to see
+                self._write_everything(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for name, (step, diagnostics) in self._undrawn.items():
-            self._draw(trainer, name, step, diagnostics)
+        for name, (step, matrix) in self._undrawn.items():
+            self._draw(trainer, name, step, matrix)
         self._undrawn = {}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -208,43 +232,51 @@ class FisherMonitor(Callback):
         if self in observers:
             observers.remove(self)
 
+    # -- from scores to rows -----------------------------------------------------------------------
+
     def _numbers_per_step(self, head: CategoricalHead) -> float:
         """How many numbers of a head are kept on the device for a step, on average."""
-        draws = self.num_samples > 0
-        return diagnostics_size(head) + draws * sampled_size(head) / self.sampled_every_n_steps
+        S = head.num_scores
+        sampled = 2 * S**2 / self.sampled_every_n_steps if self.num_samples else 0
+        return sampled + (S if head.fisher_is_diagonal else S**2)
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
-        """Add the scores of a step to the block, and end a block that has all its steps."""
+        """Add the scores of a batch to the block."""
         assert self._probe is not None
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
             if name not in self._block:
-                self._block[name] = HeadHistory(self._probe.heads[name], self._noise[name])
+                head, seed = self._probe.heads[name], f"{self.seed} {self._rank} {name}"
+                self._block[name] = HeadHistory(head, seed)
             self._block[name].add(step, each, draws)
+
+    def _end_step(self) -> None:
         self._steps_in_block += 1
         if self._steps_in_block == self._steps_per_block:
             self._end_block()
 
     def _end_block(self) -> None:
         """Compute the diagnostics of the block; a block has the same steps on every rank."""
-        if not self._steps_in_block:
-            return
-        if not self._seen and not self._block:
+        if self._steps_in_block and not self._block and "" not in self._warned:
+            self._warned.add("")
             assert self._probe is not None
             try:
                 list(self._probe)  # raises, and says why no head was seen
             except RuntimeError as error:
                 warnings.warn(f"FisherMonitor observes nothing: {error}", stacklevel=2)
-        self._seen = True  # one warning is enough
         for history in self._block.values():
             history.compute()
         if self._block:
+            self._warned.add("")
             self._complete.append(self._block)
         self._block, self._steps_in_block = {}, 0
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._end_block()
         self._write(trainer, wait=True)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.flush()  # its writer keeps values for two minutes
 
     def _write(self, trainer: Trainer, wait: bool = False) -> None:
         """Start to copy complete blocks to the host, and write the blocks copied before.
@@ -265,31 +297,35 @@ class FisherMonitor(Callback):
 
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
         assert self._probe is not None
-        prefix, steps = self._prefix(name), report.steps
-        tables = [
-            table._replace(names=tuple(f"{prefix}/{each}" for each in table.names))
-            for table in report.tables
-        ]
-        for table in tables:
-            self.latest |= zip(table.names, table.values[-1].tolist(), strict=True)
+        head, rows = self._probe.heads[name], report.rows
+        share = self._shares.setdefault(name, SampledShare())
+        for step, sums in report.drawn.items():
+            rows[step] |= share.row(*sums) if head.num_scores > 1 else {}
+        rows = {
+            step: {self._tag(name, tag): value for tag, value in row.items()}
+            for step, row in rows.items()
+        }
+        for row in rows.values():
+            self.latest |= row
         if not trainer.is_global_zero:
             return
-        self._warn_of_nan(name, tables, report.problem)
+        self._warn_of_nan(name, rows, report.problem)
         for logger in trainer.loggers:
-            write_scalars(logger, tables)
-        if not self.image_every_n_steps:
-            return
-        drawn = [i for i, step in enumerate(steps) if is_drawn(step, self.image_every_n_steps)]
-        for i in drawn:
-            self._draw(trainer, name, steps[i], report.diagnostics[i])
-        self._undrawn[name] = (steps[-1], report.diagnostics[-1])
-        if drawn[-1:] == [len(steps) - 1]:
-            del self._undrawn[name]
+            write_rows(logger, rows)
+        if self.image_every_n_steps:
+            self._draw_some(trainer, name, report)
 
-    def _prefix(self, name: str) -> str:
-        """How the tags of a head begin."""
+    def _tag(self, name: str, tag: str) -> str:
+        """The tag of a head; with the head's name if there are several."""
         assert self._probe is not None
-        return "fim" if len(self._probe.heads) == 1 else f"fim/{name}"
+        return tag if len(self._probe.heads) == 1 else tag.replace("/", f"/{name}/")
+
+    def _draw_some(self, trainer: Trainer, name: str, report: Report) -> None:
+        """Draw the steps of a report that are due, and keep the last one for the end."""
+        for step, diagnostics in zip(report.steps, report.exact, strict=True):
+            self._undrawn[name] = (step, diagnostics)
+            if is_drawn(step, self.image_every_n_steps):
+                self._draw(trainer, name, *self._undrawn.pop(name))
 
     def _draw(self, trainer: Trainer, name: str, step: int, diagnostics: Tensor) -> None:
         """Give the loggers a picture of G, unless G is not finite or too large."""
@@ -297,23 +333,20 @@ class FisherMonitor(Callback):
         head = self._probe.heads[name]
         if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
             return
-        (matrix,) = matrices_of(head, diagnostics[None])
-        limit = self._limits.setdefault(name, limit_of(matrix))
+        matrix = matrix_of(head, diagnostics)
+        limit = self._limits.setdefault(name, picture_limit(matrix))
         picture = fisher_picture(matrix, head, limit, f"mean Fisher matrix, step {step}")
-        add_image(trainer.loggers, f"{self._prefix(name)}/mean", picture, step)
+        add_image(trainer.loggers, self._tag(name, "fim/picture"), picture, step)
 
-    def _warn_of_nan(self, name: str, tables: list[Table], problem: str) -> None:
+    def _warn_of_nan(self, name: str, rows: dict[int, Row], problem: str) -> None:
         """Warn once for each head that a number could not be computed, and why if known."""
-        if name in self._warned or not any(bool(each.values.isnan().any()) for each in tables):
+        lost = {step: [tag for tag, x in row.items() if x != x] for step, row in rows.items()}
+        step = next((step for step, tags in lost.items() if tags), None)
+        if step is None or name in self._warned:
             return
         self._warned.add(name)
-        lost = {
-            step: [tag for tag, value in row.items() if value != value]
-            for step, row in rows_of(tables).items()
-        }
-        step, tags = next((step, tags) for step, tags in lost.items() if tags)
         reason = f": {problem}" if problem else ""
-        message = f"{', '.join(tags)} at step {step} could not be computed{reason}"
+        message = f"{', '.join(lost[step])} at step {step} could not be computed{reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
@@ -326,16 +359,3 @@ def _observers(module: LightningModule) -> list[Any] | None:
     """The list of observers that a module calls at each replayed step; None if it replays none."""
     replays = getattr(module, "replays", False)
     return getattr(module, "step_observers", None) if replays else None
-
-
-def write_scalars(logger: Logger, tables: list[Table]) -> None:
-    """Give a logger all values of some tables."""
-    if isinstance(logger, TensorBoardLogger):
-        from catnat.callbacks import dashboard
-
-        writer = logger.experiment._get_file_writer()
-        for table in tables:
-            dashboard.write_scalars(writer, *table)
-        return
-    for step, row in rows_of(tables).items():
-        logger.log_metrics(row, step)

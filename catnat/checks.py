@@ -37,14 +37,6 @@ def require_at_least(least: float, **values: float) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def require_at_most(most: float, **values: float) -> None:
-    """Every value is ``most`` or less."""
-    for name, value in values.items():
-        _require_number(name, value)
-        if not value <= most:
-            raise ValueError(f"{name} must be at most {most}, got {value}")
-
-
 def require_within(low: float, high: float, ends: str = "[]", **values: float) -> None:
     """Every value lies between ``low`` and ``high``.
 

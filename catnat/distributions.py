@@ -1,7 +1,8 @@
-"""The distribution a head returns."""
+"""The distribution that a head returns, over categories and over one-hot vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,21 +11,23 @@ from torch.distributions import Categorical, Distribution, OneHotCategorical, co
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
-from catnat.estimators import straight_through_gumbel
+from catnat.checks import require_choice
+from catnat.estimators import reinmax, straight_through_gumbel
 from catnat.numerics import (
     at_least_float32,
     can_branch_on,
+    common_shape,
     exp_of_log_probs,
     finite_log_probs,
     is_plain,
     safe_log,
 )
-from catnat.one_hot import HeadOneHotCategorical
-from catnat.ops.reference import common_shape
 
 if TYPE_CHECKING:
-    from catnat.categorical_head import CategoricalHead
+    from catnat.head import CategoricalHead
 
+ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
+"""Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
 MULTINOMIAL_LIMIT = 2**24
 """Largest K of ``torch.multinomial``."""
 FLOAT32_LIMIT = 2**16
@@ -38,8 +41,9 @@ class HeadCategorical(Categorical):
     their log-probability a finite floor, so they are never sampled, and entropy, KL divergence
     and all gradients stay finite.
 
-    A catnat head gives its scores instead: ``log_prob`` and ``sample`` then look at the O(log K)
-    nodes of a path alone, and ``logits`` and ``probs`` are computed when they are first used.
+    A catnat head gives a copy of its scores instead: ``log_prob`` and ``sample`` then look at the
+    O(log K) nodes of a path alone, and ``logits`` and ``probs`` are computed when they are first
+    used.
 
     Args:
         log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
@@ -153,17 +157,16 @@ class HeadCategorical(Categorical):
             return out
         if self._validate_args:
             self._validate_sample(value)
-        head, scores = self._source.head, self._source.unchanged()
-        out = head._path_log_prob(scores, value.long())
+        out = self._source.head._path_log_prob(self._source.scores, value.long())
         shape = common_shape(out.shape, self._batch_shape)
         return out if out.shape == shape else out.expand(shape)
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
         sample_shape = torch.Size(sample_shape)
-        if self._source is None or ("logits" in vars(self) and self._source.changed()):
+        if self._source is None:
             return draw(self.probs.detach(), sample_shape, generator)
-        head, scores = self._source.head, self._source.unchanged().detach()
+        head, scores = self._source.head, self._source.scores.detach()
         return head._path_sample(scores, sample_shape + self._batch_shape, generator)
 
     def one_hot_sample(
@@ -174,14 +177,85 @@ class HeadCategorical(Categorical):
         dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
         # new_zeros, not zeros: inside vmap they are then batched like the index.
         zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
-        return zeros.scatter_(-1, index[..., None], 1)
+        return zeros.scatter(-1, index[..., None], 1)
 
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """There is none: a category has no derivative."""
-        raise NotImplementedError(
-            "a category has no derivative; choose from rsample_straight_through() and "
-            "rsample_relaxed(temperature)"
-        )
+    def path_kl(self, other: HeadCategorical, value: Tensor) -> Tensor:
+        r"""Estimate of KL(self || other) from categories drawn from this distribution, (*) -> (*).
+
+        The sum of the binary divergences along the path to each category, at O(log K):
+
+        .. math:: KL(q \| p) = E_{c \sim q} \sum_{h \text{ above } c} KL(a_h^q \| a_h^p)
+
+        It is unbiased and never negative, with far less variance than log q(c) - log p(c). Where
+        the two are not trees with the same leaves, it is the exact divergence.
+
+        Gradients are unbiased in the scores of both distributions: the terms below a node also
+        move with the probability of the step there, by the score function.
+
+        Args:
+            other: p, over the same categories.
+            value: categories drawn from this distribution, whose shape broadcasts with the batch.
+
+        >>> from catnat import make_head
+        >>> head = make_head("natural", 4)
+        >>> q, p = head(torch.zeros(3)), head(torch.tensor([1.0, 0.0, 0.0]))
+        >>> q.path_kl(p, q.sample()), torch.distributions.kl_divergence(q, p)
+        (tensor(0.1306), tensor(0.1306))
+        """
+        ours, theirs = self._path_logs(value), other._path_logs(value)
+        if ours is None or theirs is None or self._order() != other._order():
+            return _exact(_kl(self, other), value)
+        terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
+        return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
+
+    def path_entropy(self, value: Tensor) -> Tensor:
+        """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
+
+        The sum of the binary entropies along the path to each category: unbiased, with unbiased
+        gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
+        """
+        ours = self._path_logs(value)
+        if ours is None:
+            return _exact(self.entropy(), value)
+        return _path_sum(-_binary_mean(ours, ours), ours[0])
+
+    def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self._source is None:
+            return None
+        return self._source.head._path_logs(self._source.scores, value.long())
+
+    def _order(self) -> Any:
+        """What two trees have in common if a category has the same path in both."""
+        return self._num_events, getattr(self._source and self._source.head, "order", None)
+
+    def rsample(
+        self,
+        sample_shape: Any = (),
+        estimator: str | None = None,
+        temperature: float | Tensor = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Samples with a gradient, (*sample_shape, *, K); a category itself has no derivative.
+
+        Args:
+            sample_shape: as in ``sample``.
+            estimator: ``"straight-through"`` (one-hot, the gradient of the probabilities),
+                ``"reinmax"`` (one-hot, :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot,
+                the gradient of the relaxed sample) or ``"relaxed"`` (a point of the simplex).
+            temperature: of the two with Gumbel noise.
+            generator: of the noise; None is torch's own.
+        """
+        if estimator is None:
+            raise NotImplementedError(
+                f"a category has no derivative; choose an estimator from {', '.join(ESTIMATORS)}"
+            )
+        require_choice(ESTIMATORS, estimator=estimator)
+        if estimator in ("gumbel", "relaxed"):
+            hard = estimator == "gumbel"
+            return self.rsample_relaxed(temperature, hard, sample_shape, generator)
+        if estimator == "straight-through":
+            return self.rsample_straight_through(sample_shape, generator)
+        return reinmax(self.logits, self.one_hot_sample(sample_shape, generator))
 
     def rsample_relaxed(
         self,
@@ -221,56 +295,87 @@ class HeadCategorical(Categorical):
         return {**vars(self), "logits": self.logits, "_source": None}
 
 
-class _Source:
-    """A head and its scores, from which a distribution computes what it is asked for.
+class HeadOneHotCategorical(OneHotCategorical):
+    """The distribution of a :class:`~catnat.distributions.HeadCategorical` as one-hot vectors.
 
-    A distribution that was made without gradients has none, whenever it computes its values.
+    ``q.one_hot()`` makes one. It is torch's ``OneHotCategorical``, for ``Independent`` and the
+    like, with ``rsample``: a one-hot sample that has the gradient of the probabilities.
+
+    Args:
+        categorical: the distribution over the indices of the categories, with batch shape (*).
+
+    Shapes: values (*, K).
+
+    >>> from catnat import make_head
+    >>> q = make_head("natural", 4)(torch.zeros(32, 3)).one_hot()
+    >>> torch.distributions.Independent(q, 1).rsample().shape
+    torch.Size([32, 4])
+    """
+
+    has_rsample = True
+    _categorical: HeadCategorical
+
+    def __init__(self, categorical: HeadCategorical) -> None:
+        self._categorical = categorical
+        event_shape = torch.Size((categorical._num_events,))
+        Distribution.__init__(self, categorical.batch_shape, event_shape, validate_args=False)
+        self._validate_args = categorical._validate_args
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> HeadOneHotCategorical:
+        """The same distribution with a larger batch shape."""
+        return HeadOneHotCategorical(self._categorical.expand(batch_shape))
+
+    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """One-hot vectors, (*sample_shape, *, K), without gradient."""
+        return self._categorical.one_hot_sample(sample_shape, generator)
+
+    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
+        """One-hot vectors with the gradient of the probabilities, (*sample_shape, *, K)."""
+        return self._categorical.rsample_straight_through(sample_shape, generator)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probabilities of one-hot vectors, whose batch shape broadcasts: (*, K) -> (*)."""
+        if self._validate_args:
+            self._validate_sample(value)
+        return self._categorical.log_prob(value.argmax(-1))
+
+
+class _Source:
+    """A head and a copy of its scores, from which a distribution computes what it is asked for.
+
+    The copy makes the distribution one of the moment at which the head was called: parameters may
+    be updated in place later. A distribution that was made without gradients has none, whenever it
+    computes its values.
     """
 
     def __init__(self, head: CategoricalHead, scores: Tensor) -> None:
-        keep_graph = not scores.requires_grad or torch.is_grad_enabled()
-        self.head, self.scores = head, scores if keep_graph else scores.detach()
-        self.version = _version(scores)
-
-    def changed(self) -> bool:
-        """Whether the scores were changed in place since the head was called, as far as known."""
-        now = _version(self.scores)
-        return now is not None and self.version is not None and now != self.version
-
-    def unchanged(self) -> Tensor:
-        """The scores; RuntimeError if they were changed in place since the head was called."""
-        if self.changed():
-            raise RuntimeError(
-                "the scores of this distribution were changed in place after the head was called: "
-                "ask for its logits before the change, or give the head a copy of the scores"
-            )
-        return self.scores
+        self.head, self.scores = head, scores.clone()
 
     def log_probs(self) -> Tensor:
         """Log-probabilities of the scores, (*, K).
 
         Later uses may need gradients also where the first one is in inference mode.
         """
-        if self.version is None or not torch.is_inference_mode_enabled():
-            return self.head.log_probs(self.unchanged())
+        traced = not is_plain(self.scores)  # tracers do not know inference mode
+        if traced or not torch.is_inference_mode_enabled() or self.scores.is_inference():
+            return self.head.log_probs(self.scores)
         with torch.inference_mode(False):
-            return self.head.log_probs(self.unchanged())
-
-
-def _version(scores: Tensor) -> int | None:
-    """How often a tensor was changed in place, None where torch does not count."""
-    return scores._version if is_plain(scores) and not scores.is_inference() else None
+            return self.head.log_probs(self.scores)
 
 
 def draw(
     probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0."""
+    """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0.
+
+    Many draws of a row go through sums of its probabilities: in float32 they would lose categories
+    below 3e-8.
+    """
     batch, K = probs.shape[:-1], probs.shape[-1]
     rows, count = probs.reshape(-1, K), sample_shape.numel()
     if not count:
         return probs.new_empty(sample_shape + batch, dtype=torch.long)
-    if K > FLOAT32_LIMIT:
+    if K > FLOAT32_LIMIT or count > 1:
         rows = rows.double()
     if K <= MULTINOMIAL_LIMIT:
         drawn = torch.multinomial(rows, count, True, generator=generator).T
@@ -293,10 +398,34 @@ def _first_clock(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.where(rate.isnan(), -1, first)
 
 
+def _binary_mean(logs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Mean of two values with these two log-probabilities, at every node."""
+    one, other = (exp_of_log_probs(log) * x for log, x in zip(logs, values, strict=True))
+    return one + other
+
+
+def _path_sum(terms: Tensor, steps: Tensor) -> Tensor:
+    """Sum along a path, (*, H) -> (*), with the gradient of the mean over all paths.
+
+    Entries go from the leaf up: those before an entry are below its node.
+    """
+    below = (terms.cumsum(-1) - terms).detach()
+    return (terms + below * (steps - steps.detach())).sum(-1)
+
+
+def _exact(result: Tensor, value: Tensor) -> Tensor:
+    """A number for each value."""
+    return result.expand(common_shape(value.shape, result.shape))
+
+
 def _kl(p: Categorical, q: Categorical) -> Tensor:
     """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
-    log_p = _log_probs(p)
-    return (exp_of_log_probs(log_p) * (log_p - _log_probs(q))).sum(-1)
+    log_p, log_q = _log_probs(p), _log_probs(q)
+    if log_p.shape[-1] != log_q.shape[-1]:
+        raise ValueError(
+            f"KL divergence between {log_p.shape[-1]} and {log_q.shape[-1]} categories"
+        )
+    return (exp_of_log_probs(log_p) * (log_p - log_q)).sum(-1)
 
 
 def _log_probs(q: Categorical) -> Tensor:
@@ -309,12 +438,16 @@ def _log_probs(q: Categorical) -> Tensor:
     return at_least_float32(logs)
 
 
-for _pair in (
-    (HeadCategorical, HeadCategorical),
-    (HeadCategorical, Categorical),
-    (Categorical, HeadCategorical),
+def _kl_one_hot(p: OneHotCategorical, q: OneHotCategorical) -> Tensor:
+    return kl_divergence(p._categorical, q._categorical)
+
+
+for _ours, _torchs, _formula in (
+    (HeadCategorical, Categorical, _kl),
+    (HeadOneHotCategorical, OneHotCategorical, _kl_one_hot),
 ):
-    register_kl(*_pair)(_kl)
+    for _pair in ((_ours, _ours), (_ours, _torchs), (_torchs, _ours)):
+        register_kl(*_pair)(_formula)
 
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.

@@ -1,4 +1,4 @@
-"""Gradients through discrete samples: score function and straight-through Gumbel."""
+"""Gradients through discrete samples: score function, straight-through Gumbel, ReinMax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from catnat.checks import require_positive
-from catnat.numerics import at_least_float32
+from catnat.numerics import LOG_ZERO, at_least_float32
 
 
 def score_function_surrogate(
@@ -76,9 +76,9 @@ def straight_through_gumbel(
     .. math:: y = \mathrm{softmax}((\log p + g) / \tau), \qquad g_k \sim \mathrm{Gumbel}(0, 1)
 
     With ``hard`` the value is the one-hot vector of argmax y, an exact sample of p, and the
-    gradient is that of y; without, the value is y. Categories of probability zero (a log-prob
-    around -1000) are never chosen. The temperature may be a 0-d tensor. Its value is then not
-    checked, because the check would wait for the device.
+    gradient is that of y; without, the value is y. Impossible categories (a log-probability of
+    -1000 or less) are never chosen, and have y = 0 at every temperature. The temperature may be a
+    0-d tensor. Its value is then not checked, because the check would wait for the device.
 
     Shapes: ``log_probs`` (\*, K), result (\*, K) in the same dtype. Half precision is computed in
     float32.
@@ -94,13 +94,36 @@ def straight_through_gumbel(
     if not isinstance(temperature, Tensor):
         require_positive(temperature=temperature)
     scores = at_least_float32(log_probs)
-    scores = scores + gumbel_like(scores, generator=generator)
+    impossible = scores <= LOG_ZERO  # a high temperature would give them a share
+    scores = (scores + gumbel_like(scores, generator=generator)).masked_fill(impossible, -torch.inf)
     y = (scores / temperature).softmax(-1)
     if hard:
         # argmax of the scores, not of y: a high temperature rounds different scores to one y.
-        one_hot = torch.zeros_like(y).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        one_hot = torch.zeros_like(y).scatter(-1, scores.argmax(-1, keepdim=True), 1.0)
         y = one_hot + (y - y.detach())  # plus exactly zero: the value stays one-hot
     return y.to(log_probs.dtype)
+
+
+def reinmax(log_probs: Tensor, one_hot: Tensor) -> Tensor:
+    r"""One-hot samples D of p with ReinMax's gradient, which is exact to second order.
+
+    The value is D. A gradient g in the result is, in log p, :math:`p g / 2 + (g D - g p) D / 2`,
+    where products of two vectors are sums over the categories, but for the first one.
+
+    Shapes: ``log_probs`` (\*, K), ``one_hot`` (M, \*, K) or (\*, K), result as ``one_hot``.
+
+    References:
+        Liu, Dong, Liu, Yu and Gao, Bridging Discrete and Backpropagation: Straight-Through and
+        Beyond, 2023.
+
+    Example:
+        >>> reinmax(torch.tensor([0.25, 0.75]).log(), torch.tensor([0.0, 1.0]))
+        tensor([0., 1.])
+    """
+    probs = log_probs.exp()
+    chosen = (one_hot * log_probs).sum(-1, keepdim=True)
+    change = (probs - probs.detach()) + (one_hot - probs).detach() * (chosen - chosen.detach())
+    return one_hot + change / 2  # plus exactly zero: the value stays one-hot
 
 
 def gumbel_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:

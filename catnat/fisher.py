@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp, vmap
 
-from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice
+from catnat.head import CategoricalHead
 from catnat.numerics import at_least_float32, exp_of_log_probs, uniform
 
 Parameters = dict[str, Tensor]
@@ -54,21 +54,19 @@ def score_fisher(
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
-def paired_mean_fishers(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
+def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
 
     The first one comes from the first M // 2 draws, the second one from the others. Products of
     their entries estimate products of entries of the true matrix without bias, see
     :func:`off_diagonal_share`; the square of one estimate would add the variance of its noise.
 
-    Shapes: ``scores`` (*, B, S); ``levels`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
-    draws; result (2, *, S, S).
+    Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
+    draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
     """
-    gradients = _scores_at(head, scores, levels)
-    half = len(levels) // 2
+    gradients = _scores_at(head, scores, uniforms)
+    half = len(uniforms) // 2
     with torch.autocast(gradients.device.type, enabled=False):
-        if len(levels) == 2:  # fewer calls
-            return gradients.mT @ gradients / scores.shape[-2]
         halves = (gradients[:half], gradients[half:])
         rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
         return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
@@ -102,50 +100,37 @@ def sampled_scores(
 ) -> Tensor:
     """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
     require_at_least(1, num_samples=num_samples)
-    size = (num_samples, *scores.shape[:-1])
-    levels = uniform(size, scores, generator, torch.get_default_dtype())
-    return _scores_at(head, scores, levels)
+    uniforms = uniform((num_samples, *scores.shape[:-1]), scores, generator)
+    return _scores_at(head, scores, uniforms)
 
 
-def _scores_at(head: CategoricalHead, scores: Tensor, levels: Tensor) -> Tensor:
-    """grad_s log p(c), with c where the distribution function passes a level.
+def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
+    """grad_s log p(c), with c where the distribution function passes a number in [0, 1).
 
-    Shapes: ``scores`` (*, S), ``levels`` (M, *), result (M, *, S). A closed form may have the
-    categories in another order, and so draw another c for the same level.
+    Shapes: ``scores`` (*, S), ``uniforms`` (M, *), result (M, *, S).
     """
-    closed_form = head._gradients_at(scores.detach(), levels)
-    if closed_form is not None:
-        return closed_form
-    # A CPU's time goes with the numbers: two draws share the probabilities. A GPU's goes with the
-    # calls, and so does that of many draws: each draw gets a copy of the scores.
-    shared = len(levels) <= 2 and not scores.is_cuda
     with torch.inference_mode(False), torch.enable_grad():
         wide = at_least_float32(scores.detach())
-        copies = levels.shape[1:] if shared else levels.shape
-        leaf = wide.expand(*copies, scores.shape[-1]).clone().requires_grad_()
+        leaf = wide.expand(*uniforms.shape, scores.shape[-1]).clone().requires_grad_()
         log_probs = head.log_probs(leaf)
-        fixed = log_probs.detach()
-        drawn = _category_at(fixed, levels[..., None])  # (M, *, 1)
-        one_hots = fixed.new_zeros(*levels.shape, fixed.shape[-1]).scatter_(-1, drawn, 1.0)
+        drawn = _category_at(log_probs.detach(), uniforms[..., None])  # (M, *, 1)
         # Rows are independent, so one backward pass gives every row's own gradient.
-        if not shared:
-            return torch.autograd.grad(log_probs, leaf, one_hots)[0]
-        passes = (torch.autograd.grad(log_probs, leaf, x, retain_graph=True)[0] for x in one_hots)
-        return torch.stack(tuple(passes))
+        one_hots = torch.zeros_like(log_probs).scatter(-1, drawn, 1.0)
+        return torch.autograd.grad(log_probs, leaf, one_hots)[0]
 
 
-def _category_at(log_probs: Tensor, levels: Tensor) -> Tensor:
-    """Where the distribution function passes a level in [0, 1), (*, K) and (M, *, 1) -> (M, *, 1).
+def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Where the distribution function passes a number, (M, *, K) and (M, *, 1) -> (M, *, 1).
 
+    In float64, so that rare categories are drawn as often as they should.
     ``torch.multinomial`` would make the host wait for the device.
     """
-    probs = exp_of_log_probs(log_probs)
+    probs = exp_of_log_probs(log_probs).double()
     if probs.is_cuda:  # CUDA adds up short rows slowly, and columns fast
         reached = probs.movedim(-1, 0).contiguous().cumsum(0).movedim(0, -1)
     else:
         reached = probs.cumsum(-1)
-    passed = reached <= levels * reached[..., -1:]
-    drawn = passed.sum(-1, keepdim=True, dtype=torch.int32).long()  # int64 sums take longer
+    drawn = (reached <= uniforms * reached[..., -1:]).sum(-1, keepdim=True)
     return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 
@@ -317,6 +302,7 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     unreachable nodes and impossible categories give more. A zero matrix has condition number 1. The
     result is NaN for a matrix that is not finite, or whose eigenvalues the solver does not find.
     """
+    fisher = at_least_float32(fisher)
     finite = fisher.isfinite().all(-1).all(-1)
     largest = fisher.abs().amax((-2, -1))
     usable = (finite & (largest > 0))[..., None, None]
@@ -328,32 +314,12 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
 def _eigenvalues(matrices: Tensor) -> Tensor:
     """Eigenvalues of finite symmetric matrices, (T, S, S) -> (T, S); NaN where none are found.
 
-    In float32 LAPACK gives up on some matrices with many rows of zeros, or returns NaN.
+    In float64, because in float32 LAPACK gives up on some matrices with many rows of zeros.
     """
-    values = _tried(torch.linalg.eigvalsh, matrices)
-    lost = values.isnan().any(-1)
-    if lost.any():
-        values = values.clone()
-        values[lost] = torch.stack([_eigenvalues_of_support(each) for each in matrices[lost]])
-    return values
-
-
-def _eigenvalues_of_support(matrix: Tensor) -> Tensor:
-    """Eigenvalues of a matrix without its rows of zeros, in float64; as singular values at last."""
-    rows = matrix.any(-1)
-    inside = matrix[rows][:, rows]
-    inside = inside if inside.device.type == "mps" else inside.double()
-    found = _tried(torch.linalg.eigvalsh, inside)
-    if found.isnan().any():
-        found = _tried(torch.linalg.svdvals, inside)  # G has no negative eigenvalues
-    zeros = matrix.new_zeros(len(matrix) - len(inside))
-    return torch.cat((zeros, found.to(matrix.dtype)))
-
-
-def _tried(solve: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """The result of the solver, (*, S, S) -> (*, S), or NaN if it fails."""
+    wide = matrices if matrices.device.type == "mps" else matrices.double()
     try:
-        return solve(matrices)
+        found: Tensor = torch.linalg.eigvalsh(wide).to(matrices.dtype)
+        return found
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return torch.full_like(matrices[..., 0], torch.nan)
 

@@ -29,7 +29,8 @@ def sample_graphs(
     tensor([[[0., 1.],
              [1., 0.]]])
     """
-    noise = uniform((num_samples, *theta.shape), theta, generator, theta.dtype)
+    dtype = at_least_float32(theta).dtype  # half precision has too few numbers near 0
+    noise = uniform((num_samples, *theta.shape), theta, generator, dtype)
     return (noise < theta.detach()).to(theta.dtype)
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice, require_within
-from catnat.heads import make_head
+from catnat.flat_heads import make_head
+from catnat.head import CategoricalHead
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
@@ -33,6 +33,17 @@ class _PairwiseDistance(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        x: Tensor
+        distance: Tensor
+        x, distance = ctx.saved_tensors
+        # (x_m - x_n) . (t_m - t_n) / |x_m - x_n|, 0 where the points coincide
+        offset, move = x[..., :, None, :] - x[..., None, :, :], tangent
+        move = move[..., :, None, :] - move[..., None, :, :]
+        return (offset * move).sum(-1) / distance.masked_fill(distance == 0, torch.inf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -177,15 +188,16 @@ def head_nll(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     mask: Tensor | None = None,
+    dim: int = -1,
 ) -> Tensor:
     r"""Negative log-likelihood of labels under a head: ``F.cross_entropy`` for any head.
 
     The scores are last, (\*, S), as everywhere in catnat: for the layout (N, C, d1, ...) of
-    ``F.cross_entropy`` give ``scores.movedim(1, -1)``. Half precision is computed, and returned, in
-    float32.
+    ``F.cross_entropy`` give ``dim=1``. Scores (N, C, C) without it are read as scores last. Half
+    precision is computed, and returned, in float32.
 
-    A label that is no category is a ValueError on the CPU. Elsewhere, and under torch.compile and
-    torch.func, its loss is NaN: the host does not wait for the device.
+    A label that is not a category is a ValueError on the CPU. Elsewhere, and under torch.compile
+    and torch.func, its loss is NaN: the host does not wait for the device.
 
     Args:
         head: the head. It is called as a module, so that probes and monitors see the scores.
@@ -197,6 +209,7 @@ def head_nll(
             mask, of the uniform distribution over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
+        dim: the dimension of the scores, and of the categories of targets and masks.
 
     Example:
         >>> from catnat import make_head
@@ -205,19 +218,15 @@ def head_nll(
     """
     require_choice(("mean", "sum", "none"), reduction=reduction)
     require_within(0, 1, label_smoothing=label_smoothing)
-    K, batch = head.num_categories, scores.shape[:-1]
     soft = target.is_floating_point()
+    scores, target = scores.movedim(dim, -1), target.movedim(dim, -1) if soft else target
+    mask = None if mask is None else mask.movedim(dim, -1)
+    K, batch = head.num_categories, scores.shape[:-1]
     if target.shape != ((*batch, K) if soft else batch):
-        shapes = (scores.shape, target.shape if soft else (*target.shape[:1], K, *target.shape[1:]))
-        torch_layout = scores.dim() > 2 and len({(*each[:1], *each[2:]) for each in shapes}) == 1
         raise ValueError(
             f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores of "
-            f"shape {tuple(scores.shape)}, got {target.dtype} of shape {tuple(target.shape)}"
-            + (
-                "; the scores of a category come last: scores.movedim(1, -1)"
-                if torch_layout
-                else ""
-            )
+            f"shape {tuple(scores.shape)}, got {target.dtype} of shape {tuple(target.shape)}; "
+            "dim=1 takes scores (N, C, d1, ...)"
         )
     if weight is not None and weight.shape != (K,):
         raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
@@ -267,6 +276,7 @@ class HeadNLL(nn.Module):
         ignore_index: a label that counts for nothing.
         label_smoothing: share of the uniform distribution mixed into the targets.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        dim: the dimension of the scores; 1 for the layout of ``nn.CrossEntropyLoss``.
         options: options of a named head, as for :func:`~catnat.make_head`.
 
     >>> loss = HeadNLL("softmax", 3, label_smoothing=0.1)
@@ -284,6 +294,7 @@ class HeadNLL(nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: str = "mean",
+        dim: int = -1,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -296,7 +307,7 @@ class HeadNLL(nn.Module):
         self.head = make_head(head, num_categories, **options)
         self.register_buffer("weight", weight)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.reduction = reduction
+        self.reduction, self.dim = reduction, dim
 
     def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         """The loss, see :func:`head_nll`."""
@@ -309,4 +320,5 @@ class HeadNLL(nn.Module):
             self.label_smoothing,
             self.reduction,
             mask,
+            self.dim,
         )

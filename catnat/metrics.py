@@ -99,7 +99,9 @@ class RowMeans(Metric):
             self.add_state(f"sum_of_{name}", zeros, dist_reduce_fx="sum")
 
     def update(self, rows: int, **sums: Tensor) -> None:
-        """Add so many rows, with each value summed over these rows."""
+        """Add so many rows, with every value summed over these rows."""
+        if rows and set(sums) != set(self.names):
+            raise ValueError(f"expected sums of {self.names}, got {tuple(sums)}")
         self.count += rows
         for name, value in sums.items():
             getattr(self, f"sum_of_{name}").add_(value.detach())

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.nn.functional import softplus
 
-from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_within
-from catnat.numerics import can_branch_on, uniform
-from catnat.ops.reference import take
+from catnat.head import CategoricalHead
+from catnat.numerics import can_branch_on, take, uniform
 
 _MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
 

@@ -1,7 +1,7 @@
 """Numerics: the rules of the house, and the functions that keep them.
 
 - Every finite score of every floating dtype gives finite log-probabilities, probabilities that sum
-  to 1, and finite gradients. Where a split or a category is saturated, the gradient is exactly 0.
+  to 1, and finite gradients. Where a score or a category is saturated, the gradient is exactly 0.
   With float16 autocast a steep gradient may overflow, as everywhere: a GradScaler has to see it.
 - An impossible category has probability exactly 0 and the log-probability :data:`LOG_ZERO`, which
   is finite, so that 0 * log 0 = 0.
@@ -15,7 +15,8 @@ Scores that are not finite follow the same rule in every implementation and dtyp
 - A result that depends on a NaN score is NaN: with softmax and sparsemax the whole row, in a tree
   the categories and nodes below the score's node. A NaN score does not count as saturated. On
   the CPU, calling a head raises a ValueError instead, unless validation is turned off.
-- catnat: an infinite score is a certain split, like the largest finite score. Its gradient is 0.
+- catnat: an infinite score makes one side of its node certain and the other one impossible. Its
+  gradient is 0.
 - softmax and sparsemax: a score of -inf is an impossible category, and gets no gradient. A row
   with +inf, or with -inf alone, has no limit and is NaN.
 """
@@ -85,15 +86,15 @@ def finite_log_probs(log_probs: Tensor) -> Tensor:
 def floored(log_probs: Tensor) -> Tensor:
     """Log-probabilities no lower than -:func:`largest_score`; those at that floor get no gradient.
 
-    On the CPU the minimum costs little, and usually shows that no log-probability is lower.
+    -inf, the log-probability of an impossible category, becomes :data:`LOG_ZERO`. On the CPU the
+    minimum costs little, and usually shows that no log-probability is as low.
     """
     lowest = -largest_score(log_probs.dtype)
-    if not is_plain(log_probs):
-        return log_probs.clamp_min(lowest)  # exporters know clamp, and not every threshold
-    looked_at = log_probs.is_cpu and log_probs.numel() > 0
+    looked_at = can_branch_on(log_probs) and log_probs.numel() > 0
     if looked_at and log_probs.detach().amin().item() >= lowest:  # not where one is NaN
         return log_probs
-    return F.threshold(log_probs, lowest, lowest)  # as clamp, with half of its cost backward
+    impossible = log_probs == -torch.inf
+    return torch.where(impossible, LOG_ZERO, log_probs.clamp_min(lowest))
 
 
 def exp_of_log_probs(log_probs: Tensor) -> Tensor:
@@ -109,9 +110,28 @@ def exp_of_log_probs(log_probs: Tensor) -> Tensor:
     return F.threshold(probs, 3 * smallest, 0.0)
 
 
-def transforms_active() -> bool:
-    """Whether a torch.func transform (vmap, grad, jacrev, jvp, ...) is running."""
-    return bool(torch._C._are_functorch_transforms_active())
+def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
+    """``torch.broadcast_shapes``, but fast where the second shape is the end of the first."""
+    if len(values) >= len(batch) and values[len(values) - len(batch) :] == batch:
+        return values
+    return torch.Size(torch.broadcast_shapes(values, batch))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Elements of the last dimension, x (*, S) and index (*, H), which broadcast -> (*, H).
+
+    The gradient has the size of x, however many rows of index meet one row of x.
+    """
+    if x.shape[:-1] == index.shape[:-1]:
+        return x.gather(-1, index)
+    flat = flat_index(x, index)
+    return x.reshape(-1).index_select(0, flat.reshape(-1)).view(flat.shape)
+
+
+def flat_index(x: Tensor, index: Tensor) -> Tensor:
+    """Index into ``x.reshape(-1)`` of elements of the last dimension, arguments as in take."""
+    rows = torch.arange(x.shape[:-1].numel(), device=x.device).view(*x.shape[:-1], 1)
+    return rows * x.shape[-1] + index
 
 
 def is_plain(x: Tensor) -> bool:

@@ -4,8 +4,9 @@ Classes below a common node share all splits above this node, so a layer learns 
 if they are alike. The functions here build orders from what is known of the classes:
 
 - :func:`by_frequency`, from counts alone;
-- :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax;
-- :func:`by_cooccurrence`, from a sequence of classes, such as the tokens of a text.
+- :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax,
+  singular vectors of the matrix that says which words of a text follow which
+  (``examples/language_model`` does that).
 
 :class:`catnat.TreeLinear` takes an order.
 """
@@ -67,59 +68,6 @@ def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
         members = _split_level(vectors, members, sizes, rounds, generator)
     ranked = members.flatten()
     return _leaves_from_left(K, device)[_inverse(ranked[ranked >= 0])]
-
-
-def by_cooccurrence(tokens: Tensor, num_categories: int, dims: int = 64, seed: int = 0) -> Tensor:
-    """Order by what comes before: classes that follow the same classes share a subtree.
-
-    The vectors of :func:`by_embedding` are the ``dims`` leading singular vectors of the matrix
-    of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where it is positive,
-    between a class b and the class a before it. Classes that never occur come last.
-
-    Args:
-        tokens: a sequence of classes, (T,) with T >= 2.
-        num_categories: K.
-        dims: D, at most K.
-        seed: of the random numbers of the decomposition.
-    """
-    K = num_categories
-    require_at_least(2, num_categories=K)
-    require_at_least(1, dims=dims)
-    if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
-        shape = f"shape {tuple(tokens.shape)} and {tokens.dtype}"
-        raise ValueError(f"expected a sequence of classes, got {shape}")
-    extremes = int(tokens.min()), int(tokens.max())
-    if extremes[0] < 0 or extremes[1] >= K:
-        wrong = extremes[0] if extremes[0] < 0 else extremes[1]
-        raise ValueError(f"classes must lie in 0..{K - 1}, got {wrong}")
-    pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
-    after, before = pairs // K, pairs % K
-    total = counts.sum()
-    of_after = torch.zeros(K, device=tokens.device).index_add_(0, after, counts.float())
-    of_before = torch.zeros(K, device=tokens.device).index_add_(0, before, counts.float())
-    information = torch.log(counts * total / (of_after[after] * of_before[before]))
-    vectors = _singular_vectors(after, before, information.clamp_min(0), K, min(dims, K), seed)
-    return by_embedding(vectors, seed=seed)
-
-
-def _singular_vectors(
-    rows: Tensor, columns: Tensor, values: Tensor, K: int, dims: int, seed: int
-) -> Tensor:
-    """Left singular vectors times the roots of singular values of a sparse matrix, (K, dims).
-
-    By random projection with power iterations (Halko et al., 2011).
-    """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    entries = torch.stack((rows, columns))
-    there = torch.sparse_coo_tensor(entries, values, (K, K), check_invariants=False).coalesce()
-    back = there.mT.coalesce()
-    width = min(K, dims + 8)
-    basis = torch.randn(K, width, device=values.device, generator=generator)
-    for _ in range(3):
-        basis = torch.linalg.qr(back @ torch.linalg.qr(there @ basis)[0])[0]
-    left, singular, _ = torch.linalg.svd(there @ basis, full_matrices=False)
-    vectors: Tensor = left[:, :dims] * singular[:dims].sqrt()
-    return vectors
 
 
 def _split_level(

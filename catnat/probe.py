@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from catnat.categorical_head import CategoricalHead
+from catnat.head import CategoricalHead
 
 
 class HeadProbe:

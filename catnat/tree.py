@@ -16,14 +16,14 @@ For any other K the tree is the complete one with heap numbers, which is the sam
 - leaves are K..2K-1, and category k is leaf K + k.
 
 If K is not a power of two, the leaves have different depths, and a = 1/2 at every node is not the
-uniform distribution. Each node therefore has a centre C such that zero scores give the uniform
+uniform distribution. Each node therefore has a center C such that zero scores give the uniform
 distribution (an option of the heads turns this off): its split is then :func:`right_shares`.
 
 Example, K = 5: node 1 has the children 2 and 3, node 2 the children 4 and 5, node 3 the leaves 6
 and 7, node 4 the leaves 8 and 9; leaves 5, 6, 7, 8, 9 are the categories 0, 1, 2, 3, 4.
 
 The functions are plain differentiable torch, and so work under ``torch.func`` and
-``torch.compile``; :mod:`catnat.ops` has faster ones.
+``torch.compile``; :mod:`catnat.kernels` has faster ones.
 """
 
 from __future__ import annotations
@@ -104,18 +104,3 @@ def right_shares(num_categories: int, device: torch.device | str = "cpu") -> Ten
     """
     left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device=device))
     return right / (left + right)
-
-
-@torch.inference_mode(False)
-def leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The order as a tensor, and its inverse."""
-    leaves = torch.tensor(order, device="cpu")
-    return leaves.to(device), leaves.argsort().to(device)
-
-
-def looked_up(index: Tensor, table: Tensor | None) -> Tensor:
-    """Entries of a table; an index outside it stays as it is."""
-    if table is None:
-        return index
-    valid = (index >= 0) & (index < table.shape[0])
-    return torch.where(valid, table[torch.where(valid, index, 0)], index)

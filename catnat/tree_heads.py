@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from catnat.categorical_head import CategoricalHead
+from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
 from catnat.checks import (
     checked_order,
     require_finite,
@@ -18,23 +18,16 @@ from catnat.checks import (
     shown_order,
 )
 from catnat.distributions import checked_sample
-from catnat.numerics import exp_of_log_probs, is_plain, uniform
-from catnat.ops import (
+from catnat.head import CategoricalHead
+from catnat.kernels import (
     tree_fisher,
-    tree_gradients_at,
     tree_log_prob,
     tree_log_probs,
-    tree_observe,
     tree_sample,
 )
-from catnat.splits import CustomSplit, NaturalSplit, SigmoidSplit, Split
-from catnat.tree import (
-    leaves_and_classes,
-    looked_up,
-    path_sums,
-    right_shares,
-    subtree_sums,
-)
+from catnat.kernels.reference import tree_path_logs
+from catnat.numerics import exp_of_log_probs, is_plain, uniform
+from catnat.tree import path_sums, right_shares, subtree_sums
 
 _CONSTANTS = ("constants32", "constants64")
 _ORDER = ("leaves", "classes")
@@ -73,28 +66,28 @@ class CatnatHead(CategoricalHead):
     :meth:`sample` look at the O(log K) nodes of a path alone, and so does the distribution that
     the head returns, until all log-probabilities are asked for.
 
-    A subclass overrides :meth:`log_split`, which says how a score splits its node; all else is
-    derived from it. ``log_split`` may use parameters of the subclass: when they change, the centres
-    change with them. The built-in heads pass a :class:`~catnat.splits.Split` with more closed forms
-    instead, for which there are fused kernels.
+    A subclass overrides :meth:`log_activation`, which says how a score splits its node; all else is
+    derived from it. ``log_activation`` may use parameters of the subclass: when they change, the
+    centers change with them. The built-in heads pass a :class:`~catnat.activations.Activation` with
+    more closed forms instead, for which there are fused kernels.
 
     Args:
         num_categories: K, at least 2.
-        center: the paper's C, added to every node's centre. Cannot change later.
-        uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
+        center: the paper's C, added to every node's center. Cannot change later.
+        uniform_at_zero: give each node a center such that zero scores give the uniform distribution
             for every K; otherwise they do only if K is a power of two. Cannot change later.
         order: the leaf of every class, a permutation of 0..K-1; None: class k is leaf k. Classes
             whose leaves are neighbours share most of their path. Cannot change later.
     """
 
     fisher_is_diagonal = True
-    split = _Fixed[Split]()
+    activation = _Fixed[Activation]()
     center = _Fixed[float]()
     uniform_at_zero = _Fixed[bool]()
     order = _Fixed["tuple[int, ...] | None"]()
     leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
     classes: Tensor | None
-    constants32: Tensor | None  # of the nodes, None where all are centred at 0
+    constants32: Tensor | None  # of the nodes, None where all centers are 0
     constants64: Tensor | None
 
     def __init__(
@@ -104,55 +97,64 @@ class CatnatHead(CategoricalHead):
         uniform_at_zero: bool = True,
         order: Sequence[int] | Tensor | None = None,
         *,
-        split: Split | None = None,
+        activation: Activation | None = None,
     ) -> None:
         super().__init__(num_categories)
         self.num_scores = self.num_categories - 1
         require_finite(center=center)
-        if split is not None and type(self).log_split is not CatnatHead.log_split:
+        if activation is not None and type(self).log_activation is not CatnatHead.log_activation:
             raise TypeError(
-                f"{type(self).__name__} overrides log_split: subclass CatnatHead for it"
+                f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
         for derived in (*_CONSTANTS, *_ORDER):
             self.register_buffer(derived, None, persistent=False)
-        self.split = CustomSplit(self.log_split) if split is None else split
+        self.activation = (
+            CustomActivation(self.log_activation) if activation is None else activation
+        )
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
         self.order = None if order is None else checked_order(order, self.num_categories)
         if self.order is not None:
             device = torch.get_default_device()
-            self.leaves, self.classes = leaves_and_classes(self.order, device)
-        if split is not None:
+            self.leaves, self.classes = _leaves_and_classes(self.order, device)
+        if activation is not None:
             self._set_constants(torch.get_default_device())
 
-    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
-        if isinstance(self.split, CustomSplit):
-            raise NotImplementedError(f"{type(self).__name__} must override log_split")
-        return self.split.log_split(x, None)
+        if isinstance(self.activation, CustomActivation):
+            raise NotImplementedError(f"{type(self).__name__} must override log_activation")
+        return self.activation.log_activation(x, None)
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return self._from_leaves(tree_log_probs(scores, self.split, self._constants(scores)))
+        return self._from_leaves(tree_log_probs(scores, self.activation, self._constants(scores)))
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         """A split with one empty side goes to the other; a node without leaves is never reached.
 
         So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
         P(node) of a node that is never reached. With ``uniform_at_zero`` the other nodes get the
-        centres at which zero scores give the uniform distribution over the allowed categories. The
-        centres of the whole tree would favour categories whose neighbours are forbidden.
+        centers at which zero scores give the uniform distribution over the allowed categories. The
+        centers of the whole tree would favour categories whose neighbours are forbidden.
         """
         if self.uniform_at_zero:
-            left, right = subtree_sums(self._to_leaves(mask).double())  # numbers of allowed leaves
-            both = (left > 0) & (right > 0)
-            share = torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
-            # Computed where the mask is: a captured step cannot copy from the host.
-            shares = right_shares(self.num_categories, share.device)
-            moved = self._at_share(share) - self._at_share(shares)  # exactly 0 if all are allowed
+            # Exactly 0 if nothing changes; scores that were masked before have moved already.
+            before = self._share(self.allowed(scores))
+            moved = self._at_share(self._share(mask)) - self._at_share(before)
             scores = scores + moved.to(scores.dtype)
         return self._filled(scores, mask)
+
+    def _share(self, mask: Tensor) -> Tensor:
+        """Share of the allowed leaves below each node that are below its bit-1 child.
+
+        1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
+        from the host.
+        """
+        left, right = subtree_sums(self._to_leaves(mask).double())  # numbers of allowed leaves
+        both = (left > 0) & (right > 0)
+        return torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         # Whether a side allows a category: + of bools is "or".
@@ -171,42 +173,34 @@ class CatnatHead(CategoricalHead):
         return type(self).log_probs is CatnatHead.log_probs
 
     def _is_lazy(self) -> bool:
-        """False with a ``log_split`` of one's own: its results are checked when it is called."""
-        return self._has_paths() and not isinstance(self.split, CustomSplit)
+        """False with a custom ``log_activation``: its results are checked when it is called."""
+        return self._has_paths() and not isinstance(self.activation, CustomActivation)
 
     def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        return tree_log_prob(scores, self._leaf_of(value), self.split, self._constants(scores))
+        return tree_log_prob(scores, self._leaf_of(value), self.activation, self._constants(scores))
+
+    def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = self._leaf_of(value)
+        return tree_path_logs(scores, leaf, self.activation, self._constants(scores))
 
     def _path_sample(
         self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
         height = self.num_scores.bit_length()
         uniforms = uniform((*shape, height), scores, generator)
-        leaf = tree_sample(scores, uniforms, self.split, self._constants(scores))
+        leaf = tree_sample(scores, uniforms, self.activation, self._constants(scores))
         return self._class_of(checked_sample(leaf))
-
-    def _gradients_at(self, scores: Tensor, levels: Tensor) -> Tensor | None:
-        if not self._has_paths():
-            return None
-        scores = self._checked(scores)
-        return tree_gradients_at(scores, levels, self.split, self._constants(scores))
-
-    def _observe(self, scores: Tensor, levels: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self._has_paths() or type(self).diagnostics is not CatnatHead.diagnostics:
-            return None
-        scores = self._checked(scores)
-        return tree_observe(scores, levels, self.split, self._constants(scores))
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
         scores = self._checked(scores)
-        logs = self.split.log_split(scores, self._constants(scores))
+        logs = self.activation.log_activation(scores, self._constants(scores))
         return exp_of_log_probs(path_sums(*logs)[0])
 
     def information(self, scores: Tensor) -> Tensor:
         """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
         scores = self._checked(scores)
-        left, right = self.split.slopes(scores, self._constants(scores))
+        left, right = self.activation.slopes(scores, self._constants(scores))
         return left * right
 
     def inverse(self, probs: Tensor) -> Tensor:
@@ -216,7 +210,7 @@ class CatnatHead(CategoricalHead):
         """
         left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
-        scores = self.split.inverse(left, right) + self._centre(probs.device)
+        scores = self.activation.inverse(left, right) + self._centers(probs.device)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -244,7 +238,7 @@ class CatnatHead(CategoricalHead):
 
     def _fused_fisher(self, scores: Tensor) -> Tensor | None:
         scores = self._checked(scores)
-        return tree_fisher(scores, self.split, self._constants(scores))
+        return tree_fisher(scores, self.activation, self._constants(scores))
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """grad / (G_ii + damping) in O(S)."""
@@ -264,11 +258,11 @@ class CatnatHead(CategoricalHead):
 
     def _leaf_of(self, value: Tensor) -> Tensor:
         """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
-        return looked_up(value, self._ordering(value)[0])
+        return _looked_up(value, self._ordering(value)[0])
 
     def _class_of(self, leaf: Tensor) -> Tensor:
         """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
-        return looked_up(leaf, self._ordering(leaf)[1])
+        return _looked_up(leaf, self._ordering(leaf)[1])
 
     def _to_leaves(self, x: Tensor) -> Tensor:
         """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
@@ -285,14 +279,14 @@ class CatnatHead(CategoricalHead):
         if self.order is None:
             return None, None
         if self.leaves is None or self.leaves.device != x.device:
-            tables = leaves_and_classes(self.order, x.device)
+            tables = _leaves_and_classes(self.order, x.device)
             if not is_plain(x):
                 return tables
             self.leaves, self.classes = tables
         return self.leaves, self.classes
 
-    def _centre(self, device: torch.device) -> Tensor:
-        """The centre C of every node, (S,) in float64."""
+    def _centers(self, device: torch.device) -> Tensor:
+        """The center C of every node, (S,) in float64."""
         shares = right_shares(self.num_categories, device)
         if not self.uniform_at_zero:
             return torch.full_like(shares, self.center)
@@ -300,29 +294,29 @@ class CatnatHead(CategoricalHead):
 
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""
-        x = self.split.inverse(1 - shares, shares)
-        symmetric = not isinstance(self.split, CustomSplit)  # a(0) = 1/2 exactly
+        x = self.activation.inverse(1 - shares, shares)
+        symmetric = not isinstance(self.activation, CustomActivation)  # a(0) = 1/2 exactly
         return torch.where(shares == 0.5, 0.0, x) if symmetric else x
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _set_constants(self, device: torch.device) -> None:
-        symmetric = not isinstance(self.split, CustomSplit)
+        symmetric = not isinstance(self.activation, CustomActivation)
         power_of_two = self.num_categories & (self.num_categories - 1) == 0
         if not (symmetric and self.center == 0 and (power_of_two or not self.uniform_at_zero)):
-            centre = self._centre(torch.device("cpu"))
-            self.constants32 = self.split.node_constants(centre, torch.float32).to(device)
-            self.constants64 = self.split.node_constants(centre, torch.float64).to(device)
+            center = self._centers(torch.device("cpu"))
+            self.constants32 = self.activation.node_constants(center, torch.float32).to(device)
+            self.constants64 = self.activation.node_constants(center, torch.float64).to(device)
 
     def _constants(self, scores: Tensor) -> Tensor | None:
         """``split.node_constants`` in the dtype and on the device of the scores, or None."""
-        custom = isinstance(self.split, CustomSplit)
+        custom = isinstance(self.activation, CustomActivation)
         known = self._buffers["constants32"]  # nn.Module finds attributes slowly
         if known is None and not custom:
             return None
         if known is None or known.device != scores.device:
             if not is_plain(scores) or (custom and self._has_tensors()):
-                return self.split.node_constants(self._centre(scores.device), scores.dtype)
+                return self.activation.node_constants(self._centers(scores.device), scores.dtype)
             self._set_constants(scores.device)
         return self.constants64 if scores.dtype == torch.float64 else self.constants32
 
@@ -333,9 +327,11 @@ class CatnatHead(CategoricalHead):
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget constants: ``log_split`` of a subclass may depend on it."""
+        """Set an attribute, and forget constants: a custom ``log_activation`` may depend on it."""
         super().__setattr__(name, value)
-        if name not in (*_CONSTANTS, *_ORDER) and isinstance(vars(self).get("_split"), CustomSplit):
+        if name not in (*_CONSTANTS, *_ORDER) and isinstance(
+            vars(self).get("_activation"), CustomActivation
+        ):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
@@ -344,7 +340,7 @@ class CatnatHead(CategoricalHead):
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
         if self.order is not None and self.leaves is not None:  # .half() keeps integers
-            self.leaves, self.classes = leaves_and_classes(self.order, self.leaves.device)
+            self.leaves, self.classes = _leaves_and_classes(self.order, self.leaves.device)
         return self
 
 
@@ -362,7 +358,9 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
         uniform_at_zero: bool = True,
         order: Sequence[int] | Tensor | None = None,
     ) -> None:
-        super().__init__(num_categories, center, uniform_at_zero, order, split=SigmoidSplit())
+        super().__init__(
+            num_categories, center, uniform_at_zero, order, activation=SigmoidActivation()
+        )
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
@@ -380,7 +378,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         center: C.
         uniform_at_zero: as in :class:`CatnatHead`.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
-            or 1e-30 <= tail < 1/2; see :class:`~catnat.splits.NaturalSplit`.
+            or 1e-30 <= tail < 1/2; see :class:`~catnat.activations.NaturalActivation`.
         order: as in :class:`CatnatHead`.
 
     >>> NaturalHead(4).fisher(torch.zeros(3))
@@ -403,9 +401,9 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         require_tail(tail)
-        split = NaturalSplit(float(amplitude), float(tail))
-        super().__init__(num_categories, center, uniform_at_zero, order, split=split)
-        self.amplitude, self.tail = split.amplitude, split.tail
+        activation = NaturalActivation(float(amplitude), float(tail))
+        super().__init__(num_categories, center, uniform_at_zero, order, activation=activation)
+        self.amplitude, self.tail = activation.amplitude, activation.tail
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
@@ -415,12 +413,14 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     def information(self, scores: Tensor) -> Tensor:
         """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
         scores = self._checked(scores)
-        return cast(NaturalSplit, self.split).information(scores, self._constants(scores))
+        return cast(NaturalActivation, self.activation).information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        distance, _ = cast(NaturalSplit, self.split).distance(scores, self._constants(scores))
+        distance, _ = cast(NaturalActivation, self.activation).distance(
+            scores, self._constants(scores)
+        )
         return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -430,3 +430,18 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
         stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
         return torch.where(stuck, torch.nextafter(scores, outward), scores)
+
+
+@torch.inference_mode(False)
+def _leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The order as a tensor, and its inverse."""
+    leaves = torch.tensor(order, device="cpu")
+    return leaves.to(device), leaves.argsort().to(device)
+
+
+def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:
+    """Entries of a table; an index outside it stays as it is."""
+    if table is None:
+        return index
+    valid = (index >= 0) & (index < table.shape[0])
+    return torch.where(valid, table[torch.where(valid, index, 0)], index)

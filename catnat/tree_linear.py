@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from catnat.categorical_head import CategoricalHead
 from catnat.checks import require_at_least, require_choice, require_within
-from catnat.heads import make_head
-from catnat.numerics import at_least_float32, can_branch_on, is_plain
-from catnat.ops.path_scores import fused_loss_for, path_scores
-from catnat.optim import bring_up_to_date, owes_steps
-from catnat.tree import subtree_sums
+from catnat.flat_heads import make_head
+from catnat.head import CategoricalHead
+from catnat.kernels.dispatch import HAS_TRITON
+from catnat.numerics import at_least_float32, can_branch_on
+from catnat.tree import path_sums
 from catnat.tree_heads import CatnatHead
-from catnat.tree_refit import refit
-from catnat.tree_search import NodeLogs, TopK, best_leaves, leaf_paths, random_leaves
+from catnat.tree_search import TopK, best_leaves, leaf_paths, random_leaves
 
-_CHUNK = 2**24  # scores of all nodes that are held at once
+_CHUNK = 2**24  # numbers that a search holds at once
+_SMALL = 2048  # up to this K the best classes are found among all of them
 
 
 class TreeLinear(nn.Embedding):
@@ -40,20 +38,19 @@ class TreeLinear(nn.Embedding):
             classes share a subtree decides how well the layer learns, see :mod:`catnat.orders`.
         bias: whether nodes have a bias.
         sparse: give the weight and the bias sparse gradients with the rows in use, as
-            ``nn.Embedding(sparse=True)`` does. :class:`catnat.optim.RowAdam` and
-            ``torch.optim.SparseAdam`` take them.
-        upper_levels: how many levels below the root are computed as one matmul.
+            ``nn.Embedding(sparse=True)`` does, for ``torch.optim.SparseAdam``. That saves memory,
+            and time on a CPU. On CUDA dense gradients are faster: fused kernels compute them.
         device: of the parameters.
         dtype: of the parameters.
-        options: of the head, such as ``amplitude`` for natural.
+        options: of the head, such as ``tail`` for natural.
 
     ``weight`` (K-1, D) and ``bias`` (K-1) have a row for each node, breadth first, and are what
     ``nn.Linear(D, K - 1)`` before the head would have. A state dict holds them, and ``order`` if
     there is one.
 
-    Under autocast the matmuls of a GPU are in half precision; the splits are in float32. The layer
-    is an ``nn.Embedding`` of its nodes, because DistributedDataParallel expects sparse gradients
-    of that class alone.
+    Under autocast the matmuls of a GPU are in half precision; the activations are in float32. The
+    layer is an ``nn.Embedding`` of its nodes, because DistributedDataParallel expects sparse
+    gradients of that class alone.
 
     >>> layer = TreeLinear(4, 1000, head="natural")
     >>> layer(torch.zeros(3, 4), target=torch.tensor([7, 0, 999])).shape
@@ -75,24 +72,22 @@ class TreeLinear(nn.Embedding):
         bias: bool = True,
         *,
         sparse: bool = False,
-        upper_levels: int = 8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         require_at_least(1, in_features=in_features)
-        require_within(0, 20, upper_levels=upper_levels)
         made = make_head(head, num_categories, **options)
         if not isinstance(made, CatnatHead):
             got = f"{made.name!r} ({type(made).__name__})"
             raise ValueError(f"TreeLinear needs a tree head, such as sigmoid or natural, got {got}")
-        if getattr(made, "order", None) is not None:
+        if made.order is not None:
             raise ValueError("the head has an order of its own; give the order to TreeLinear")
         S = made.num_scores
+        self._unplaced: Tensor | None = None  # the order of a layer on the device "meta"
         super().__init__(S, in_features, sparse=sparse, device=device, dtype=dtype)
         self.head = made.to(device)
         self.in_features, self.num_categories = in_features, made.num_categories
-        self.upper_levels = upper_levels
         self.bias = nn.Parameter(torch.empty(S, device=device, dtype=dtype)) if bias else None
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
@@ -100,9 +95,11 @@ class TreeLinear(nn.Embedding):
         self._draw(self.bias)
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias as ``nn.Linear`` does."""
+        """Draw weight and bias as ``nn.Linear`` does; after ``to_empty``, restore the order."""
         self._draw(self.weight)
         self._draw(getattr(self, "bias", None))  # nn.Embedding calls this before there is one
+        if self._unplaced is not None and not self.weight.is_meta:
+            self.set_order(self._unplaced)
 
     def _draw(self, parameter: Tensor | None) -> None:
         bound = 1 / math.sqrt(self.embedding_dim)
@@ -145,33 +142,35 @@ class TreeLinear(nn.Embedding):
         """
         require_choice(("mean", "sum", "none"), reduction=reduction)
         require_within(0, 1, label_smoothing=label_smoothing)
-        hidden = self._checked(hidden)
+        hidden, K = self._checked(hidden), self.num_categories
         if target.shape != hidden.shape[:-1]:
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
-        shape, rows, target = target.shape, hidden.reshape(-1, self.in_features), target.reshape(-1)
-        if weight is None and not label_smoothing and (fused := self._fused(rows)) is not None:
-            self._require_integers(target)
-            given = (rows, self.weight, self.bias, target, self._for_kernels(fused, rows))
-            loss: Tensor = fused.nll(*given, ignore_index, reduction)
-            return loss.view(shape) if reduction == "none" else loss
-        counts = target != ignore_index
-        looks = self.sparse or can_branch_on(counts)  # elsewhere, looking would wait for a device
-        some = looks and not bool(counts.all())
-        if some:
+        if weight is not None and weight.shape != (K,):
+            raise ValueError(
+                f"expected a weight for each of {K} classes, got {tuple(weight.shape)}"
+            )
+        counts = (target != ignore_index).flatten()
+        rows, target = hidden.reshape(-1, self.in_features), target.flatten()
+        some = can_branch_on(counts) and not bool(counts.all())
+        if some:  # rows that do not count are not even read
             rows, target = rows[counts], target[counts]
-        loss, share = self._losses(rows, target, weight, ignore_index, label_smoothing)
+        loss, share = self._losses(rows, target, target != ignore_index, weight, label_smoothing)
         if some:
             loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
         if reduction == "none":
-            return loss.view(shape)
+            return loss.view(hidden.shape[:-1])
         return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
 
     def _losses(
-        self, hidden: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        counts: Tensor,
+        weight: Tensor | None,
+        smoothing: float,
     ) -> tuple[Tensor, Tensor]:
         """Losses and weights of the targets, (M, D), (M,) -> (M,) each; 0 where ignored."""
-        counts = target != ignored
         target = self._checked_classes(torch.where(counts, target, 0))
         loss = -self._log_prob(hidden, target)
         share = counts.to(loss.dtype)
@@ -180,7 +179,8 @@ class TreeLinear(nn.Embedding):
             share = share * weight[target.clamp(0, self.num_categories - 1)]
         loss = torch.where(counts, loss * share, 0.0)
         if smoothing:
-            others = self._sum_of_nll(hidden, weight) / self.num_categories
+            logs = self.log_probs(hidden)
+            others = -(logs if weight is None else logs * weight).mean(-1)
             loss = (1 - smoothing) * loss + smoothing * torch.where(counts, others, 0.0)
         return loss, share
 
@@ -192,163 +192,138 @@ class TreeLinear(nn.Embedding):
     ) -> Tensor:
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf."""
         hidden = self._checked(hidden)
-        shape = (*sample_shape, *hidden.shape[:-1])
         with torch.no_grad():
-            rows = hidden.reshape(-1, self.in_features)
-            leaves = random_leaves(self._logs(rows), math.prod(sample_shape), generator)
-        return self._classes_of(leaves).view(shape)
+            states = hidden.reshape(-1, self.in_features)
+            rows = torch.arange(len(states), device=states.device).repeat(math.prod(sample_shape))
+            leaves = random_leaves(self._logs(states), rows, self.num_categories, generator)
+        return self._classes_of(leaves).view(*sample_shape, *hidden.shape[:-1])
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all classes, (*, D) -> (*, K), some rows at a time."""
-        hidden = self._checked(hidden)
-        rows = hidden.reshape(-1, self.in_features)
-        parts = rows.split(self._rows()) if is_plain(rows) else (rows,)  # traced: any batch size
-        pieces = [self.head.log_probs(self.scores(each)) for each in parts]
-        leaves = torch.cat(pieces).view(*hidden.shape[:-1], -1)
+        """Log-probabilities of all classes, (*, D) -> (*, K)."""
+        leaves = self.head.log_probs(self.scores(hidden))
         return leaves if self.order is None else leaves.index_select(-1, self.order)
 
     def topk(self, hidden: Tensor, k: int) -> TopK:
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.
 
         Exact: a subtree is left out only if all its probability is below the k-th best class
-        found so far. Where too little is left out, all classes are computed. Without gradient.
+        found so far. Where too little is left out, all classes are computed. NaN comes first, as
+        in ``torch.topk``. Without gradient.
         """
         require_within(1, self.num_categories, k=k)
         hidden = self._checked(hidden)
         rows = hidden.reshape(-1, self.in_features)
         with torch.no_grad():
-            found = [self._topk(each, k) for each in rows.split(self._rows(least=64))]
+            size = max(64, _CHUNK // self.num_categories)
+            found = [self._topk(each, k) for each in rows.split(size)]
         shape = (*hidden.shape[:-1], k)
         return TopK(*(torch.cat(each).view(shape) for each in zip(*found, strict=True)))
 
     def _topk(self, hidden: Tensor, k: int) -> TopK:
-        found = best_leaves(self._logs(hidden), k)
-        if found is None:
-            best = [self.log_probs(each).topk(k, -1) for each in hidden.split(self._rows())]
-            return TopK(*(torch.cat(each) for each in zip(*best, strict=True)))
-        return TopK(found.values, self._classes_of(found.indices))
+        if len(hidden) and self.num_categories > max(_SMALL, 2 * k):
+            n = 255  # nodes near the root, whose scores are one matmul
+            bias = None if self.bias is None else self.bias[:n].to(hidden.dtype)
+            near = at_least_float32(F.linear(hidden, self.weight[:n].to(hidden.dtype), bias))
+            nodes = torch.arange(n, device=near.device).expand_as(near)
+            start = path_sums(*self._log_activation(near, nodes))[1]
+            found = best_leaves(self._logs(hidden), n + 1, start, self.num_categories, k)
+            if found is not None:
+                return TopK(found.values, self._classes_of(found.indices))
+        return TopK(*self.log_probs(hidden).topk(k, -1))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of all nodes, (*, D) -> (*, K-1): what the head takes."""
         hidden = self._checked(hidden)
-        self._read(None)
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return F.linear(hidden, self.weight.to(hidden.dtype), bias)
 
     def set_order(self, order: Tensor | Sequence[int] | None) -> None:
         """Give each class its leaf, as ``order`` of the class says; weights stay with their nodes.
 
-        For a layer that has learned nothing yet; see :meth:`reorder`.
+        For a layer that has learned nothing yet.
         """
-        self.order, self.classes = (None, None) if order is None else self._permutation(order)
-
-    def reorder(self, order: Tensor | Sequence[int], hidden: Tensor, ridge: float = 1e-3) -> None:
-        """Move to another order of the classes, and keep what was learned as far as possible.
-
-        The nodes of the new tree get weights that fit the old layer's probabilities at a sample of
-        hidden states, (*, D); the other arguments as in :func:`catnat.tree_refit.refit`. What an
-        optimizer remembers of the old nodes is then stale: make a new optimizer.
-        """
-        rows = self._checked(hidden).detach().reshape(-1, self.in_features)
-        require_at_least(1, hidden_states=len(rows))
-        refit(self, self._permutation(order)[0], rows, ridge)
+        if order is None:
+            self.order = self.classes = self._unplaced = None
+            return
+        K, device = self.num_categories, self.weight.device
+        order = order if isinstance(order, Tensor) else torch.as_tensor(order, device="cpu")
+        if order.shape != (K,) or order.is_floating_point() or order.dtype == torch.bool:
+            shape = f"shape {tuple(order.shape)} and {order.dtype}"
+            raise ValueError(f"order must hold {K} integers, the leaf of each class, got {shape}")
+        ranked, classes = order.long().sort()
+        if not order.is_meta and not torch.equal(ranked, torch.arange(K, device=order.device)):
+            first, last = int(ranked[0]), int(ranked[-1])
+            got = f"leaves {first}..{last}{' with repetitions' * (last - first < K)}"
+            raise ValueError(f"order must be a permutation of 0..{K - 1}, got {got}")
+        self.order, self.classes = order.long().to(device), classes.to(device)
+        self._unplaced = order if device.type == "meta" else None
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
         return f"in_features={self.in_features}, bias={self.bias is not None}, sparse={self.sparse}"
 
-    # -- the arithmetic -----------------------------------------------------------------------
+    # -- the arithmetic ----------------------------------------------------------------------------
 
     def _log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """(M, D), (M,) -> (M,)."""
-        fused = self._fused(hidden)
+        """(M, D), (M,) -> (M,); NaN for a target that is not a class."""
+        possible = (target >= 0) & (target < self.num_categories)
+        leaf = torch.where(possible, target, 0)
+        leaf = torch.where(possible, leaf if self.order is None else self.order[leaf], -1)
+        given, fused = (hidden, self.weight, self.bias, leaf), self._fused(hidden)
         if fused is None:
-            return self._by_paths(hidden, self.weight, self.bias, target, self.sparse, self.order)
-        layer = self._for_kernels(fused, hidden)
-        out: Tensor = fused.log_probs(hidden, self.weight, self.bias, target, layer)
+            return self._by_paths(*given, self.sparse)
+        constants = self.head._constants(hidden.new_empty(0, dtype=torch.float32))
+        out: Tensor = fused.log_prob(*given, self.head.activation, constants, self._by_paths)
         return out
+
+    def _fused(self, hidden: Tensor) -> ModuleType | None:
+        """The module of the fused kernels, where they compute this layer's log-probabilities."""
+        if self.sparse or not (hidden.is_cuda and HAS_TRITON):
+            return None
+        from catnat.kernels import triton_layer
+
+        taken = triton_layer.takes(hidden, self.weight, self.bias, self.head.activation)
+        return triton_layer if taken else None
 
     def _by_paths(
         self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        sparse: bool,
-        order: Tensor | None,
+        leaf: Tensor,
+        sparse: bool = False,
     ) -> Tensor:
-        """:meth:`_log_prob` for any head, with these parameters and this order."""
-        possible = (target >= 0) & (target < self.num_categories)
-        leaf = torch.where(possible, target, 0)
-        leaf = leaf if order is None else order[leaf]
-        nodes, bits, inside = leaf_paths(leaf, self.num_categories)
-        upper = min(self.upper_levels, nodes.shape[1])
-        self._read(nodes)
-        scores = path_scores(hidden, weight, bias, nodes, upper, sparse)
-        left, right = self._log_split(scores, nodes)
+        """Log-probabilities of leaves in plain torch, (M, D), (M,) -> (M,); NaN for leaf -1."""
+        nodes, bits, inside = leaf_paths(leaf.clamp_min(0), self.num_categories)  # (M, H)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
+            scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
+            if bias is not None:
+                biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
+                scores = scores + biases.view_as(nodes).to(scores.dtype)
+        left, right = self._log_activation(scores, nodes)
         logs = torch.where(inside, torch.where(bits, right, left), 0.0)
-        return torch.where(possible, logs.sum(-1), torch.nan)
+        return torch.where(leaf >= 0, logs.sum(-1), torch.nan)
 
-    def _fused(self, hidden: Tensor) -> Any:
-        """The module of the fused kernels, where they compute this layer's log-probabilities."""
-        if self.sparse and (owes_steps(self.weight) or owes_steps(self.bias)):
-            return None
-        given = (hidden, self.weight, self.bias, self.upper_levels)
-        return fused_loss_for(*given, self.head.split)
+    def _logs(self, hidden: Tensor) -> Any:
+        """A function of rows and heap numbers of nodes, (P,) each: log(1 - a) and log a there."""
 
-    def _for_kernels(self, fused: Any, hidden: Tensor) -> Any:
-        """What the fused kernels know of this layer."""
-        head = self.head
-        constants = head.constants32
-        if constants is not None and constants.device != hidden.device:
-            constants = head._constants(at_least_float32(hidden[:0]))
-        return fused.Layer(
-            num_categories=self.num_categories,
-            upper=self.upper_levels,
-            split=head.split,
-            constants=constants,
-            order=self.order,
-            sparse=self.sparse,
-            plainly=partial(self._by_paths, sparse=False, order=self.order),
-        )
+        def logs(rows: Tensor, heap: Tensor) -> tuple[Tensor, Tensor]:
+            size, scores = max(1, _CHUNK // self.in_features), []
+            for row, node in zip(rows.split(size), (heap - 1).split(size), strict=True):
+                s = (hidden[row] * self.weight[node].to(hidden.dtype)).sum(-1, dtype=wide)
+                scores.append(s if self.bias is None else s + self.bias[node].to(wide))
+            return self._log_activation(torch.cat(scores), heap - 1)
 
-    def _log_split(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return logs
+
+    def _log_activation(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
         with torch.autocast(scores.device.type, enabled=False):
             constants = self.head._constants(scores)
             known = None if constants is None else constants[:, nodes]
-            return self.head.split.log_split(scores, known)
-
-    def _sum_of_nll(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
-        """-sum_k w_k log p_k, (M, D) -> (M,): a sum over nodes, some rows at a time."""
-        of_leaf = torch.ones(self.num_categories, dtype=torch.float64, device=hidden.device)
-        if weight is not None:
-            of_leaf = weight.double() if self.classes is None else weight.double()[self.classes]
-        below = subtree_sums(of_leaf)
-
-        def total(rows: Tensor) -> Tensor:
-            scores = at_least_float32(self.scores(rows))
-            with torch.autocast(scores.device.type, enabled=False):
-                logs = self.head.split.log_split(scores, self.head._constants(scores))
-                left, right = (a @ b.to(a.dtype) for a, b in zip(logs, below, strict=True))
-            return -(left + right)
-
-        pieces = hidden.split(self._rows())
-        return torch.cat([checkpoint(total, each, use_reentrant=False) for each in pieces])
-
-    def _read(self, nodes: Tensor | None) -> None:
-        """Before rows are read, an optimizer takes the steps that it owes them."""
-        if self.sparse:
-            bring_up_to_date(self.weight, nodes)
-            bring_up_to_date(self.bias, nodes)
-
-    def _logs(self, hidden: Tensor) -> NodeLogs:
-        self._read(None)
-        return NodeLogs(hidden, self.weight, self.bias, self._log_split, self.upper_levels)
-
-    def _rows(self, least: int = 1) -> int:
-        """How many rows have all their scores computed at once."""
-        return max(least, _CHUNK // self.num_categories)
+            return self.head.activation.log_activation(scores, known)
 
     # -- what comes in and goes out ----------------------------------------------------------------
 
@@ -368,7 +343,8 @@ class TreeLinear(nn.Embedding):
 
     def _checked_classes(self, value: Tensor) -> Tensor:
         """Classes as int64. On the CPU an impossible one raises; elsewhere its result is NaN."""
-        self._require_integers(value)
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"classes must be integers, got {value.dtype}")
         K = self.num_categories
         if can_branch_on(value) and value.numel():
             for extreme in (int(value.min()), int(value.max())):
@@ -376,33 +352,8 @@ class TreeLinear(nn.Embedding):
                     raise ValueError(f"classes must lie in 0..{K - 1}, got {extreme}")
         return value.long()
 
-    @staticmethod
-    def _require_integers(value: Tensor) -> None:
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"classes must be integers, got {value.dtype}")
-
     def _classes_of(self, leaves: Tensor) -> Tensor:
         return leaves if self.classes is None else torch.where(leaves < 0, -1, self.classes[leaves])
-
-    def _permutation(self, order: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The order and its inverse; raises for what is no permutation."""
-        K, device = self.num_categories, self.weight.device
-        order = torch.as_tensor(order).to(device)
-        if order.shape != (K,) or order.is_floating_point() or order.dtype == torch.bool:
-            shape = f"shape {tuple(order.shape)} and {order.dtype}"
-            raise ValueError(f"order must hold {K} integers, the leaf of each class, got {shape}")
-        order = order.long()
-        classes = torch.full_like(order, -1)
-        if device.type == "meta":
-            return order, classes
-        for extreme in (int(order.min()), int(order.max())):
-            if not 0 <= extreme < K:
-                raise ValueError(f"order must hold leaves 0..{K - 1}, got {extreme}")
-        classes[order] = torch.arange(K, device=device)
-        if bool((classes < 0).any()):
-            missing = int((classes < 0).nonzero()[0])
-            raise ValueError(f"order is no permutation: no class has leaf {missing}")
-        return order, classes
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""

@@ -11,7 +11,7 @@ from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 from catnat.checks import require_at_least, require_choice
-from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv, PairedAtariVecEnv
+from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv
 
 Backend = Literal["native", "sb3"]
 _FOR_TWO = {"combat", "joust", "maze_craze", "warlords"}  # these cannot be played alone
@@ -30,7 +30,8 @@ def make_atari_vec_env(
 ) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
-    Actions are never sticky, whatever the name of the game says. With both backends a lost life
+    Actions are never sticky, also under a name such as "ALE/Pong-v5", which means sticky actions
+    in Gymnasium. With both backends a lost life
     ends the learner's episode while the game goes on, rewards are clipped to their sign, and
     ``info["episode"]`` has the score when a game is over.
 
@@ -38,9 +39,8 @@ def make_atari_vec_env(
         game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
         num_envs: how many games.
         backend: "native", ale_py's C++ threads, see :class:`NativeAtariVecEnv`; its observations
-            are (4, 84, 84), and with an even number of games its attribute ``halves`` has two
-            environments that can be stepped separately. Or "sb3", the wrappers of
-            Stable-Baselines3 in one Python process, (84, 84, 4).
+            are (4, 84, 84). Or "sb3", the wrappers of Stable-Baselines3 in one Python process,
+            (84, 84, 4).
         seed: seed of the first game; game i has seed + i.
         life_loss: a lost life ends an episode.
         clip_rewards: replace rewards by their sign.
@@ -50,36 +50,20 @@ def make_atari_vec_env(
         num_threads: threads of the native backend; 0 for as many as there are cores or games.
     """
     require_choice(get_args(Backend), backend=backend)
-    require_at_least(1, num_envs=num_envs)
+    require_at_least(0, seed=seed, noop_max=noop_max)
+    require_at_least(1, num_envs=num_envs, max_frames=max_frames)
     rom = rom_of(game)
-    if backend == "sb3":
-        return _make_wrapped(rom, num_envs, seed, life_loss, clip_rewards, noop_max, max_frames)
-    count = 1 if num_envs % 2 else 2
-    parts = [
-        NativeAtariVecEnv(
+    if backend == "native":
+        return NativeAtariVecEnv(
             rom,
-            num_envs // count,
-            seed=seed + k * (num_envs // count),
+            num_envs,
+            seed=seed,
             life_loss=life_loss,
             clip_rewards=clip_rewards,
             noop_max=noop_max,
             max_frames=max_frames,
             num_threads=num_threads,
         )
-        for k in range(count)
-    ]
-    return parts[0] if count == 1 else PairedAtariVecEnv(*parts)
-
-
-def _make_wrapped(
-    rom: str,
-    num_envs: int,
-    seed: int,
-    life_loss: bool,
-    clip_rewards: bool,
-    noop_max: int,
-    max_frames: int,
-) -> VecEnv:
     ALEInterface.setLoggerMode(LoggerMode.Error)  # ALE would print its version
     # The settings of BreakoutNoFrameskip-v4. Not every game has a name of that kind.
     raw = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import ale_py
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
+
+from catnat.checks import require_at_least, require_within
 
 FRAME_SKIP = 4
 Actions = NDArray[np.int64]
@@ -42,15 +46,15 @@ class NativeAtariVecEnv(VecEnv):
     - ``forced_actions``: the actions that the next step plays whatever actions it is given, -1
       where the learner is free;
     - ``actions_played``: the actions that the latest step did play. Transitions must be stored with
-      these. HeadPPO does so; the PPO of Stable-Baselines3 does not.
+      these. HeadPPO and HeadA2C do so; other algorithms do not, and are warned about once.
 
-    ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
-    and the length in frames.
+    ``info`` has ``lives`` and ``episode_frame_number``. ``info["episode"]`` comes at the end of a
+    game only, with the score (not the clipped rewards) and the length in frames.
 
     Args:
         rom: the game, as ale_py spells it: "ms_pacman".
         num_envs: how many games.
-        seed: seed of the first game; game i has seed + i.
+        seed: seed of the first game, from 0; game i has seed + i, all below 2^31.
         life_loss: a lost life ends an episode.
         clip_rewards: replace rewards by their sign.
         noop_max: a reset plays fewer no-ops than this; 0 for none.
@@ -60,8 +64,6 @@ class NativeAtariVecEnv(VecEnv):
     Shapes:
         observations (n, 4, 84, 84) uint8, a fresh array at each step.
     """
-
-    halves = None  # one such environment is not divided further
 
     def __init__(
         self,
@@ -75,6 +77,8 @@ class NativeAtariVecEnv(VecEnv):
         max_frames: int = 108_000,
         num_threads: int = 0,
     ) -> None:
+        require_at_least(0, num_threads=num_threads, noop_max=noop_max)
+        require_at_least(1, num_envs=num_envs, max_frames=max_frames)
         self._engine = AtariVectorEnv(
             rom,
             num_envs,
@@ -94,7 +98,7 @@ class NativeAtariVecEnv(VecEnv):
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._life_loss, self._clip_rewards = life_loss, clip_rewards
-        self._pending = False
+        self._pending = self._closed = self._warned = False
         self._began = time.time()
         self.lives = np.zeros(num_envs, np.int32)
         self.forced_actions: Actions = np.full(num_envs, -1)
@@ -103,8 +107,17 @@ class NativeAtariVecEnv(VecEnv):
         self._frames = np.zeros(num_envs, np.int64)
         self.seed(seed)
 
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Seed the next reset: game i gets seed + i; None draws a seed."""
+        most = 2**31 - self.num_envs  # the emulator's seeds have 31 bits
+        if seed is None:
+            seed = int(np.random.randint(most))
+        require_within(0, most, "[)", seed=seed)
+        return super().seed(seed)
+
     def reset(self) -> NDArray[np.uint8]:
         """Begin new games."""
+        self._require_open()
         self._drain()
         unseeded = None in self._seeds
         observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
@@ -117,8 +130,11 @@ class NativeAtariVecEnv(VecEnv):
 
     def step_async(self, actions: Any) -> None:
         """Let the threads begin a step; this does not wait for them."""
+        self._require_open()
         actions, forced = checked_actions(self, actions), self.forced_actions
         self.actions_played = np.where(forced >= 0, forced, actions)
+        if not self._warned and not np.array_equal(actions, self.actions_played):
+            self._warned = _warn_of_learner()
         self._engine.send(self.actions_played)
         self._pending = True
 
@@ -133,9 +149,10 @@ class NativeAtariVecEnv(VecEnv):
         lives = info["lives"]
         # A game can be at 0 lives some steps before it is over (Qbert): that is no lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        told = zip(lives.tolist(), info["episode_frame_number"].tolist(), strict=True)
+        infos: list[dict[str, Any]] = [{"lives": x, "episode_frame_number": y} for x, y in told]
         for i in np.flatnonzero(over):
-            infos[i] = {
+            infos[i] |= {
                 "terminal_observation": info["final_obs"][i],
                 "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
                 "episode": self._summary(i),
@@ -144,7 +161,7 @@ class NativeAtariVecEnv(VecEnv):
         if self._life_loss:
             dones = over | lost
             for i in np.flatnonzero(lost):
-                infos[i] = {"terminal_observation": observations[i], "TimeLimit.truncated": False}
+                infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
         self.lives, self._frames = lives, info["episode_frame_number"]
         self.forced_actions = np.where(lost, self._fire, -1)
         learned = np.sign(rewards) if self._clip_rewards else rewards
@@ -162,7 +179,12 @@ class NativeAtariVecEnv(VecEnv):
     def close(self) -> None:
         """Stop the threads."""
         self._drain()
+        self._closed = True
         self._engine.__dict__.pop("ale", None)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("these games are closed: make new ones with make_atari_vec_env")
 
     def _drain(self) -> None:
         """Wait for a step that was begun: a second step before that would hang."""
@@ -201,101 +223,22 @@ class NativeAtariVecEnv(VecEnv):
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
-class PairedAtariVecEnv(VecEnv):
-    """Two vector environments as one; ``halves`` can also be stepped separately.
-
-    While a network looks at the observations of one half, the other half plays.
-
-    Args:
-        first: one half.
-        second: as many of the same games.
-    """
-
-    def __init__(self, first: NativeAtariVecEnv, second: NativeAtariVecEnv) -> None:
-        self.halves = (first, second)
-        self.render_mode = first.render_mode
-        num_envs = first.num_envs + second.num_envs
-        super().__init__(num_envs, first.observation_space, first.action_space)
-
-    @property
-    def forced_actions(self) -> Actions:
-        """The actions that the next step plays whatever it is given; -1 where it is free."""
-        return np.concatenate([half.forced_actions for half in self.halves])
-
-    @property
-    def actions_played(self) -> Actions:
-        """The actions that the latest step played."""
-        return np.concatenate([half.actions_played for half in self.halves])
-
-    def reset(self) -> Any:
-        """Begin new games."""
-        return np.concatenate([half.reset() for half in self.halves])
-
-    def step_async(self, actions: Any) -> None:
-        """Let both halves begin a step; wrong actions let neither begin."""
-        parts = np.split(checked_actions(self, actions), [self.halves[0].num_envs])
-        for half, part in zip(self.halves, parts, strict=True):
-            half.step_async(part)
-
-    def step_wait(self) -> VecEnvStepReturn:
-        """Wait for both."""
-        (obs, rewards, dones, infos), (obs2, rewards2, dones2, infos2) = (
-            half.step_wait() for half in self.halves
-        )
-        join: Callable[..., Any] = np.concatenate
-        return join([obs, obs2]), join([rewards, rewards2]), join([dones, dones2]), infos + infos2
-
-    def close(self) -> None:
-        """Close both."""
-        for half in self.halves:
-            half.close()
-
-    def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Seed all games, counting on from the first one."""
-        first, second = self.halves
-        seeds = first.seed(seed)
-        more = second.seed(None if seeds[0] is None else seeds[0] + first.num_envs)
-        return [*seeds, *more]
-
-    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """An attribute for each environment."""
-        values = [value for half in self.halves for value in half.get_attr(attr_name)]
-        return [values[i] for i in self._get_indices(indices)]
-
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Set an attribute of each environment."""
-        for half, part in self._parts(indices):
-            half.set_attr(attr_name, value, part)
-
-    def env_method(
-        self,
-        method_name: str,
-        *method_args: Any,
-        indices: VecEnvIndices = None,
-        **method_kwargs: Any,
-    ) -> list[Any]:
-        """Call a method of each environment."""
-        results: list[Any] = []
-        for half, part in self._parts(indices):
-            results += half.env_method(method_name, *method_args, indices=part, **method_kwargs)
-        return results
-
-    def env_is_wrapped(
-        self,
-        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
-        indices: VecEnvIndices = None,
-    ) -> list[bool]:
-        """Whether each environment is wrapped in this class."""
-        wrapped = [each for half in self.halves for each in half.env_is_wrapped(wrapper_class)]
-        return [wrapped[i] for i in self._get_indices(indices)]
-
-    def _parts(self, indices: VecEnvIndices) -> list[tuple[NativeAtariVecEnv, list[int]]]:
-        """Each half with the indices of its environments among those asked for."""
-        wanted: Iterable[int] = list(self._get_indices(indices))
-        first, second = self.halves
-        n = first.num_envs
-        parts = [(first, [i for i in wanted if i < n]), (second, [i - n for i in wanted if i >= n])]
-        return [(half, part) for half, part in parts if part]
+def _warn_of_learner() -> bool:
+    """Warn if an algorithm steps that stores its own actions and not those played."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "evaluate_policy":
+        learner = frame.f_locals.get("self") if frame.f_code.co_name == "collect_rollouts" else None
+        if learner is not None:
+            knows = getattr(learner, "stores_played_actions", False)
+            if not knows:
+                warnings.warn(
+                    f"{type(learner).__name__} stores actions that are not played: after a lost "
+                    'life these games play FIRE; use HeadPPO, HeadA2C or backend="sb3"',
+                    stacklevel=2,
+                )
+            return not knows
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def checked_actions(env: VecEnv, actions: Any) -> Actions:

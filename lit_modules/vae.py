@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_choice, require_name, require_positive
-from catnat.lit_modules.base import StepModule
+from catnat.cuda_graph import DeviceScalar
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
+from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.metrics import RowMeans
-from catnat.replay import DeviceScalar
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -117,16 +117,28 @@ class DiscreteVAE(StepModule):
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
-        self._seen_parts: set[str] = set()  # parts of the data whose first batch was checked
+        self._checked_parts: set[str] = set()  # of the data, whose first batch was looked at
         self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
+
+    # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return conv_encoder(num_scores), conv_decoder(num_inputs)
 
+    def images(self, batch: Any) -> Tensor:
+        """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
+        if isinstance(batch, Mapping):
+            raise TypeError(
+                "a batch must be images, or a sequence with the images first, got the keys "
+                f"{', '.join(map(str, batch))}; the loader's collate_fn can make such batches"
+            )
+        x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+        return x.to(self.dtype)
+
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
-        scores: Tensor = self.encoder(images(batch))
+        scores: Tensor = self.encoder(self.images(batch))
         given, N, S = scores.shape[1:].numel(), self.num_latents, self.head.num_scores
         if given != N * S:
             raise ValueError(
@@ -152,7 +164,7 @@ class DiscreteVAE(StepModule):
 
     def reconstruction(self, batch: Any, z: Tensor) -> Tensor:
         """-log p(x | z), summed over pixels, (*, B, N, K) -> (*, B)."""
-        return bernoulli_nll(self.decode(z), images(batch), event_dims=3)
+        return bernoulli_nll(self.decode(z), self.images(batch), event_dims=3)
 
     def kl(self, q: HeadCategorical) -> Tensor:
         """KL(q(z | x) || uniform), summed over latents, (B,)."""
@@ -184,27 +196,27 @@ class DiscreteVAE(StepModule):
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
     def setup(self, stage: str) -> None:
-        """Look at the images of the first batch of each part again."""
+        """Look at the images of each part again."""
         super().setup(stage)
-        self._seen_parts = set()
+        self._checked_parts = set()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Check the first batch."""
-        self._check_first(batch, "train")
+        """Check the images, and prepare the step."""
+        self._check(batch, "train")
         super().on_train_batch_start(batch, batch_idx)
 
-    def _check_first(self, batch: Any, part: str) -> None:
-        """Raise a ValueError if images are no probabilities of pixels: they have no likelihood.
+    def _check(self, batch: Any, part: str) -> None:
+        """Raise a ValueError for images of another size, or that are not probabilities of pixels.
 
-        Or if images have another size than the networks of catnat take.
-
-        Checked once, because the host waits for the device. A subclass with a
-        :meth:`reconstruction` of its own may take other images.
+        On the CPU every batch is checked. On another device the first one of each part is, because
+        the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
+        take other images.
         """
-        own = type(self).reconstruction is not DiscreteVAE.reconstruction
-        if own or part in self._seen_parts or not len(x := images(batch)):
+        x = self.images(batch)
+        known = part in self._checked_parts and x.device.type != "cpu"
+        if known or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
             return
-        self._seen_parts.add(part)
+        self._checked_parts.add(part)
         ours = type(self).make_networks.__module__.startswith("catnat.")
         if ours and x.shape[1:] != (1, 28, 28):
             raise ValueError(
@@ -247,9 +259,9 @@ class DiscreteVAE(StepModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
-        if not len(images(batch)):
+        if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check_first(batch, "val")
+        self._check(batch, "val")
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss = self.loss(batch, q)
@@ -267,9 +279,9 @@ class DiscreteVAE(StepModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
-        if not len(images(batch)):
+        if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check_first(batch, "test")
+        self._check(batch, "test")
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
@@ -311,17 +323,6 @@ class DiscreteVAE(StepModule):
 
     def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
         self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
-
-
-def images(batch: Any) -> Tensor:
-    """The images of a batch: itself, or the first of a sequence such as (images, labels)."""
-    if isinstance(batch, Mapping):
-        raise TypeError(
-            "a batch must be images, or a sequence with the images first, got the keys "
-            f"{', '.join(map(str, batch))}; the loader's collate_fn can make such batches"
-        )
-    x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
-    return x
 
 
 @contextmanager

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 if TYPE_CHECKING:
-    from catnat.jax.categorical_head import CategoricalHead
+    from catnat.jax.head import CategoricalHead
+
+_INTEGERS = (int, np.integer)
+_Shape = int | tuple[int, ...]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scores"], meta_fields=["head"])
@@ -35,6 +39,13 @@ class Categorical:
     scores: Array
     head: CategoricalHead
 
+    __iter__ = None  # indexing an array beyond its end gives its last entry, and so never ends
+
+    def __getitem__(self, index: Any) -> Categorical:
+        """Some of the distributions: ``index`` is that of an array of the batch shape."""
+        index = index if isinstance(index, tuple) else (index,)
+        return Categorical(self.scores[(*index, slice(None))], self.head)
+
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """The shape of one sample."""
@@ -46,6 +57,11 @@ class Categorical:
         return ()
 
     @property
+    def dtype(self) -> Any:
+        """The dtype of a sample, int32."""
+        return jnp.dtype(jnp.int32)
+
+    @property
     def num_categories(self) -> int:
         """K."""
         return self.head.num_categories
@@ -54,6 +70,10 @@ class Categorical:
     def logits(self) -> Array:
         """Normalized log-probabilities, (*, K): finite, at a floor for impossible categories."""
         return self.head.log_probs(self.scores)
+
+    def logits_parameter(self) -> Array:
+        """:attr:`logits`."""
+        return self.logits
 
     @property
     def probs(self) -> Array:
@@ -68,51 +88,107 @@ class Categorical:
         """Probability of the categories ``value``, (*)."""
         return jnp.exp(self.log_prob(value))
 
-    def sample(self, *, seed: Array | int, sample_shape: int | tuple[int, ...] = ()) -> Array:
+    def cdf(self, value: Array) -> Array:
+        """Probability of a category of at most ``value``, any integers, (*)."""
+        below = jnp.arange(self.num_categories) <= jnp.asarray(value)[..., None]
+        return jnp.minimum(jnp.where(below, self.probs, 0.0).sum(-1), 1.0)
+
+    def sample(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32.
 
         Args:
             seed: a key of ``jax.random``, or an integer to make one of.
             sample_shape: the shape of the draws from every distribution of the batch.
         """
-        key = jax.random.key(seed) if isinstance(seed, int) else seed
-        shape = (sample_shape,) if isinstance(sample_shape, int) else tuple(sample_shape)
-        return self.head.sample(key, self.scores, shape)
+        key = jax.random.key(int(seed)) if isinstance(seed, _INTEGERS) else seed
+        shape = (sample_shape,) if isinstance(sample_shape, _INTEGERS) else tuple(sample_shape)
+        return self.head.sample(key, self.scores, tuple(int(n) for n in shape))
 
     def sample_and_log_prob(
-        self, *, seed: Array | int, sample_shape: int | tuple[int, ...] = ()
+        self, *, seed: Array | int, sample_shape: _Shape = ()
     ) -> tuple[Array, Array]:
         """:meth:`sample`, and the log-probability of the draws."""
         value = self.sample(seed=seed, sample_shape=sample_shape)
         return value, self.log_prob(value)
 
-    def rsample_straight_through(
-        self, *, seed: Array | int, sample_shape: int | tuple[int, ...] = ()
-    ) -> Array:
+    def rsample_straight_through(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with the gradient of probs."""
         value, p = self.sample(seed=seed, sample_shape=sample_shape), self.probs
-        return jax.nn.one_hot(value, self.num_categories, dtype=p.dtype) + (
-            p - jax.lax.stop_gradient(p)
-        )
+        drawn = jax.nn.one_hot(value, self.num_categories, dtype=p.dtype)
+        return drawn + (p - jax.lax.stop_gradient(p))
 
     def mode(self) -> Array:
         """The most likely category, (*) in int32; -1 where the scores are NaN."""
         logits = self.logits
         return jnp.where(jnp.isnan(logits).any(-1), -1, logits.argmax(-1).astype(jnp.int32))
 
+    def median(self) -> Array:
+        """The first category with a :meth:`cdf` of 1/2 or more, (*) in int32; -1 for NaN."""
+        below = jnp.cumsum(self.probs, -1)
+        first = (below >= 0.5).argmax(-1).astype(jnp.int32)
+        return jnp.where(jnp.isnan(below).any(-1), -1, first)
+
+    def mean(self) -> Array:
+        """The mean of the categories as numbers 0..K-1, (*)."""
+        return (self.probs * jnp.arange(self.num_categories)).sum(-1)
+
+    def variance(self) -> Array:
+        """The variance of the categories as numbers 0..K-1, (*)."""
+        away = jnp.arange(self.num_categories) - self.mean()[..., None]
+        return (self.probs * away**2).sum(-1)
+
+    def stddev(self) -> Array:
+        """The root of :meth:`variance`, (*)."""
+        return jnp.sqrt(self.variance())
+
     def entropy(self) -> Array:
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
         return self.head.entropy(self.scores)
 
-    def kl_divergence(self, other: Categorical) -> Array:
-        """KL(self || other) = sum_k p_k (log p_k - log q_k), (*).
+    def cross_entropy(self, other: Categorical) -> Array:
+        """-sum_k p_k log q_k, (*): finite, with log 0 at its floor, even where q_k = 0 < p_k."""
+        return -(self.probs * self._like(other).logits).sum(-1)
 
-        It is finite, with log 0 at its floor, even where q_k = 0 < p_k.
-        """
-        if other.num_categories != self.num_categories:
-            raise ValueError(
-                f"distributions over {self.num_categories} and {other.num_categories} categories "
-                "have no KL divergence"
-            )
+    def kl_divergence(self, other: Categorical) -> Array:
+        """KL(self || other) = sum_k p_k (log p_k - log q_k), (*), finite as the cross entropy."""
         log_p = self.logits
-        return (jnp.exp(log_p) * (log_p - other.logits)).sum(-1)
+        return (jnp.exp(log_p) * (log_p - self._like(other).logits)).sum(-1)
+
+    def _like(self, other: Categorical) -> Categorical:
+        """``other``, which has as many categories as this distribution."""
+        if other.num_categories != self.num_categories:
+            sizes = f"{self.num_categories} and {other.num_categories}"
+            raise ValueError(f"distributions over {sizes} categories cannot be compared")
+        return other
+
+    def path_entropy(self, value: Array) -> Array:
+        r"""An estimate of :meth:`entropy` from one category, (*), in O(log K); tree heads alone.
+
+        The sum of the entropies of the nodes above ``value``. Its mean over samples of this
+        distribution is the entropy: sum_i P(node i) H(a_i). It is never negative, and varies much
+        less than -log p. Its derivative in the scores is not an unbiased estimate, because P(node)
+        depends on them: add ``stop_gradient(estimate) * log_prob(value)``, whose derivative is the
+        rest.
+        """
+        left, right, _ = self.head.path_logs(self.scores, value)
+        return -(jnp.exp(left) * left + jnp.exp(right) * right).sum(-1)
+
+    def path_kl(self, other: Categorical, value: Array) -> Array:
+        r"""An estimate of KL(self || other) from one category, (*), in O(log K); tree heads alone.
+
+        The sum of the binary divergences at the nodes above ``value``. Its mean over samples of
+        this distribution is the divergence: sum_i P(node i) KL(a_i || b_i). It is never negative.
+        Its derivative in the scores of ``other`` is an unbiased estimate, too; that in the scores
+        of this distribution lacks a term, as for :meth:`path_entropy`.
+
+        Args:
+            other: of a tree head over the same tree: as many categories, in the same order.
+            value: samples of this distribution.
+        """
+        left, right, _ = self.head.path_logs(self.scores, value)
+        others = self._like(other).head.path_logs(other.scores, value)
+        orders = [getattr(each.head, "order", None) for each in (self, other)]
+        if orders[0] != orders[1]:
+            raise ValueError("path_kl needs two distributions with the same order of categories")
+        of_left, of_right = jnp.exp(left) * (left - others[0]), jnp.exp(right) * (right - others[1])
+        return (of_left + of_right).sum(-1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from catnat.checks import require_within
-from catnat.jax.categorical_head import CategoricalHead
+from catnat.jax.head import CategoricalHead
 from catnat.jax.numerics import can_branch_on
 
 
@@ -70,28 +69,8 @@ class MixedHead(CategoricalHead):
         p = jnp.where(low.any(-1, keepdims=True), jnp.nan, p / p.sum(-1, keepdims=True))
         return self.inner._filled(self.inner.inverse(p), allowed)
 
-    def fisher(self, scores: Array) -> Array:
-        """(1 - mix)^2 J^T diag(1/q) J with the Jacobian J of p, (*, S) -> (*, S, S)."""
-        jacobian, weight = self._jacobian(scores)
-        weighted = weight[..., None] * jacobian
-        return jnp.einsum("...ki,...kj->...ij", jacobian, weighted, precision="highest")
-
-    def fisher_diagonal(self, scores: Array) -> Array:
-        """(1 - mix)^2 sum_k J_ki^2 / q_k, (*, S) -> (*, S)."""
-        jacobian, weight = self._jacobian(scores)
-        return (jacobian**2 * weight[..., None]).sum(-2)
-
-    def _jacobian(self, scores: Array) -> tuple[Array, Array]:
-        """J, (*, K, S), and (1 - mix)^2 / q, (*, K), which is 0 where q is 0."""
-        scores = self._checked(scores)
-        rows = scores.reshape(-1, self.num_scores)
-        jacobian = jax.vmap(jax.jacrev(self.inner.probs))(rows)
-        q = self.probs(scores)
-        weight = jnp.where(q <= 0, 0.0, (1 - self.mix) ** 2 / jnp.where(q <= 0, 1.0, q))
-        return jacobian.reshape(*scores.shape[:-1], *jacobian.shape[1:]), weight
-
-    def _masked(self, scores: Array, mask: Array) -> Array:
-        return self.inner._masked(scores, mask)
+    def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
+        return self.inner._masked(scores, mask, before)
 
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""

@@ -3,7 +3,7 @@
 - Every finite score gives finite log-probabilities, probabilities that sum to 1, and finite
   gradients. An impossible category has probability exactly 0, and a finite log-probability.
 - Half precision is computed, and returned, in float32.
-- A result that depends on a NaN score is NaN. In a tree an infinite score is a certain split; with
+- A result that depends on a NaN score is NaN. In a tree an infinite score decides for sure; with
   softmax and sparsemax a score of -inf is an impossible category.
 - Python looks at values only where they can be seen without waiting, see :func:`can_branch_on`.
   Elsewhere wrong values become NaN; they never become a wrong number.
@@ -35,10 +35,10 @@ def largest_score(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max) / 2**24
 
 
-def safe_log(x: Array, at_zero: float = LOG_ZERO) -> Array:
+def safe_log(x: Any, at_zero: float = LOG_ZERO, xp: Any = jnp) -> Any:
     """``log x`` for ``x >= 0``; at 0 a finite number with zero gradient. NaN stays NaN."""
     zero = x <= 0
-    return jnp.where(zero, at_zero, jnp.log(jnp.where(zero, 1.0, x)))
+    return xp.where(zero, at_zero, xp.log(xp.where(zero, 1.0, x)))
 
 
 def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -26,11 +26,6 @@ def levels(num_categories: int) -> Iterator[tuple[int, int]]:
         first *= 2
 
 
-def height(num_categories: int) -> int:
-    """H, the number of splits above the deepest leaf."""
-    return (num_categories - 1).bit_length()
-
-
 @jax.jit
 def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     """Sum edge values from the root down to every internal node and every leaf.

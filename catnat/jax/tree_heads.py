@@ -1,11 +1,11 @@
-"""The catnat heads: a tree of binary splits, whose Fisher matrix is diagonal."""
+"""The catnat heads: a tree of binary decisions, whose Fisher matrix is diagonal."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,24 +13,24 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import checked_order, require_finite, require_tail, require_within
-from catnat.jax.categorical_head import CategoricalHead
-from catnat.jax.numerics import pick, uniform
-from catnat.jax.splits import NaturalSplit, SigmoidSplit, Split, log_split
-from catnat.jax.tree import height, path_sums, right_shares, subtree_sums
+from catnat.jax.activations import Activation, NaturalActivation, SigmoidActivation
+from catnat.jax.head import CategoricalHead
+from catnat.jax.numerics import LOG_ZERO, pick, uniform
+from catnat.jax.tree import path_sums, right_shares, subtree_sums
 
 
 @dataclass(frozen=True)
 class CatnatHead(CategoricalHead):
-    r"""A head with a diagonal Fisher matrix: a tree of binary splits, with S = K - 1 scores.
+    r"""A head with a diagonal Fisher matrix: a tree of binary decisions, with S = K - 1 scores.
 
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). It stays diagonal under a
-    mask: a split with one empty side goes to the other and has no information.
+    mask: a node with one empty side goes to the other and has no information.
 
     Args:
         num_categories: K, at least 2.
-        center: the paper's C, added to every node's centre.
-        uniform_at_zero: give each node a centre such that zero scores give the uniform distribution
+        center: the paper's C, added to every node's center.
+        uniform_at_zero: give each node a center such that zero scores give the uniform distribution
             for every K; otherwise they do only if K is a power of two.
         order: the leaf of every class, a permutation of 0..K-1; None for class k at leaf k.
     """
@@ -50,46 +50,55 @@ class CatnatHead(CategoricalHead):
 
     @property
     def num_scores(self) -> int:
-        """S = K - 1, one score for each split."""
+        """S = K - 1, one score for each node."""
         return self.num_categories - 1
 
     @property
     @abstractmethod
-    def split(self) -> Split:
-        """How a score divides the probability of its node."""
+    def activation(self) -> Activation:
+        """a(s): how a score divides the probability of its node."""
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
-        return self._by_class(path_sums(*self._log_split(self._checked(scores)))[1])
+        return self._by_class(path_sums(*self._log_activation(self._checked(scores)))[1])
 
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value`` in O(log K): along their paths alone.
 
-        The shape of ``value`` broadcasts with the batch shape. A value that is no category is an
+        The shape of ``value`` broadcasts with the batch shape. A value that is not a category is an
         error where it can be seen, and NaN elsewhere.
+        """
+        left, right, bits = self.path_logs(scores, value)
+        return jnp.where(bits, right, left).sum(-1)
+
+    def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
+        """log(1 - a), log a and the bits of the nodes above the categories ``value``, (*, H).
+
+        If a path is shorter than H, its last entries are those of a node with a = 0 and bit 0.
+        They are NaN for a value that is not a category.
         """
         scores, (value, known) = self._checked(scores), self._checked_value(value)
         leaf = value if self.order is None else jnp.asarray(np.array(self.order))[value]
-        steps = jnp.arange(height(self.num_categories))
-        child = (leaf[..., None] + self.num_categories) >> steps  # heap numbers, from the leaf up
-        above = child > 1  # the root has no parent
-        left, right = self._log_split(scores, jnp.where(above, (child >> 1) - 1, 0))
-        edges = jnp.where(child & 1 == 1, right, left)
-        return jnp.where(known, jnp.where(above, edges, 0.0).sum(-1), jnp.nan)
+        child = leaf[..., None] + self.num_categories >> jnp.arange(self.num_scores.bit_length())
+        above = child > 1  # heap numbers, from the leaf up; the root has no parent
+        left, right = self._log_activation(scores, jnp.where(above, (child >> 1) - 1, 0))
+        left, right = jnp.where(above, left, 0.0), jnp.where(above, right, LOG_ZERO)
+        left, right = (jnp.where(known[..., None], each, jnp.nan) for each in (left, right))
+        return left, right, above & (child & 1 == 1)
 
     def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Categories drawn at random in O(log K), (*sample_shape, *) in int32.
 
-        A draw starts at the root and takes the rarer bit of a split if a uniform number is below
+        A draw starts at the root and takes the rarer bit of a node if a uniform number is below
         that bit's probability. The draw is -1 where it comes to a NaN score.
         """
         scores, K = self._checked(scores), self.num_categories
         shape = (*sample_shape, *scores.shape[:-1])
         node, broken = jnp.ones(shape, jnp.int32), jnp.zeros(shape, bool)
-        for u in uniform(key, (height(K), *shape), scores.dtype):
+        for u in uniform(key, (self.num_scores.bit_length(), *shape), scores.dtype):
             inner = node < K
             index = jnp.where(inner, node - 1, 0)[..., None]
-            left, right = (each[..., 0] for each in self._log_split(scores, index))
+            left, right = (each[..., 0] for each in self._log_activation(scores, index))
             bit = (u < jnp.exp(jnp.minimum(left, right))) == (right < left)
             node = jnp.where(inner, 2 * node + bit, node)
             broken |= inner & jnp.isnan(left)
@@ -100,12 +109,12 @@ class CatnatHead(CategoricalHead):
 
     def node_probs(self, scores: Array) -> Array:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
-        return jnp.exp(path_sums(*self._log_split(self._checked(scores)))[0])
+        return jnp.exp(path_sums(*self._log_activation(self._checked(scores)))[0])
 
     def information(self, scores: Array) -> Array:
-        """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
+        """Fisher information a'^2 / (a (1 - a)) of each node alone, (*, S) -> (*, S)."""
         scores = self._checked(scores)
-        return self.split.information(scores, self._constants(scores.dtype))
+        return self.activation.information(scores, _constants(self, scores.dtype))
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
@@ -122,26 +131,31 @@ class CatnatHead(CategoricalHead):
         If one of the two is 0, the nearest representable score.
         """
         left, right = subtree_sums(self._by_leaf(self._checked_probs(probs)))
-        scores = self.split.inverse(left, right, self._constants(left.dtype))
-        return jnp.where(left + right <= 0, 0.0, scores)
+        scores = self.activation.inverse(left, right) + _centers(self).astype(left.dtype)
+        return jnp.where(left + right <= 0, 0.0, self._settled(scores, left, right))
 
-    def _masked(self, scores: Array, mask: Array) -> Array:
-        """A split with one empty side goes to the other; a node without leaves is never reached.
+    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
+        """Scores that rounding has not moved off an edge."""
+        return scores
 
-        With ``uniform_at_zero`` the other nodes get the centres at which zero scores give the
-        uniform distribution over the allowed categories.
+    def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
+        """A node with one empty side goes to the other; a node without leaves is never reached.
+
+        With ``uniform_at_zero`` the other nodes get the centers at which zero scores give the
+        uniform distribution over the allowed categories, in place of those they had before.
         """
         if self.uniform_at_zero:
-            left, right = subtree_sums(self._by_leaf(mask.astype(jnp.int32)))
-            every = sum(subtree_sums(jnp.ones(self.num_categories, jnp.int32)))
-            moves = (left > 0) & (right > 0) & (left + right < every)
-            # Half and half where nothing moves, and the result is not used.
-            number = jnp.where(moves, left + right, 2).astype(scores.dtype)
-            sides = (jnp.where(moves, each, 1).astype(scores.dtype) for each in (left, right))
-            one, other = (each / number for each in sides)
-            at_share = self.split.inverse(one, other, self._constants(scores.dtype)) - self.center
-            scores = scores + jnp.where(moves, at_share, 0.0).astype(scores.dtype)
+            at = [self._at_shares(allowed, scores.dtype) for allowed in (mask, before)]
+            scores = scores + (at[0] - at[1])  # exactly 0 where the mask changes nothing
         return self._filled(scores, mask)
+
+    def _at_shares(self, allowed: Array, dtype: Any) -> Array:
+        """x at which a node divides as its allowed leaves do; as halves if a side has none."""
+        left, right = subtree_sums(self._by_leaf(allowed.astype(jnp.int32)))
+        both = (left > 0) & (right > 0)
+        sides = (jnp.where(both, each, 1).astype(dtype) for each in (left, right))
+        out: Array = self.activation.inverse(*sides)
+        return out
 
     def _filled(self, scores: Array, mask: Array) -> Array:
         left, right = (each > 0 for each in subtree_sums(self._by_leaf(mask.astype(jnp.int32))))
@@ -154,13 +168,13 @@ class CatnatHead(CategoricalHead):
         forbidden = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] > 0
         return self._by_class(~forbidden)
 
-    def _log_split(self, scores: Array, index: Array | None = None) -> tuple[Array, Array]:
+    def _log_activation(self, scores: Array, index: Array | None = None) -> tuple[Array, Array]:
         """log(1 - a) and log a of all nodes, or of the nodes with these score indices, (*, H)."""
-        constants = self._constants(scores.dtype)
+        constants = _constants(self, scores.dtype)
         if index is not None:
             scores = pick(scores, index)
             constants = constants if constants.shape[-1] == 1 else constants[:, index]
-        return log_split(self.split, scores, constants)
+        return self.activation.log_activation(scores, constants)
 
     def _by_class(self, leaves: Array) -> Array:
         """Values of leaves in the order of classes, (*, K)."""
@@ -170,26 +184,25 @@ class CatnatHead(CategoricalHead):
         """Values of classes in the order of leaves, (*, K)."""
         return classes if self.order is None else classes[..., np.argsort(self.order)]
 
-    def _constants(self, dtype: Any) -> Array:
-        """``split.node_constants`` in this dtype, (R, S), or (R, 1) where all nodes are alike."""
-        return jnp.asarray(self._constants64 if dtype == jnp.float64 else self._constants32)
 
-    @cached_property
-    def _constants32(self) -> np.ndarray:
-        return self.split.node_constants(self._centre, np.float32)
+@lru_cache(maxsize=64)
+def _centers(head: CatnatHead) -> np.ndarray:
+    """The center C of every node, (S,) in float64, or (1,) where all nodes have the same."""
+    K = head.num_categories
+    if not head.uniform_at_zero or K & (K - 1) == 0:
+        return np.array([head.center])
+    shares = right_shares(K)
+    return np.asarray(head.center - head.activation.inverse(1 - shares, shares, np))
 
-    @cached_property
-    def _constants64(self) -> np.ndarray:
-        return self.split.node_constants(self._centre, np.float64)
 
-    @cached_property
-    def _centre(self) -> np.ndarray:
-        """The centre C of every node, (S,) in float64, or (1,) where all nodes have the same."""
-        power_of_two = self.num_categories & (self.num_categories - 1) == 0
-        if power_of_two or not self.uniform_at_zero:
-            return np.array([self.center])
-        shares = right_shares(self.num_categories)
-        return self.center - self.split.offset(1 - shares, shares)
+@lru_cache(maxsize=64)
+def _host_constants(head: CatnatHead, dtype: Any) -> np.ndarray:
+    return head.activation.node_constants(_centers(head), dtype)
+
+
+def _constants(head: CatnatHead, dtype: Any) -> Array:
+    """``activation.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
+    return jnp.asarray(_host_constants(head, np.dtype(dtype)))
 
 
 @dataclass(frozen=True)
@@ -199,26 +212,26 @@ class SigmoidHead(CatnatHead):
     name: str = field(init=False, repr=False, default="sigmoid")
 
     @property
-    def split(self) -> SigmoidSplit:
-        """The logistic split."""
-        return SigmoidSplit()
+    def activation(self) -> SigmoidActivation:
+        """The logistic activation."""
+        return SigmoidActivation()
 
 
 @dataclass(frozen=True)
 class NaturalHead(CatnatHead):
     r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
 
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` the split
-    is the same until its rarer side has that probability, and goes on as an exponential: no score
-    is without gradient, and no probability is 0.
+    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s) is the
+    same until its rarer side has that probability, and continues as an exponential: no score is
+    without gradient, and no probability is 0.
 
     Args:
         num_categories: K, at least 2.
         center: C.
         uniform_at_zero: as in :class:`CatnatHead`.
         order: as in :class:`CatnatHead`.
-        amplitude: A, the width of the region in which the split moves; 2 pi gives the sigmoid's
-            slope at 0.
+        amplitude: A, the width of the region in which a(s) moves; 2 pi gives the sigmoid's slope
+            at 0.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
             or 1e-30 <= tail < 1/2.
     """
@@ -236,6 +249,17 @@ class NaturalHead(CatnatHead):
         object.__setattr__(self, "tail", float(self.tail))
 
     @property
-    def split(self) -> NaturalSplit:
-        """The split of constant Fisher information."""
-        return NaturalSplit(self.amplitude, self.tail)
+    def activation(self) -> NaturalActivation:
+        """The activation of constant Fisher information."""
+        return NaturalActivation(self.amplitude, self.tail)
+
+    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
+        """The score of an impossible bit is on its edge, or next to it if the edge is inside."""
+        if self.tail:
+            return scores
+        constants, up = _constants(self, scores.dtype), left <= 0
+        edge = jnp.where(up, constants[0], constants[2])
+        outward = jnp.where(up, jnp.inf, -jnp.inf).astype(edge.dtype)
+        inside = ~self.activation.saturated(edge, constants)
+        edge = jnp.where(inside, jnp.nextafter(edge, outward), edge)
+        return jnp.where(up ^ (right <= 0), edge, scores)

@@ -1,38 +1,40 @@
 """Stable-Baselines3 with categorical heads: policies for its algorithms, and a faster PPO.
 
-The ``HeadMaskable...`` policies need sb3-contrib, and are imported when they are asked for.
+The ``HeadMaskable...`` and ``HeadRecurrent...`` policies need sb3-contrib, and are imported when
+they are asked for.
 """
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from catnat.sb3.buffers import DeviceRolloutBuffer
 from catnat.sb3.head_a2c import HeadA2C
-from catnat.sb3.head_ppo import HeadPPO, NonFinite
-from catnat.sb3.masks import MaskedPlayer
+from catnat.sb3.head_ppo import HeadPPO
+from catnat.sb3.masks import InfoMasks, MaskedPlayer
 from catnat.sb3.objective import cleanrl_schedule
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
+    HeadCnnPolicy,
+    HeadMlpPolicy,
     HeadMultiInputActorCriticPolicy,
+    HeadMultiInputPolicy,
     HeadPolicy,
+    NonFinite,
 )
-
-if TYPE_CHECKING:
-    from catnat.sb3.masked import (
-        HeadMaskableActorCriticCnnPolicy,
-        HeadMaskableActorCriticPolicy,
-        HeadMaskableMultiInputActorCriticPolicy,
-    )
 
 __all__ = [
     "DeviceRolloutBuffer",
     "HeadA2C",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
+    "HeadCnnPolicy",
+    "HeadMlpPolicy",
     "HeadMultiInputActorCriticPolicy",
+    "HeadMultiInputPolicy",
     "HeadPPO",
     "HeadPolicy",
+    "InfoMasks",
     "MaskedPlayer",
     "NonFinite",
     "cleanrl_schedule",
@@ -42,16 +44,19 @@ if find_spec("sb3_contrib") is not None:  # `from catnat.sb3 import *` asks for 
         "HeadMaskableActorCriticCnnPolicy",
         "HeadMaskableActorCriticPolicy",
         "HeadMaskableMultiInputActorCriticPolicy",
+        "HeadRecurrentActorCriticCnnPolicy",
+        "HeadRecurrentActorCriticPolicy",
+        "HeadRecurrentMultiInputActorCriticPolicy",
     ]
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("HeadMaskable"):
+    if not name.startswith(("HeadMaskable", "HeadRecurrent")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from catnat.sb3 import masked
+        from catnat.sb3 import contrib
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("sb3_contrib"):
             raise
         raise ImportError(f"{name} needs sb3-contrib: pip install 'catnat[maskable]'") from None
-    return getattr(masked, name)
+    return getattr(contrib, name)

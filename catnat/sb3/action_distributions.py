@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ from stable_baselines3.common.distributions import (
 from torch import Tensor, nn
 
 from catnat.distributions import HeadCategorical
-from catnat.heads import CategoricalHead
-from catnat.numerics import is_plain
+from catnat.head import CategoricalHead
+from catnat.numerics import finite_log_probs, is_plain
 from catnat.sb3.masks import split_masks
+
+MaskMode = Literal["prune", "renormalize"]
 
 
 class OnlyChoice(nn.Module):
@@ -34,12 +36,31 @@ class OnlyChoice(nn.Module):
 Head = CategoricalHead | OnlyChoice
 
 
-class _Masks:
-    """What both distributions share: scores become probabilities under the masks that hold."""
+class _FromHeads:
+    """Both distributions: scores become one categorical distribution for each head."""
 
-    _scores: Tensor
+    heads: Sequence[Head]
+    distribution: Any
     validate_args = True  # raise ValueError where a probability is NaN
+    mask_mode: MaskMode = "prune"
+    _scores: Tensor
     _masks: Any = None  # of the scores to come
+
+    def apply_masking(self, masks: Any) -> None:
+        raise NotImplementedError
+
+    def proba_distribution_net(self, latent_dim: int) -> nn.Module:
+        """The layer that gives the scores of all heads."""
+        return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
+
+    def proba_distribution(self, action_logits: Tensor) -> Self:
+        """Set the distribution from scores (B, sum of S)."""
+        self._scores = action_logits
+        self.apply_masking(self._masks)
+        if self.validate_args:
+            several = isinstance(self.distribution, list)
+            check(*(self.distribution if several else [self.distribution]))
+        return self
 
     @contextmanager
     def allowing(self, masks: Any) -> Iterator[None]:
@@ -50,20 +71,21 @@ class _Masks:
         finally:
             self._masks = before
 
-    def _set(self, heads: Sequence[Head], masks: Any) -> list[HeadCategorical]:
+    def _under(self, masks: Any) -> list[HeadCategorical]:
         """The distribution of each head, given masks (B, sum of K) or None."""
-        parts = self._scores.split([head.num_scores for head in heads], -1)
+        parts = self._scores.split([head.num_scores for head in self.heads], -1)
         if masks is None:
-            return [head(scores) for head, scores in zip(heads, parts, strict=True)]
-        sizes = [head.num_categories for head in heads]
+            return [head(scores) for head, scores in zip(self.heads, parts, strict=True)]
+        sizes = [head.num_categories for head in self.heads]
         allowed = split_masks(masks, sizes, self._scores.shape[:-1])
+        masked = renormalized if self.mask_mode == "renormalize" else pruned
         return [
-            head(scores, mask=mask.to(scores.device))
-            for head, scores, mask in zip(heads, parts, allowed, strict=True)
+            masked(head, scores, mask.to(scores.device))
+            for head, scores, mask in zip(self.heads, parts, allowed, strict=True)
         ]
 
 
-class HeadDistribution(_Masks, CategoricalDistribution):
+class HeadDistribution(_FromHeads, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space.
 
     Args:
@@ -74,26 +96,11 @@ class HeadDistribution(_Masks, CategoricalDistribution):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head.num_categories)
-        self.head = head
-
-    def proba_distribution_net(self, latent_dim: int) -> nn.Module:
-        """The layer that gives the scores."""
-        return nn.Linear(latent_dim, self.head.num_scores)
-
-    def proba_distribution(self, action_logits: Tensor) -> HeadDistribution:
-        """Set the distribution from scores (B, S)."""
-        self._scores = action_logits
-        self.apply_masking(self._masks)
-        if self.validate_args:
-            check(self.distribution)
-        return self
+        self.heads = [head]
 
     def apply_masking(self, masks: Any) -> None:
-        """Allow only the actions that are True in masks (B, K); None allows all of them again.
-
-        The head itself takes the masks, see :meth:`CategoricalHead.masked`.
-        """
-        (self.distribution,) = self._set([self.head], masks)
+        """Allow only the actions that are True in masks (B, K); None allows all of them again."""
+        (self.distribution,) = self._under(masks)
 
     def sample(self) -> Tensor:
         """Random actions (B,)."""
@@ -104,7 +111,7 @@ class HeadDistribution(_Masks, CategoricalDistribution):
         return self.distribution.logits.argmax(-1)
 
 
-class HeadMultiDistribution(_Masks, MultiCategoricalDistribution):
+class HeadMultiDistribution(_FromHeads, MultiCategoricalDistribution):
     """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each.
 
     Args:
@@ -117,21 +124,9 @@ class HeadMultiDistribution(_Masks, MultiCategoricalDistribution):
         super().__init__([head.num_categories for head in heads])
         self.heads = heads
 
-    def proba_distribution_net(self, latent_dim: int) -> nn.Module:
-        """The layer that gives the scores of all actions."""
-        return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
-
-    def proba_distribution(self, action_logits: Tensor) -> HeadMultiDistribution:
-        """Set the distributions from scores (B, sum of S)."""
-        self._scores = action_logits
-        self.apply_masking(self._masks)
-        if self.validate_args:
-            check(*self.distribution)
-        return self
-
     def apply_masking(self, masks: Any) -> None:
         """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
-        self.distribution = self._set(self.heads, masks)
+        self.distribution = self._under(masks)
 
     def sample(self) -> Tensor:
         """Random actions (B, A)."""
@@ -140,6 +135,17 @@ class HeadMultiDistribution(_Masks, MultiCategoricalDistribution):
     def mode(self) -> Tensor:
         """The likeliest actions (B, A)."""
         return torch.stack([each.logits.argmax(-1) for each in self.distribution], -1)
+
+
+def pruned(head: Head, scores: Tensor, mask: Tensor) -> HeadCategorical:
+    """The head's own masked distribution, see :meth:`CategoricalHead.masked`."""
+    return head(scores, mask=mask)
+
+
+def renormalized(head: Head, scores: Tensor, mask: Tensor) -> HeadCategorical:
+    """The free distribution given that an allowed category is drawn: p_k / sum of allowed p."""
+    log_probs = torch.where(mask, head(scores).logits, -torch.inf).log_softmax(-1)
+    return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
 
 
 def check(*distributions: HeadCategorical) -> None:
@@ -161,7 +167,7 @@ def check(*distributions: HeadCategorical) -> None:
 def unchecked(policy: nn.Module) -> Iterator[None]:
     """Within this context a policy does not check for NaN, and so does not wait for the device."""
     distribution = getattr(policy, "action_dist", None)
-    if not isinstance(distribution, (HeadDistribution, HeadMultiDistribution)):
+    if not isinstance(distribution, _FromHeads):
         yield
         return
     before, distribution.validate_args = distribution.validate_args, False
@@ -169,15 +175,6 @@ def unchecked(policy: nn.Module) -> Iterator[None]:
         yield
     finally:
         distribution.validate_args = before
-
-
-def make_distribution(
-    heads: Sequence[Head], action_space: spaces.Space[Any]
-) -> HeadDistribution | HeadMultiDistribution:
-    """The distribution over an action space."""
-    if isinstance(action_space, spaces.Discrete):
-        return HeadDistribution(heads[0])
-    return HeadMultiDistribution(heads)
 
 
 def categories_of(action_space: spaces.Space[Any]) -> list[int]:

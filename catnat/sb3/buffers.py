@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 from stable_baselines3.common.utils import get_device
 from torch import Tensor
@@ -17,68 +18,52 @@ from torch import Tensor
 Observation = Any  # an array or a tensor, or a dict of them
 
 
-class Minibatch(NamedTuple):
-    """Transitions, (B, ...) each."""
+class Rollout(NamedTuple):
+    """Tensors of T steps in n environments, (T, n, ...) each, or of a minibatch, (B, ...)."""
 
     observations: Observation
-    actions: Tensor
-    values: Tensor
-    log_probs: Tensor
-    advantages: Tensor
-    returns: Tensor
-    forced: Tensor
-    masks: Tensor | None
-
-
-class Rollout(NamedTuple):
-    """Tensors of T steps in n environments: (T, n) each, with more dimensions where noted."""
-
-    observations: Observation  # (T, n, ...)
-    actions: Tensor  # (T, n), or (T, n, A) of a MultiDiscrete space
-    forced: Tensor  # whether the action was not the policy's choice
+    actions: Tensor  # (T, n, A), A = 1 for a Discrete space
     values: Tensor
     log_probs: Tensor
     advantages: Tensor
     returns: Tensor
     rewards: Tensor
     continues: Tensor  # 0 where an episode ends with the step, 1 elsewhere
+    forced: Tensor  # whether the action was not the policy's choice
     masks: Tensor | None = None  # (T, n, choices of all actions) bool, True = allowed
 
 
 class _Array:
     """An attribute of Stable-Baselines3's buffer: one of the tensors as a NumPy array.
 
-    On the CPU the array and the tensor share their memory. On another device the array is a copy,
-    and read-only: writing to it would not change the tensor.
+    Assigning an array copies it to the tensor. On the CPU the array and the tensor share their
+    memory. On another device the array is a copy, and read-only: writing to it would not change
+    the tensor.
     """
-
-    def __init__(self, shape: str = "") -> None:
-        self.shape = shape  # name of the buffer's attribute with the shape of one entry
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, buffer: DeviceRolloutBuffer | None, owner: type) -> Any:
-        if buffer is None:
-            return self
-        shape = getattr(buffer, self.shape) if self.shape else ()
-        tensors = getattr(buffer.tensors, self.name)
-        if isinstance(tensors, dict):
-            return {key: _as_array(each, shape[key]) for key, each in tensors.items()}
-        return _as_array(tensors, (shape,) if isinstance(shape, int) else shape)
+        return self if buffer is None else map_observations(_as_array, self._of(buffer))
+
+    def __set__(self, buffer: DeviceRolloutBuffer, value: Any) -> None:
+        map_observations(lambda x, y: x.copy_(torch.as_tensor(y)), self._of(buffer), value)
+
+    def _of(self, buffer: DeviceRolloutBuffer) -> Observation:
+        return getattr(buffer.tensors, self.name)
 
 
 class DeviceRolloutBuffer(RolloutBuffer):
     """A rollout of T steps in n environments, as tensors on the policy's device.
 
     It is a ``RolloutBuffer`` of Stable-Baselines3, with the same attributes as NumPy arrays and the
-    same methods ``add``, ``compute_returns_and_advantage`` and ``get``. HeadPPO uses ``tensors``
-    and the other methods, which copy nothing back to the host.
+    same methods. HeadPPO uses ``tensors`` and the methods that Stable-Baselines3 does not have,
+    which copy nothing back to the host.
 
     Observations keep the dtype of their space, so pictures stay bytes. All tensors are made once
     and keep their place in memory, because captured CUDA graphs need that. Rewards and ends of
-    episodes, which the host knows first, stay on the host until the rollout is complete, and are
-    then copied to the device together.
+    episodes, which the host knows first, stay on the host until the rollout is complete.
 
     Args:
         buffer_size: T.
@@ -90,8 +75,8 @@ class DeviceRolloutBuffer(RolloutBuffer):
         n_envs: n.
     """
 
-    observations = _Array("obs_shape")
-    actions = _Array("action_dim")
+    observations = _Array()
+    actions = _Array()
     values = _Array()
     log_probs = _Array()
     advantages = _Array()
@@ -110,23 +95,17 @@ class DeviceRolloutBuffer(RolloutBuffer):
     ) -> None:
         device = get_device(device)
         shape = (buffer_size, n_envs)
-        self.on_device = device.type != "cuda" or _fits(shape, observation_space, device)
-        place = device if self.on_device else torch.device("cpu")
-        size = (*shape, *(action_space.shape or ()))
-        numbers = (torch.zeros(shape, device=device) for _ in range(6))
-        self.tensors = Rollout(
-            _zeros(observation_space, shape, place),
-            torch.zeros(size, dtype=torch.int64, device=device),
-            torch.zeros(shape, dtype=torch.bool, device=device),
-            *numbers,
-        )
+        size = (*shape, get_action_dim(action_space))
+        shown = _zeros(observation_space, shape, device)
+        actions = torch.zeros(size, dtype=torch.int64, device=device)
+        numbers = [torch.zeros(shape, device=device) for _ in range(6)]
+        forced = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.tensors = Rollout._make([shown, actions, *numbers, forced, None])
         # Observations are copied to the device from here; a GPU reads pinned memory by itself.
         pinned = device.type == "cuda"
         self._sent = _zeros(observation_space, (n_envs,), torch.device("cpu"), pinned)
-        own = self.tensors.rewards.numpy() if device.type == "cpu" else None
-        self.host_rewards = np.zeros(shape, np.float32) if own is None else own
+        self._host_rewards = self.tensors.rewards.cpu().numpy()  # on the CPU the same memory
         self.episode_starts = np.zeros(shape, np.float32)
-        self._bootstraps: list[tuple[int, list[int], Tensor]] = []
         super().__init__(
             buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs
         )
@@ -136,7 +115,6 @@ class DeviceRolloutBuffer(RolloutBuffer):
     def reset(self) -> None:
         """Begin a new rollout."""
         self.pos, self.full = 0, False
-        self._bootstraps = []
         self.tensors.forced.zero_()
 
     def add(
@@ -149,11 +127,8 @@ class DeviceRolloutBuffer(RolloutBuffer):
         log_prob: Tensor,
     ) -> None:
         """Store the next step of all environments."""
-        step, envs = self.pos, slice(0, self.n_envs)
-        shapes = map_observations(lambda x: x.shape, self._sent)
-        self.send(step, envs, map_observations(lambda x, shape: x.reshape(shape), obs, shapes))
-        chosen = torch.as_tensor(action).reshape(self.tensors.actions.shape[1:])
-        self.write(step, envs, chosen, value, log_prob.reshape(-1))
+        self.send(obs)
+        self.write(torch.as_tensor(action), value, log_prob)
         self.receive(reward, episode_start)
 
     def compute_returns_and_advantage(self, last_values: Tensor, dones: NDArray[Any]) -> None:
@@ -168,8 +143,7 @@ class DeviceRolloutBuffer(RolloutBuffer):
             batch = self.take(indices)
             of_dicts = isinstance(batch.observations, dict)
             kind: Any = DictRolloutBufferSamples if of_dicts else RolloutBufferSamples
-            actions = batch.actions.reshape(len(indices), -1).float()
-            yield kind(batch.observations, actions, *batch[2:6])
+            yield kind(batch.observations, batch.actions.float(), *batch[2:6])
 
     # -- as HeadPPO fills it -----------------------------------------------------------------------
 
@@ -181,25 +155,21 @@ class DeviceRolloutBuffer(RolloutBuffer):
             masks = torch.ones(shape, dtype=torch.bool, device=self.device) if choices else None
             self.tensors = own._replace(masks=masks)
 
-    def send(self, step: int, envs: slice, observations: Observation) -> Observation:
-        """Store the host's observations of some environments; returns them on the device.
+    def send(self, observations: Observation) -> Observation:
+        """Store the host's observations of the present step; returns them on the device.
 
-        Call it again for the same environments only after their actions have arrived: before, the
-        device may still be reading the observations.
+        Call it again only after the actions have arrived: before, the device may still be reading
+        the observations.
         """
 
         def send_one(host: Tensor, place: Tensor, given: Any) -> Tensor:
-            host[envs].numpy()[...] = given
-            slot = place[step, envs]
-            slot.copy_(host[envs], non_blocking=True)
-            return slot if self.on_device else slot.to(self.device)
+            host.numpy()[...] = np.reshape(given, host.shape)
+            return place[self.pos].copy_(host, non_blocking=True)
 
         return map_observations(send_one, self._sent, self.tensors.observations, observations)
 
     def write(
         self,
-        step: int,
-        envs: slice,
         actions: Tensor,
         values: Tensor,
         log_probs: Tensor,
@@ -210,42 +180,26 @@ class DeviceRolloutBuffer(RolloutBuffer):
 
         ``forced`` says which actions were not the policy's choice, ``masks`` which were allowed.
         """
-        self.tensors.actions[step, envs].copy_(actions)
-        self.tensors.values[step, envs].copy_(values.flatten())
-        self.tensors.log_probs[step, envs].copy_(log_probs)
-        if forced is not None:
-            self.tensors.forced[step, envs].copy_(forced)
-        if masks is not None:
-            assert self.tensors.masks is not None, "call hold_masks before"
-            self.tensors.masks[step, envs].copy_(masks)
-
-    def at(self, step: int) -> tuple[Observation, Tensor, Tensor]:
-        """Observations, values (n, 1) and log-probabilities (n,) of a step, on the device.
-
-        They share the buffer's memory: the next rollout overwrites them.
-        """
-        own = self.tensors
-        shown = map_observations(lambda x: x[step].to(self.device), own.observations)
-        return shown, own.values[step, :, None], own.log_probs[step]
+        own, step = self.tensors, self.pos
+        for places, given in (
+            (own.actions, actions),
+            (own.values, values),
+            (own.log_probs, log_probs),
+            (own.forced, forced),
+            (own.masks, masks),
+        ):
+            if places is not None and given is not None:
+                places[step].copy_(given.reshape(places.shape[1:]))
 
     def receive(self, rewards: NDArray[Any], starts: NDArray[Any]) -> None:
         """Store the rewards (n,) of a step and which episodes began with it; go on to the next."""
-        self.host_rewards[self.pos], self.episode_starts[self.pos] = rewards, starts
+        self._host_rewards[self.pos], self.episode_starts[self.pos] = rewards, starts
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
-    def bootstrap(self, envs: list[int], values: Tensor) -> None:
-        """Add to the rewards of this step the values of environments that were cut off after it."""
-        self._bootstraps.append((self.pos, envs, values.flatten()))
-
     def upload(self, dones: NDArray[Any]) -> None:
         """Copy rewards and ends of episodes to the device; ``dones``: ends with the last step."""
-        rewards = self.tensors.rewards
-        rewards.copy_(torch.from_numpy(self.host_rewards))
-        for step, envs, values in self._bootstraps:
-            rewards[step, envs] += self.gamma * values
-        if self.device.type == "cpu":  # host_rewards share this memory, and now include the values
-            self._bootstraps = []
+        self.tensors.rewards.copy_(torch.from_numpy(self._host_rewards))
         ends = np.concatenate([self.episode_starts[1:], np.asarray(dones, np.float32)[None]])
         self.tensors.continues.copy_(torch.from_numpy(1 - ends))
 
@@ -280,16 +234,15 @@ class DeviceRolloutBuffer(RolloutBuffer):
             indices = indices.pin_memory()
         yield from indices.to(self.device, non_blocking=True).split(batch_size)
 
-    def take(self, indices: Tensor) -> Minibatch:
+    def take(self, indices: Tensor) -> Rollout:
         """The transitions with these indices (B,) among all T n of them."""
-        own = indices if self.on_device else indices.cpu()
-        observations = map_observations(
-            lambda x: x.flatten(0, 1).index_select(0, own).to(self.device),
-            self.tensors.observations,
-        )
-        rest = (getattr(self.tensors, name) for name in Minibatch._fields[1:])
-        taken: Any = (x if x is None else x.flatten(0, 1).index_select(0, indices) for x in rest)
-        return Minibatch(observations, *taken)
+
+        def pick(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).index_select(0, indices)
+
+        observations, *rest = self.tensors
+        picked = (None if x is None else pick(x) for x in rest)
+        return Rollout(map_observations(pick, observations), *picked)  # type: ignore[arg-type]
 
 
 def map_observations(function: Callable[..., Any], *observations: Observation) -> Observation:
@@ -300,10 +253,10 @@ def map_observations(function: Callable[..., Any], *observations: Observation) -
     return function(*observations)
 
 
-def _as_array(tensor: Tensor, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A tensor (T, n, ...) as an array (T, n, *shape), see :class:`_Array`."""
-    array: NDArray[Any] = tensor.cpu().numpy().reshape(*tensor.shape[:2], *shape)
-    array.flags.writeable = tensor.device.type == "cpu"
+def _as_array(tensor: Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.cpu().numpy()
+    if tensor.device.type != "cpu":
+        array.flags.writeable = False
     return array
 
 
@@ -313,18 +266,5 @@ def _zeros(
     if isinstance(space, spaces.Dict):
         return {key: _zeros(each, shape, device, pinned) for key, each in space.spaces.items()}
     dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
-    return torch.zeros(
-        (*shape, *(space.shape or ())), dtype=dtype, device=device, pin_memory=pinned
-    )
-
-
-def _fits(shape: tuple[int, ...], space: spaces.Space[Any], device: torch.device) -> bool:
-    """Whether the observations fit into half of the free memory of a device."""
-    needed = _bytes(space) * int(np.prod(shape))
-    return bool(needed <= torch.cuda.mem_get_info(device)[0] / 2)
-
-
-def _bytes(space: spaces.Space[Any]) -> int:
-    if isinstance(space, spaces.Dict):
-        return sum(_bytes(each) for each in space.spaces.values())
-    return int(np.dtype(space.dtype).itemsize * np.prod(space.shape or ()))
+    size = (*shape, *get_obs_shape(space))
+    return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)

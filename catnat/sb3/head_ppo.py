@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.type_aliases import GymEnv
+from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from catnat.checks import require_choice
-from catnat.replay import (
+from catnat.cuda_graph import (
     StepGraph,
     make_capturable,
     make_portable,
@@ -26,19 +30,17 @@ from catnat.replay import (
     set_learning_rate,
     why_not_captured,
 )
-from catnat.sb3 import objective
 from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.buffers import DeviceRolloutBuffer
-from catnat.sb3.masks import decide
-from catnat.sb3.objective import Settings, ValueLoss
-from catnat.sb3.policies import (
-    HeadActorCriticCnnPolicy,
-    HeadActorCriticPolicy,
-    HeadMultiInputActorCriticPolicy,
-    HeadPolicy,
-    Snapshot,
+from catnat.sb3.buffers import DeviceRolloutBuffer, Observation, map_observations
+from catnat.sb3.masks import (
+    decide,
+    forced_actions_of,
+    masks_of,
+    split_masks,
+    warn_of_evaluation,
 )
-from catnat.sb3.rollout import Collector
+from catnat.sb3.objective import ValueLoss, value_error
+from catnat.sb3.policies import POLICIES, HeadPolicy, NonFinite, Snapshot
 
 STATISTICS = (
     "policy_gradient_loss",
@@ -52,64 +54,61 @@ STATISTICS = (
 _KL = STATISTICS.index("approx_kl")
 
 
-class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
-    """A loss, a KL divergence or a gradient is not a finite number any more."""
-
-
 class HeadPPO(PPO):
     """PPO for policies with a categorical head (and others over the same action spaces).
 
     With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each of
     the two loads the zips that the other saves (``stable_baselines3.PPO`` ignores ``value_loss``).
     HeadPPO is made for a GPU: the rollout stays there, pictures as bytes; logged values are read
-    once per update; the policy and the update are replayed as CUDA graphs; and an environment with
-    ``halves`` plays with one half while the policy computes the actions of the other, see
-    :class:`Collector`.
+    once per update; the policy and the update are replayed as CUDA graphs.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update, with policy and optimizer put back to where they were before it. An action that
     was played and has become impossible does not raise: its term in the KL divergence is 1000.
 
     Args:
-        args: as for ``stable_baselines3.PPO``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy"
-            are the policies with a head.
+        policy: a class, or "MlpPolicy", "CnnPolicy", "MultiInputPolicy", which are here the
+            policies with a head.
+        env: the environment, or its name.
+        args: as for ``stable_baselines3.PPO``: learning_rate, n_steps, batch_size, n_epochs, gamma,
+            gae_lambda, clip_range, clip_range_vf, normalize_advantage, ent_coef, vf_coef,
+            max_grad_norm, use_sde, sde_sample_freq, rollout_buffer_class, rollout_buffer_kwargs,
+            target_kl, stats_window_size, tensorboard_log, policy_kwargs, verbose, seed, device.
         value_loss: "sb3", or "cleanrl" for the larger one of the errors of clipped and unclipped
             values, where ``clip_range_vf`` is the same as ``clip_range`` unless given. Neither has
             a factor 1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
         capture: replay the policy and the update as CUDA graphs. None: wherever that is possible.
             False: never. True: as None, with a warning that says why where it is not possible.
-        overlap: use the ``halves`` of an environment that has them.
         masks: use the masks that an environment's ``action_masks()`` gives, as sb3-contrib's
             MaskablePPO does, see :mod:`catnat.sb3.masks`. None: where the environment and the
             policy have them. True: an environment or a policy without them is an error. False:
             never.
-        kwargs: as for ``stable_baselines3.PPO``.
+        kwargs: as ``args``, by name.
     """
 
-    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
-        "MlpPolicy": HeadActorCriticPolicy,
-        "CnnPolicy": HeadActorCriticCnnPolicy,
-        "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
-    }
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
     rollout_buffer: DeviceRolloutBuffer
+    stores_played_actions = True  # where an environment forces actions
     # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
     # environment later would fail: it may be closed, or in the middle of a step.
     uses_masks: bool = False
 
     def __init__(
         self,
+        policy: str | type[ActorCriticPolicy],
+        env: GymEnv | str | None,
         *args: Any,
         value_loss: ValueLoss = "sb3",
         capture: bool | None = None,
-        overlap: bool = True,
         masks: bool | None = None,
         **kwargs: Any,
     ) -> None:
         require_choice(get_args(ValueLoss), value_loss=value_loss)
-        self.value_loss, self.capture, self.overlap = value_loss, capture, overlap
-        self.masks = masks
+        self.value_loss, self.capture, self.masks = value_loss, capture, masks
         self._baked: tuple[Any, ...] | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(policy, env, *args, **kwargs)  # type: ignore[arg-type]
+
+    # -- rollouts --------------------------------------------------------------------------------
 
     def collect_rollouts(
         self,
@@ -120,38 +119,87 @@ class HeadPPO(PPO):
     ) -> bool:
         """Play one rollout; return False if a callback stopped it.
 
-        Callbacks see the local variables that they see in Stable-Baselines3, for the joint step of
-        all environments. With halves, the first one is already playing its next step: callbacks
-        must not touch the environment then.
+        Callbacks see the local variables that they see in Stable-Baselines3.
         """
         assert self._last_obs is not None and self._last_episode_starts is not None
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         callback.on_rollout_start()
-        collector = self._collector
-        try:
-            with closing(collector.steps(self._last_obs, self._last_episode_starts)) as steps:
-                for n_steps, step in enumerate(steps):
-                    new_obs, actions, rewards, dones, infos = step
-                    # The next two lines are for the callbacks.
-                    clipped_actions = actions
-                    obs_tensor, values, log_probs = rollout_buffer.at(n_steps)
-                    self.num_timesteps += env.num_envs
-                    callback.update_locals(locals())
-                    if not callback.on_step():
-                        return False
-                    self._update_info_buffer(infos, dones)
-                    collector.bootstrap(step)
-                    rollout_buffer.receive(rewards, self._last_episode_starts)
-                    self._last_obs, self._last_episode_starts = new_obs, dones
-        finally:  # also after an interrupt; without observations, learn() begins new episodes
-            self._last_obs, self._last_episode_starts = collector.observations(), collector.dones()
-        n_steps, values = n_rollout_steps, collector.last_values()
+        for _ in range(n_rollout_steps):
+            n_steps = rollout_buffer.pos
+            obs_tensor = rollout_buffer.send(self._last_obs)
+            actions, values, log_probs = self._choose(env, obs_tensor)
+            clipped_actions = actions  # for the callbacks, as n_steps
+            new_obs, rewards, dones, infos = env.step(actions)
+            self.num_timesteps += env.num_envs
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+            self._update_info_buffer(infos, dones)
+            self._bootstrap(rewards, dones, infos)
+            rollout_buffer.receive(rewards, self._last_episode_starts)
+            self._last_obs, self._last_episode_starts = new_obs, dones  # type: ignore[assignment]
+        n_steps, values = n_rollout_steps, self._values_of(new_obs)
         rollout_buffer.upload(dones)
         self._estimate(values.flatten())
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
+
+    def _choose(self, env: VecEnv, shown: Observation) -> tuple[NDArray[Any], Tensor, Tensor]:
+        """Actions on the host, values and log-probabilities; the buffer gets all of them."""
+        batch = list(shown.values()) if isinstance(shown, dict) else [shown]
+        masks = told = None
+        if self.uses_masks:
+            sizes = categories_of(self.action_space)
+            parts = split_masks(masks_of(env), sizes, (env.num_envs,), "environment")
+            masks = torch.cat(parts, -1).to(self.device, non_blocking=True)
+            batch.append(masks)
+        forced = forced_actions_of(env)
+        if forced is not None:
+            batch.append(torch.from_numpy(forced).to(self.device, non_blocking=True))
+            told = batch[-1] >= 0
+        actions, values, log_probs = self._act(batch)
+        buffer, step = self.rollout_buffer, self.rollout_buffer.pos
+        buffer.write(actions, values, log_probs, told, masks)
+        # What the next step does not overwrite, unlike the output of a graph.
+        values, log_probs = buffer.tensors.values[step, :, None], buffer.tensors.log_probs[step]
+        return actions.cpu().numpy(), values, log_probs
+
+    @torch.no_grad()
+    def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions, values and log-probabilities, without any work on the host.
+
+        Args:
+            batch: the observation, or all entries of a dict observation; then the masks, if they
+                are used; then the forced actions, if the environment has any.
+        """
+        places = self.rollout_buffer.tensors.observations
+        count = len(places) if isinstance(places, dict) else 1
+        shown = dict(zip(places, batch, strict=False)) if isinstance(places, dict) else batch[0]
+        rest = list(batch[count:])
+        masks = {"action_masks": rest.pop(0)} if self.uses_masks else {}
+        with unchecked(self.policy):
+            actions, values, log_probs = self.policy(shown, **masks)
+        for forced in rest:
+            actions = torch.where(forced >= 0, forced, actions)
+            log_probs = self.policy.action_dist.log_prob(actions)  # as self.policy(shown) set it
+        return actions, values, log_probs
+
+    @torch.no_grad()
+    def _values_of(self, observations: Observation) -> Tensor:
+        """The policy's values (B, 1) of observations on the host."""
+        return self.policy.predict_values(self.policy.obs_to_tensor(observations)[0])
+
+    def _bootstrap(self, rewards: NDArray[Any], dones: NDArray[Any], infos: list[Any]) -> None:
+        """Add the value of the last observation where an episode was cut off, not ended."""
+        shown = {int(i): infos[i].get("terminal_observation") for i in np.flatnonzero(dones)}
+        cut = [i for i in shown if infos[i].get("TimeLimit.truncated") and shown[i] is not None]
+        if cut:
+            stacked = map_observations(lambda *each: np.stack(each), *(shown[i] for i in cut))
+            rewards[cut] += self.gamma * self._values_of(stacked).flatten().cpu().numpy()
+
+    # -- updates ---------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Learn from the rollout."""
@@ -187,33 +235,39 @@ class HeadPPO(PPO):
         return self._descend(*self._loss(indices))
 
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a minibatch, and all ``STATISTICS`` but the last."""
-        batch, numbers = self.rollout_buffer.take(indices), self._numbers
+        """The loss of a minibatch, and all ``STATISTICS`` but the last.
+
+        The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
+        old one. The KL divergence is E (r - 1 - log r).
+        """
+        batch = self.rollout_buffer.take(indices)
+        low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
         masks = {} if batch.masks is None else {"action_masks": batch.masks}
+        action_shape = self.action_space.shape or ()
         with unchecked(self.policy):
             values, log_prob, entropy = self.policy.evaluate_actions(
-                batch.observations, batch.actions, **masks
+                batch.observations, batch.actions.reshape(len(indices), *action_shape), **masks
             )
-        values = values.flatten()
         advantages = batch.advantages
-        if self.normalize_advantage:
-            advantages = objective.normalized(advantages)
+        if self.normalize_advantage and len(advantages) > 1:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         # A forced action was not chosen by the policy, so it has no part in the ratios.
         log_ratio = torch.where(batch.forced, 0.0, log_prob - batch.log_probs)
-        policy_loss = objective.policy_loss(log_ratio, advantages, numbers.low, numbers.high)
-        value_loss = objective.value_loss(
-            values,
+        ratio = log_ratio.exp()
+        policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
+        value_loss = value_error(
+            values.flatten(),
             batch.values,
             batch.returns,
-            numbers.clip_value if self._clips_values else None,
+            clip_value if self._clips_values else None,
             self.value_loss,
         )
         entropy_loss = -(-log_prob if entropy is None else entropy).mean()
-        loss = policy_loss + numbers.entropy * entropy_loss + numbers.value * value_loss
+        loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
-            kl = objective.approximate_kl(log_ratio)
-            share = ((log_ratio.exp() - 1).abs() > numbers.clip).float().mean()
-        parts = (policy_loss, value_loss, entropy_loss, kl, share, loss)
+            kl = (ratio - 1 - log_ratio).mean()
+            clipped = ((ratio - 1).abs() > clip).float().mean()
+        parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
         return loss, torch.stack([part.detach() for part in parts])
 
     def _descend(self, loss: Tensor, statistics: Tensor) -> Tensor:
@@ -225,32 +279,24 @@ class HeadPPO(PPO):
 
     def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
         """Read the statistics of the update from the device, all at once, and log them."""
-        buffer = self.rollout_buffer
-        explained = objective.explained_variance(buffer.tensors.values, buffer.tensors.returns)
         table = torch.stack([row for rows in epochs for row in rows]).cpu()
         if not table.isfinite().all():
             before.restore()
             self._prepare()
-            raise NonFinite(self._where(table, [len(rows) for rows in epochs]))
-        means = table.double().mean(0).tolist()
-        record = dict(zip(STATISTICS, means, strict=True))
+            row, column = (~table.isfinite()).nonzero()[0].tolist()
+            raise NonFinite(
+                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
+                f"{self.num_timesteps} steps; the policy is as it was before that update"
+            )
+        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
         record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
         record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        buffer = self.rollout_buffer
+        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
         record["explained_variance"] = float(explained)
         for name, value in (record | clips).items():
             self.logger.record(f"train/{name}", value)
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-
-    def _where(self, table: Tensor, sizes: list[int]) -> str:
-        """The first entry of the table of statistics that is not finite, in words."""
-        row, column = (~table.isfinite()).nonzero()[0].tolist()
-        places = [(e, m) for e, size in enumerate(sizes, 1) for m in range(1, size + 1)]
-        epoch, minibatch = places[row]
-        return (
-            f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-            f"{self.num_timesteps} steps, epoch {epoch}, minibatch {minibatch}; the policy is "
-            "as it was before that update"
-        )
 
     def _set_numbers(self) -> dict[str, float]:
         """Copy numbers that may change between updates to the device; return the logged ones."""
@@ -258,9 +304,8 @@ class HeadPPO(PPO):
         clip = self.clip_range(remaining)  # type: ignore[operator]
         own = self.clip_range_vf
         clip_value = clip if own is None else own(remaining)  # type: ignore[operator]
-        wanted = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
-        for number, value in zip(self._numbers, wanted, strict=True):
-            number.fill_(value)
+        numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
+        self._numbers.copy_(torch.tensor(numbers))
         baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, own is None)
         if self._captured and baked != self._baked:
             self._optimize.reset()  # type: ignore[attr-defined]
@@ -279,11 +324,14 @@ class HeadPPO(PPO):
             for group in optimizer.param_groups:
                 set_learning_rate(group, rate, self.device if self._captured else None)
 
+    # -- setting up, saving, playing -------------------------------------------------------------
+
     def _setup_model(self) -> None:
         categories_of(self.action_space)
         # A zip of stable_baselines3.PPO or MaskablePPO brings the name of its own buffer.
         given = self.rollout_buffer_class or RolloutBuffer
-        stock = given in (RolloutBuffer, DictRolloutBuffer) or _of_contrib(given)
+        stock = given in (RolloutBuffer, DictRolloutBuffer)
+        stock |= given.__module__ == "sb3_contrib.common.maskable.buffers"
         self.rollout_buffer_class = DeviceRolloutBuffer if stock else given
         if not issubclass(self.rollout_buffer_class, DeviceRolloutBuffer):
             raise ValueError(
@@ -291,7 +339,7 @@ class HeadPPO(PPO):
                 f"{self.rollout_buffer_class.__name__}"
             )
         super()._setup_model()
-        self._numbers = Settings(*(torch.zeros((), device=self.device) for _ in range(6)))
+        self._numbers = torch.zeros(6, device=self.device)
         self._captured = False
         self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
 
@@ -307,7 +355,10 @@ class HeadPPO(PPO):
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         self.uses_masks = self._decide_masks()  # there may be another environment
         self._prepare()
-        return super()._setup_learn(*args, **kwargs)
+        total, callback = super()._setup_learn(*args, **kwargs)
+        if self.uses_masks:
+            warn_of_evaluation(callback)
+        return total, callback
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
@@ -320,10 +371,9 @@ class HeadPPO(PPO):
             make_capturable(self.policy.optimizer, self.device)
         else:
             make_portable(self.policy.optimizer)
-        assert self.env is not None
-        buffer, masked = self.rollout_buffer, self.uses_masks
-        buffer.hold_masks(sum(categories_of(self.action_space)) if masked else 0)
-        self._collector = Collector(self.policy, buffer, self.env, self.overlap, replay, masked)
+        buffer = self.rollout_buffer
+        buffer.hold_masks(sum(categories_of(self.action_space)) if self.uses_masks else 0)
+        self._act: Callable[[Sequence[Tensor]], Any] = replay(self._forward)
         self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
         self._estimate: Callable[[Tensor], Tensor] = replay(buffer.estimate_advantages)
 
@@ -355,16 +405,11 @@ class HeadPPO(PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        made_anew = ["_collector", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
+        made_anew = ["_act", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
         made_anew += ["uses_masks"]
         if self.rollout_buffer_class is DeviceRolloutBuffer:  # each PPO that loads has its own
             made_anew.append("rollout_buffer_class")
         return [*super()._excluded_save_params(), *made_anew]
-
-
-def _of_contrib(buffer: type[RolloutBuffer]) -> bool:
-    """Whether a class is MaskablePPO's own buffer, or that for dicts."""
-    return buffer.__module__ == "sb3_contrib.common.maskable.buffers"
 
 
 def why_not(model: HeadPPO) -> str | None:
@@ -376,8 +421,5 @@ def why_not(model: HeadPPO) -> str | None:
             model.policy, HeadPolicy
         ),
         f"{type(optimizer).__name__} cannot be captured": "capturable" not in optimizer.defaults,
-        "the device has no room for the observations of a rollout": (
-            not model.rollout_buffer.on_device
-        ),
     }
     return why_not_captured(model.capture, model.device, obstacles)

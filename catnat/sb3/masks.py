@@ -1,8 +1,14 @@
-"""Masks of actions: which environments have them, and how they reach heads and players.
+"""What environments say about actions: which are allowed, and which are played anyway.
 
 The convention is sb3-contrib's: an environment has a method ``action_masks()``, which returns an
 array of bool, True for each allowed action of a ``Discrete`` space. For ``MultiDiscrete`` the array
-has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and 1.
+has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and 1. Gymnasium's
+convention, masks in ``info["action_mask"]``, becomes this one by :class:`InfoMasks`.
+
+A ``VecEnv`` may have an attribute ``forced_actions``: an array (n,) of the actions that the next
+step plays whatever actions it is given, -1 where the policy is free. HeadPPO and HeadA2C store the
+actions that are played. Forced actions are not the policy's choice: the critic learns from them,
+the policy does not.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gymnasium
@@ -18,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
@@ -42,8 +49,14 @@ def has_masks(env: Env) -> bool:
 def masks_of(env: Env) -> NDArray[np.bool_]:
     """The present masks of an environment (C,), or of all environments of a ``VecEnv`` (n, C)."""
     if isinstance(env, VecEnv):
-        return np.stack([np.asarray(each, bool) for each in env.env_method(METHOD)])
-    return np.asarray(env.get_wrapper_attr(METHOD)(), bool)
+        return np.stack([_booleans(each) for each in env.env_method(METHOD)])
+    return _booleans(env.get_wrapper_attr(METHOD)())
+
+
+def forced_actions_of(env: VecEnv) -> NDArray[np.int64] | None:
+    """The attribute ``forced_actions`` of an environment, None if it has none of that kind."""
+    forced = getattr(env, "forced_actions", None)
+    return forced if isinstance(forced, np.ndarray) and forced.shape == (env.num_envs,) else None
 
 
 def takes_masks(policy: BasePolicy) -> bool:
@@ -63,20 +76,34 @@ def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
     """
     if wanted is False:
         return False
-    obstacles = {
-        "the environment has no method action_masks()": not has_masks(env),
-        f"{type(policy).__name__} takes no action_masks": not takes_masks(policy),
-    }
-    reason = next((reason for reason, applies in obstacles.items() if applies), None)
-    if wanted and reason:
-        raise ValueError(f"masks is True, but {reason}")
-    if reason and has_masks(env):
+    if not has_masks(env):
+        if wanted:
+            raise ValueError("masks is True, but the environment has no method action_masks()")
+        return False
+    if not takes_masks(policy):
+        reason = f"{type(policy).__name__} takes no action_masks"
+        if wanted:
+            raise ValueError(f"masks is True, but {reason}")
         warnings.warn(f"actions are not masked: {reason}", stacklevel=2)
-    return reason is None
+        return False
+    return True
+
+
+def warn_of_evaluation(callback: BaseCallback) -> None:
+    """Warn where an EvalCallback would play forbidden actions in an environment with masks."""
+    for each in _flat(callback):
+        if not isinstance(each, EvalCallback) or getattr(each, "use_masking", False):
+            continue
+        if has_masks(each.eval_env):
+            warnings.warn(
+                f"{type(each).__name__} plays forbidden actions: it asks for no masks; use "
+                "sb3_contrib.common.maskable.callbacks.MaskableEvalCallback",
+                stacklevel=2,
+            )
 
 
 def split_masks(
-    masks: Any, sizes: Sequence[int], batch: Sequence[int], name: str = "state", first: int = 0
+    masks: Any, sizes: Sequence[int], batch: Sequence[int], name: str = "state"
 ) -> list[Tensor]:
     """A mask (*, K) for each action, from masks of all choices in a row.
 
@@ -88,22 +115,46 @@ def split_masks(
         sizes: K of each action.
         batch: the shape *.
         name: what a row belongs to, for the error.
-        first: number of the first row.
     """
-    given = masks if isinstance(masks, Tensor) else torch.from_numpy(_booleans(masks))
+    on_device = isinstance(masks, Tensor) and not can_branch_on(masks)
+    given: Tensor = masks.bool() if on_device else torch.from_numpy(_booleans(masks))
     shape = (*batch, sum(sizes))
     if given.numel() != math.prod(shape):
         raise ValueError(
             f"masks need {sum(sizes)} entries for each of {math.prod(batch)} {name}s, got shape "
             f"{tuple(given.shape)}"
         )
-    parts = given.bool().reshape(shape).split(list(sizes), -1)
+    parts = given.reshape(shape).split(list(sizes), -1)
     for number, part in enumerate(parts):
-        if can_branch_on(part) and not bool(part.any(-1).all()):
-            row = first + int((~part.any(-1)).flatten().nonzero()[0])
+        if not on_device and not bool(part.any(-1).all()):
+            row = int((~part.any(-1)).flatten().nonzero()[0])
             what = f"choice of action {number}" if len(sizes) > 1 else "action"
             raise ValueError(f"the mask of {name} {row} allows no {what}")
     return list(parts)
+
+
+class InfoMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Gives ``action_masks()`` to an environment that has its masks in ``info["action_mask"]``.
+
+    ``make_vec_env("Taxi-v4", 8, wrapper_class=InfoMasks)``.
+    """
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode, and keep the mask of its first action."""
+        observation, info = self.env.reset(**kwargs)
+        self._mask = info["action_mask"]
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Play, and keep the mask of the next action."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if not (terminated or truncated):
+            self._mask = info["action_mask"]
+        return observation, reward, terminated, truncated, info
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """The actions that are allowed now."""
+        return _booleans(self._mask)
 
 
 class MaskedPlayer:
@@ -134,10 +185,21 @@ class MaskedPlayer:
 
 
 def _booleans(masks: Any) -> NDArray[np.bool_]:
-    """Masks as an array of bool; a ValueError for numbers other than 0 and 1."""
+    """Masks as an array of bool; a ValueError for numbers other than 0 and 1.
+
+    Masks that are added to scores have 0 where a choice is allowed: read as ours they would mean
+    the opposite.
+    """
     given = np.asarray(masks)
     yes = given.astype(bool)
     if not np.array_equal(given, yes):
         wrong = given[given != yes].flat[0]
         raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong}")
     return np.array(yes)  # torch wants an array that it may write to
+
+
+def _flat(callback: BaseCallback) -> Iterator[BaseCallback]:
+    """A callback, or all callbacks of a list of them."""
+    for each in getattr(callback, "callbacks", ()):
+        yield from _flat(each)
+    yield callback

@@ -1,10 +1,10 @@
-"""What PPO minimizes, and how its learning rate falls."""
+"""Parts of PPO that are not Stable-Baselines3's: CleanRL's value loss and learning rate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,32 +14,7 @@ from catnat.checks import require_at_least
 ValueLoss = Literal["sb3", "cleanrl"]
 
 
-class Settings(NamedTuple):
-    """Numbers that may change from update to update, as 0-d tensors on the device.
-
-    Bounds are rounded once, from double precision, as in Stable-Baselines3.
-    """
-
-    low: Tensor  # 1 - clip_range
-    high: Tensor  # 1 + clip_range
-    clip: Tensor
-    clip_value: Tensor
-    entropy: Tensor  # coefficient
-    value: Tensor  # coefficient
-
-
-def policy_loss(log_ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """-E min(r A, clip(r) A), r the new probability of an action over the old one."""
-    ratio = log_ratio.exp()
-    return -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
-
-
-def approximate_kl(log_ratio: Tensor) -> Tensor:
-    """E (r - 1 - log r) over actions of the old policy: its divergence from the new one."""
-    return (log_ratio.exp() - 1 - log_ratio).mean()
-
-
-def value_loss(
+def value_error(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: Tensor | None, kind: ValueLoss
 ) -> Tensor:
     """Mean squared error of the values, without a factor 1/2.
@@ -59,20 +34,6 @@ def value_loss(
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     clipped_error = (returns - clipped).square()
     return (clipped_error if kind == "sb3" else torch.max(error, clipped_error)).mean()
-
-
-def normalized(advantages: Tensor) -> Tensor:
-    """Advantages with mean 0 and standard deviation 1; a single one stays as it is."""
-    if len(advantages) < 2:
-        return advantages
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns); NaN where all returns are the same."""
-    variance = returns.var(correction=0)
-    explained = 1 - (returns - values).var(correction=0) / variance
-    return torch.where(variance == 0, torch.nan, explained)
 
 
 def cleanrl_schedule(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.policies import (
@@ -17,9 +17,16 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
-from catnat.checks import require_name, require_within
-from catnat.heads import CategoricalHead, SparsemaxHead, make_head
-from catnat.sb3.action_distributions import OnlyChoice, categories_of, make_distribution
+from catnat.checks import require_choice, require_name, require_within
+from catnat.flat_heads import SparsemaxHead, make_head
+from catnat.head import CategoricalHead
+from catnat.sb3.action_distributions import (
+    HeadDistribution,
+    HeadMultiDistribution,
+    MaskMode,
+    OnlyChoice,
+    categories_of,
+)
 
 SPARSEMAX_MIX = 1e-3  # default of uniform_mix for sparsemax
 
@@ -38,9 +45,7 @@ class HeadPolicy(_Base):
     the likeliest of all categories; a tree does not decide it split by split.
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
-    ``action_masks``, see :mod:`catnat.sb3.masks`. The heads themselves take the masks: with scores
-    of zero the allowed actions are equally likely, and the Fisher matrix of a masked tree stays
-    diagonal.
+    ``action_masks``, see :mod:`catnat.sb3.masks`.
 
     Args:
         observation_space: the space of the environment.
@@ -53,6 +58,10 @@ class HeadPolicy(_Base):
             distribution in the policy. By default 0.001 for sparsemax and 0 for all others. A share
             above 0 keeps every allowed action possible. At 0, an action that was taken can become
             impossible: its KL divergence is infinite, and it gets no gradient and stays impossible.
+        mask_mode: "prune": the heads themselves take the masks; with scores of zero the allowed
+            actions are equally likely, and the Fisher matrix of a masked tree stays diagonal.
+            "renormalize": the probabilities of allowed actions are divided by their sum; trees
+            learn faster so where other actions are forbidden at every step.
         kwargs: further arguments of the policy.
     """
 
@@ -65,9 +74,11 @@ class HeadPolicy(_Base):
         head: str = "softmax",
         head_options: dict[str, Any] | None = None,
         uniform_mix: float | None = None,
+        mask_mode: MaskMode = "prune",
         **kwargs: Any,
     ) -> None:
         require_name(head=head)
+        require_choice(get_args(MaskMode), mask_mode=mask_mode)
         if uniform_mix is not None:
             require_within(0, 1, "[)", uniform_mix=uniform_mix)
             if "mix" in (head_options or {}):
@@ -77,21 +88,32 @@ class HeadPolicy(_Base):
             "head": head,
             "head_options": dict(head_options or {}),
             "uniform_mix": uniform_mix,
+            "mask_mode": mask_mode,
         }
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
-        given = self._head_arguments
+        name, options = self._head_arguments["head"], self._head_options()
         sizes = categories_of(self.action_space)
-        options = _with_mix(**given)
-        heads = [OnlyChoice() if K == 1 else make_head(given["head"], K, **options) for K in sizes]
+        heads = [OnlyChoice() if K == 1 else make_head(name, K, **options) for K in sizes]
         for head in heads:
             if isinstance(head, CategoricalHead):
                 head.validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
-        self.action_dist = make_distribution(heads, self.action_space)
+        one = isinstance(self.action_space, spaces.Discrete)
+        self.action_dist = HeadDistribution(heads[0]) if one else HeadMultiDistribution(heads)
+        self.action_dist.mask_mode = self._head_arguments["mask_mode"]
         super()._build(lr_schedule)  # type: ignore[misc]
+
+    def _head_options(self) -> dict[str, Any]:
+        """The options of the head and its mix; raises for a wrong option."""
+        options: dict[str, Any] = self._head_arguments["head_options"]
+        mix = self._head_arguments["uniform_mix"]
+        made = make_head(self._head_arguments["head"], 2, **options)
+        if mix is None and isinstance(made, SparsemaxHead) and "mix" not in options:
+            mix = SPARSEMAX_MIX
+        return options | ({} if mix is None else {"mix": mix})
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return super()._get_constructor_parameters() | self._head_arguments
@@ -131,12 +153,20 @@ class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy): 
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
 
 
-def _with_mix(head: str, head_options: dict[str, Any], uniform_mix: float | None) -> dict[str, Any]:
-    """The options of a head and its mix; raises for a wrong option."""
-    made = make_head(head, 2, **head_options)
-    if uniform_mix is None and isinstance(made, SparsemaxHead) and "mix" not in head_options:
-        uniform_mix = SPARSEMAX_MIX
-    return head_options | ({} if uniform_mix is None else {"mix": uniform_mix})
+# The names that Stable-Baselines3's own algorithms know, and names for configuration files.
+HeadMlpPolicy = HeadActorCriticPolicy
+HeadCnnPolicy = HeadActorCriticCnnPolicy
+HeadMultiInputPolicy = HeadMultiInputActorCriticPolicy
+POLICIES: dict[str, type[BasePolicy]] = {
+    "MlpPolicy": HeadMlpPolicy,
+    "CnnPolicy": HeadCnnPolicy,
+    "MultiInputPolicy": HeadMultiInputPolicy,
+}
+POLICIES |= {f"Head{name}": policy for name, policy in POLICIES.items()}
+
+
+class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
+    """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
 
 
 class Snapshot:

@@ -10,7 +10,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from torch import Tensor
 
-from catnat.noise import random_state, set_random_state
+from catnat.rng import random_state, set_random_state
 
 
 def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""A run of Stable-Baselines3: evaluation, checkpoints, signals and progress beside learning."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+
+from catnat.callbacks.checkpoints import Stopped, StopSignals
+from catnat.callbacks.terminal import progress_line
+from catnat.files import write_whole
+from catnat.sb3.run_state import state_of
+
+Metrics = dict[str, float]
+
+
+class RunSB3(BaseCallback):
+    """Evaluates, saves and stops, always between two rollouts.
+
+    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from.
+    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load``
+    and those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
+    observations are normalized. These hold pickled code, and nothing here reads them.
+
+    On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written, and :class:`Stopped` raised; a second
+    SIGINT does not wait.
+
+    Args:
+        folder: of the checkpoints.
+        hyper_parameters: options of the run, kept in each checkpoint.
+        evaluate: gives metrics, "return" among them. It gets a function that it should call after
+            each step of an evaluation: the function raises if a signal asked to stop.
+        save_every: environment steps between checkpoints.
+        eval_every: environment steps between evaluations; 0 for none.
+        show: print a line at each evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hyper_parameters: dict[str, Any],
+        evaluate: Callable[[Callable[[], None]], Metrics],
+        save_every: int,
+        eval_every: int,
+        show: bool = True,
+    ) -> None:
+        super().__init__()
+        self.folder, self.hyper_parameters = folder, hyper_parameters
+        self.save_every, self.eval_every, self.show = save_every, eval_every, show
+        self.best = -float("inf")
+        self.signals = StopSignals()
+        self.model: OnPolicyAlgorithm
+        self._evaluate = evaluate
+        self._saved = self._evaluated = self._first = 0
+        self._began = 0.0
+
+    @property
+    def last(self) -> str:
+        """The checkpoint that the run continues from."""
+        return str(self.folder / "last.ckpt")
+
+    def stop_if_asked(self) -> None:
+        """Raise if a signal came; to be called where the last checkpoint is up to date."""
+        if self.signals.signum:
+            raise Stopped(self.signals.signum, self.model.num_timesteps, self.last)
+
+    def save(self, name: str = "last") -> None:
+        """Write a checkpoint; it is on the disk when this returns."""
+        content = state_of(self.model) | {
+            "hyper_parameters": self.hyper_parameters,
+            "best": self.best,
+        }
+        checkpoint, archive = io.BytesIO(), io.BytesIO()
+        torch.save(content, checkpoint)
+        write_whole(self.folder / f"{name}.ckpt", checkpoint.getbuffer())
+        self.model.save(archive)
+        write_whole(self.folder / f"{name}.zip", archive.getbuffer())
+        if (normalizer := self.model.get_vec_normalize_env()) is not None:
+            write_whole(self.folder / f"{name}_vecnormalize.pkl", pickle.dumps(normalizer))
+
+    def keep_best(self, value: float) -> None:
+        """Save the present model as the best one if its evaluated return is the highest."""
+        if value > self.best:
+            self.best = value
+            self.save("best")
+            self.save()  # last.ckpt has the best return, too
+
+    def _on_training_start(self) -> None:
+        self._saved = self._evaluated = self._first = self.model.num_timesteps
+        self._began = time.monotonic()
+        self.signals.listen()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        """Save, stop and evaluate where that is due."""
+        step = self.model.num_timesteps
+        if step == self._first:
+            return
+        evaluation = _due(step, self._evaluated, self.eval_every)
+        if self.signals.signum or evaluation or _due(step, self._saved, self.save_every):
+            self._saved = step
+            self.save()
+        self.stop_if_asked()
+        if evaluation:
+            self._evaluated = step
+            self._evaluate_now(step)
+
+    def _on_training_end(self) -> None:
+        if self.model.num_timesteps > self._saved:
+            self.save()
+
+    def close(self) -> None:
+        """Give signals back."""
+        self.signals.give_back()
+
+    def _evaluate_now(self, step: int) -> None:
+        """Evaluate, save if this is the best, print a line."""
+        found = self._evaluate(self.stop_if_asked)
+        metrics = {f"eval/{name}": value for name, value in found.items()}
+        for name, value in metrics.items():
+            self.logger.record(name, value)
+        self.logger.dump(step)
+        self.keep_best(metrics["eval/return"])
+        if self.show:
+            shown = metrics | recent_return(self.model)
+            total = self.model._total_timesteps
+            print(progress_line(step, total, self._rate(step), shown), flush=True)
+
+    def _rate(self, step: int) -> float:
+        return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
+
+
+def _due(step: int, done: int, every: int) -> bool:
+    """Whether a multiple of ``every`` was passed since ``done``."""
+    return every > 0 and step // every > done // every
+
+
+def recent_return(model: OnPolicyAlgorithm) -> Metrics:
+    """``train/return``, the mean of the last 100 finished games; nothing before the first."""
+    games = model.ep_info_buffer
+    return {"train/return": float(np.mean([game["r"] for game in games]))} if games else {}

@@ -1,0 +1,338 @@
+r"""a(s): how a score divides the probability of its node between the two children.
+
+The paper's parameterization is a tree of binary splits. The score s of a node gives a(s), the
+probability of bit 1; bit 0 has 1 - a(s). With the center C of the node and x = s - C,
+
+- sigmoid: a = 1 / (1 + exp(-x));
+- natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
+  a = 1 above. With a tail, the probability of the rarer bit goes on as an exponential instead.
+
+It is given by the logarithms log(1 - a) and log a, and by their *slopes*, the rates at which they
+move with the score: -d log(1 - a)/ds and d log a/ds, both >= 0. The product of the slopes is
+the Fisher information of the node, (a')^2 / (a (1 - a)):
+
+- sigmoid: slopes a and 1 - a, information a (1 - a);
+- natural: slopes (pi/A) tan(phi) and (pi/A) / tan(phi) with phi = pi/4 + pi x / (2A), information
+  (pi/A)^2, the same for every score before the tail.
+
+Sigmoid and natural come first, :class:`Activation` then says what a tree needs, and
+:class:`CustomActivation` makes one of any increasing function. All are plain differentiable torch;
+the fused kernels of :mod:`catnat.kernels` hold the formulas of sigmoid and natural again.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from catnat.numerics import LOG_ZERO, largest_score
+
+
+@dataclass(frozen=True)
+class SigmoidActivation:
+    """a(s) = 1 / (1 + exp(-x)), x = s - C.
+
+    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+    """
+
+    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
+        """The centers C themselves, (1, S)."""
+        return center[None].to(dtype)
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x = log(right / left); far out, but finite, where left or right is 0."""
+        return _floored_log(right) - _floored_log(left)
+
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
+        x, _ = self._centered(scores, constants)
+        # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
+        left, right = -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
+        return _impossible_at_infinity(left, right, scores)
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
+        x, beyond = self._centered(scores, constants)
+        left, right = torch.sigmoid(x), torch.sigmoid(-x)
+        return torch.where(beyond, 0.0, left), torch.where(beyond, 0.0, right)
+
+    @staticmethod
+    def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
+        bound = largest_score(scores.dtype)
+        x = scores if constants is None else scores - constants[0]
+        beyond = x.abs() > bound
+        return torch.where(beyond, bound * x.sign(), x), beyond
+
+
+@dataclass(frozen=True)
+class NaturalActivation:
+    r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
+
+    The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
+    C + A/2. With theta = pi d / (2A) in [0, pi/4], the likelier bit has probability cos^2(theta)
+    and the other bit sin^2(theta): phi itself would lose all accuracy near an edge, where
+    log sin^2(theta) is steep. For the same reason an edge is stored as a sum of two numbers, so
+    that d is accurate right up to the edge.
+
+    With a tail, a follows these formulas up to the *joint*, the distance d_t from the edge
+    with sin^2(pi d_t / (2A)) = tail. Nearer to the edge and beyond it the rarer bit has probability
+    p = tail exp(-r (d_t - d)). The steepness r is the slope of log sin^2(theta) at the joint, so
+    value and slope meet there. The slope of log p stays r, up to
+    :func:`~catnat.numerics.largest_score`, and the information is r^2 p / (1 - p).
+
+    Args:
+        amplitude: A, the width of the region in which a moves; with a tail it moves beyond.
+        tail: probability of the rarer bit at which the tail begins, 0 for none.
+    """
+
+    amplitude: float = 2 * math.pi
+    tail: float = 0.0
+    half_in_float32: float = field(init=False, repr=False)
+    joint: float = field(init=False, repr=False)  # d_t, 0 without a tail
+    steepness: float = field(init=False, repr=False)  # r
+    log_at_edge: float = field(init=False, repr=False)  # log probability of the rarer bit at d = 0
+
+    def __post_init__(self) -> None:
+        (rounded,) = struct.unpack("f", struct.pack("f", self.amplitude / 2))
+        angle = math.asin(math.sqrt(self.tail))
+        joint = 2 * angle / self.rate
+        steepness = self.rate / math.tan(angle) if self.tail else 0.0
+        log_at_edge = math.log(self.tail) - steepness * joint if self.tail else LOG_ZERO
+        derived = {
+            "half_in_float32": rounded,
+            "joint": joint,
+            "steepness": steepness,
+            "log_at_edge": log_at_edge,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def rate(self) -> float:
+        """pi / A: the constant square root of the node's Fisher information."""
+        return math.pi / self.amplitude
+
+    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
+        """Upper and lower edge of every node, each as a high and a low part, (4, S)."""
+        rows = []
+        for edge in (center + self.amplitude / 2, center - self.amplitude / 2):
+            high = edge.to(dtype)
+            rows += [high, (edge - high.double()).to(dtype)]
+        return torch.stack(rows)
+
+    def half_width(self, dtype: torch.dtype) -> tuple[float, float]:
+        """A/2 as a high part that the dtype can represent and a low part."""
+        half = self.amplitude / 2
+        if dtype == torch.float64:
+            return half, 0.0
+        return self.half_in_float32, half - self.half_in_float32
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x = (2A/pi) (phi - pi/4), tan^2(phi) = right / left; an edge where one of them is 0.
+
+        In the tail x is logarithmic; far out, but finite, where left or right is 0.
+        """
+        phi = torch.atan2(torch.sqrt(right), torch.sqrt(left))
+        total = left + right
+        x = torch.where(total <= 0, 0.0, (phi - math.pi / 4) * (2 / self.rate))
+        if not self.tail:
+            return x
+        rare = torch.minimum(left, right) / torch.where(total <= 0, 1.0, total)
+        beyond = self.amplitude / 2 - (_floored_log(rare) - self.log_at_edge) / self.steepness
+        in_tail = (rare <= self.tail) & (total > 0)
+        return torch.where(in_tail, torch.where(left < right, beyond, -beyond), x)
+
+    def distance(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
+        if constants is None:
+            high, low = self.half_width(scores.dtype)
+            above, below = (high - scores) + low, (scores + high) + low
+        else:
+            above = (constants[0] - scores) + constants[1]
+            below = (scores - constants[2]) - constants[3]
+        upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
+        return torch.where(upper, above, below), upper
+
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
+        sine = torch.sin(theta)
+        rare = torch.where(outside, LOG_ZERO, 2 * torch.log(sine))
+        likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
+        if self.tail:
+            log_p, _ = self._tail_log(distance, outside)
+            rare = torch.where(outside, log_p, rare)
+            likely = torch.where(outside, torch.log1p(-log_p.exp()), likely)
+        left, right = torch.where(upper, rare, likely), torch.where(upper, likely, rare)
+        return _impossible_at_infinity(left, right, scores) if self.tail else (left, right)
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside.
+
+        In the tail r for the rarer bit, r p / (1 - p) for the likelier.
+        """
+        distance, upper = self.distance(scores, constants)
+        theta, outside = self._angle(distance)
+        tan = torch.tan(theta)
+        steep = torch.where(outside, 0.0, self.rate / tan)
+        gentle = torch.where(outside, 0.0, self.rate * tan)
+        if self.tail:
+            in_tail = self._tail_slopes(distance, outside)
+            steep = torch.where(outside, in_tail[0], steep)
+            gentle = torch.where(outside, in_tail[1], gentle)
+        return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)
+
+    def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
+        """(pi/A)^2 up to the edges and on them, 0 outside; falls in the tail."""
+        distance, _ = self.distance(scores, constants)
+        information = torch.where(distance < 0, 0.0, self.rate**2 + 0 * distance)
+        if self.tail:
+            outside = distance <= self.joint
+            steep, gentle = self._tail_slopes(distance, outside)
+            information = torch.where(outside, steep * gentle, information)
+        return information
+
+    def _angle(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
+
+        theta is at least 1e-30, and 1 outside, where the callers do not use it.
+        """
+        outside = distance <= self.joint
+        theta = distance * (self.rate / 2)
+        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
+        return torch.where(outside, 1.0, theta), outside
+
+    def _tail_log(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
+        bound = largest_score(distance.dtype)
+        log_p = self.log_at_edge + self.steepness * torch.where(outside, distance, 0.0)
+        beyond = log_p < -bound
+        return torch.where(beyond, -bound, log_p), beyond
+
+    def _tail_slopes(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """r for the rarer bit and r p / (1 - p) for the likelier; 0 beyond the largest score."""
+        log_p, beyond = self._tail_log(distance, outside)
+        p = log_p.exp()
+        steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
+        return steep, steep * (p / (1 - p))
+
+
+class Activation(Protocol):
+    """What a tree needs of a(s). Every node has a center C, and x = s - C.
+
+    A method gets scores (*, S) of all nodes and their ``constants``, which :meth:`node_constants`
+    made of the centers, in the dtype and on the device of the scores; None where every C is 0.
+    """
+
+    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
+        """The constants of the nodes from their centers C, (S,) in float64 -> (R, S)."""
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x for which 1 - a : a is left : right, in float64."""
+
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log(1 - a) and log a, (*, S) each."""
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
+
+
+@dataclass(frozen=True)
+class CustomActivation:
+    """An activation given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
+
+    Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
+
+    Args:
+        function: differentiable, elementwise; its parameters, if it has any, get gradients.
+    """
+
+    function: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
+        """The centers C themselves, (1, S)."""
+        return center[None].to(dtype)
+
+    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
+        """x by search, |x| <= 1e6; an end of this range where left or right is 0.
+
+        The result has a gradient in the parameters of the function.
+        """
+        target = torch.log(right) - torch.log(left)
+        with torch.no_grad():
+            x = self._search(target)
+            step = 1e-4 * (1 + x.abs())
+            slope = (self._log_odds(x + step) - self._log_odds(x - step)) / (2 * step)
+        # One step of Newton's method hardly moves x, and has the gradient of the inverse function.
+        newton = (self._log_odds(x) - target) / torch.where(slope > 0, slope, 1.0)
+        return torch.where((slope > 0) & (newton.abs() <= step), x - newton, x)
+
+    def _search(self, target: Tensor) -> Tensor:
+        """x where log a - log(1 - a) is the target, to 1e-15 of 1 + |x|.
+
+        Every round cuts the interval of t = arsinh(x) that holds the solution into equal parts.
+        """
+        points = max(2, min(32, 4096 // max(1, int(target.numel()))))  # parts of the interval
+        low = torch.full_like(target, -math.asinh(1e6))
+        width = 2 * math.asinh(1e6)
+        share = torch.arange(1, points, dtype=target.dtype, device=target.device)
+        share = share.view(-1, *[1] * target.dim())
+        while width > 1e-15:
+            width /= points
+            smaller = self._log_odds(_sinh(low + share * width)) < target
+            low = low + smaller.to(low.dtype).sum(0) * width
+        return torch.where(target.isnan(), target, _sinh(low + width / 2))
+
+    def _log_odds(self, x: Tensor) -> Tensor:
+        below, above = self.function(x)
+        return above - below
+
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The function itself; an infinite score makes one side certain."""
+        x, infinite, _ = self._centered(scores, constants)
+        left, right = (torch.where(infinite, 0.0, each) for each in self.function(x))
+        return _impossible_at_infinity(left, right, scores)
+
+    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The derivatives of the function, by forward-mode differentiation; 0 at infinity."""
+        x, _, beyond = self._centered(scores, constants)
+        moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
+        return torch.where(beyond, 0.0, -moved[0]), torch.where(beyond, 0.0, moved[1])
+
+    @staticmethod
+    def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x = s - C for the function; which scores are infinite; which are beyond the largest.
+
+        Few functions are made for such scores: x is 0 for infinite ones, and cut off for others.
+        """
+        bound = largest_score(scores.dtype)
+        x = scores if constants is None else scores - constants[0]
+        infinite, beyond = x.isinf(), x.abs() > bound
+        cut_off = torch.where(beyond, bound * x.sign(), x)
+        return torch.where(infinite, 0.0, cut_off), infinite, beyond
+
+
+def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The two logarithms, :data:`LOG_ZERO` for the side that an infinite score leaves empty."""
+    left = left.masked_fill(scores == torch.inf, LOG_ZERO)
+    return left, right.masked_fill(scores == -torch.inf, LOG_ZERO)
+
+
+def _floored_log(x: Tensor) -> Tensor:
+    """log x; where x = 0 a finite number, so low that exp of it is 0."""
+    lowest = math.log(torch.finfo(x.dtype).smallest_normal) * 1.25
+    return torch.where(x <= 0, lowest, torch.log(torch.where(x <= 0, 1.0, x)))
+
+
+def _sinh(t: Tensor) -> Tensor:
+    """``torch.sinh``, written out because ONNX has none in float64."""
+    return (torch.exp(t) - torch.exp(-t)) / 2

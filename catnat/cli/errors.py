@@ -1,0 +1,90 @@
+"""Mistakes of users end with one line and an exit code, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+# Lines of jsonargparse's messages that say nothing to a user.
+_NOISE = re.compile(
+    r"^(Does not validate|Subtypes:|Errors:|Given value|Expected an? <class '(NoneType|\w+\..*)'>)"
+)
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+class UsageError(Exception):
+    """Something on the command line is wrong."""
+
+
+class RunFailed(Exception):  # noqa: N818 - reads as what it says
+    """A run could not finish."""
+
+
+def closest(name: str, choices: Iterable[str]) -> str:
+    """; did you mean the closest choice? A group may come before it. Empty if none is near.
+
+    >>> closest("naturl", ("softmax", "natural")), closest("tail", ("head_options.tail", "x"))
+    ('; did you mean natural?', '; did you mean head_options.tail?')
+    """
+    whole = {each.lower(): each for each in choices}
+    for known in (whole, {each.rpartition(".")[2]: full for each, full in whole.items()}):
+        if near := difflib.get_close_matches(name.lower(), list(known), 1):
+            return f"; did you mean {known[near[0]]}?"
+    return ""
+
+
+def check_choice(option: str, value: str, choices: Iterable[str], other: str = "") -> None:
+    """Raise unless a value is one of the choices.
+
+    Args:
+        option: such as "--head".
+        value: what the user wrote.
+        choices: what can be written.
+        other: what else could be written, in words.
+    """
+    choices = tuple(choices)
+    if value not in choices:
+        listed = ", ".join(choices) + (f", or {other}" if other else "")
+        raise UsageError(f"{option} {value!r} is not one of {listed}{closest(value, choices)}")
+
+
+def one_line(message: object, known: Iterable[str] = ()) -> str:
+    """A message in one line, without what jsonargparse says about types that do not matter.
+
+    Args:
+        message: of an exception.
+        known: names of options; the message gets the one that is closest to an unknown one.
+    """
+    lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
+    kept = dict.fromkeys(line for line in lines if line and not _NOISE.match(line))
+    text = (" ".join(kept) or " ".join(lines)).partition("tensor([")[0]
+    text = re.sub(r'[Pp]arser key "([^"]+)":', r"--\1:", text)
+    text = re.sub(r"typing\.Literal\[([^]]*)\]", r"one of \1", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    if unknown := re.search(r"(?:Option|[Kk]ey|Subcommand) ['\"]([\w.]+)['\"] is not", text):
+        text += closest(unknown[1], known)
+    return text if len(text) < 500 else f"{text[:500]} ..."
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether an error is about what the user typed, and not a bug of ours or of their own code."""
+    frames: list[Any] = []
+    each: BaseException | None = error
+    while each is not None:  # jsonargparse raises an error of its own for one of the user's class
+        frames = [*(frame for frame, _ in traceback.walk_tb(each.__traceback__)), *frames]
+        each = each.__cause__ or each.__context__
+    names = [str(frame.f_globals.get("__name__")) for frame in frames]
+    files = [frame.f_code.co_filename for frame in frames]
+    if any(
+        not name.startswith("catnat") and not file.startswith((_LIBRARY, "<"))
+        and "-packages" not in file
+        for name, file in zip(names, files, strict=True)
+    ):  # fmt: skip
+        return False  # raised in the user's code, or below it
+    if isinstance(error, RuntimeError):
+        return names[-1].startswith(("lightning.", "torch.nn.modules.module"))
+    return not isinstance(error, TypeError) or names[-1].startswith(("catnat.", "lightning."))

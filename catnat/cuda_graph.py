@@ -1,0 +1,299 @@
+"""CUDA graphs: a step's kernels are launched all at once, not one by one.
+
+A step that is captured reads everything that changes between two steps on the device, and never
+waits for the host. Besides :class:`StepGraph`, which captures, this file has what follows from
+that: numbers that live on the device, optimizers that can be captured, copies to the host that
+nothing waits for.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Output = TypeVar("Output")
+WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
+# What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
+CAPTURABLE: dict[str, bool] = {"capturable": True, "fused": True}
+
+
+# -- capturing -------------------------------------------------------------------------------------
+
+
+class StepGraph(Generic[Output]):
+    """A step of work, captured once and replayed on every later batch of the same shape.
+
+    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape,
+    dtype or kind, run eagerly and are real steps all the same. Noise continues from torch's
+    generator, so a replayed run takes the same steps as an eager run.
+
+    Args:
+        step: takes a batch, works (updates parameters, say) and returns tensors (the loss). All of
+            its work happens on the device.
+    """
+
+    def __init__(self, step: Callable[[Any], Output]) -> None:
+        self.step = step
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._input: list[Tensor] | None = None
+        self._output: Output | None = None
+        self._stream = torch.cuda.Stream()
+
+    def reset(self) -> None:
+        """Capture again at the next call, because a constant of the captured step has changed."""
+        self._graph = None
+
+    def __call__(self, batch: Any) -> Output:
+        """Take one step and return its output, which the next call overwrites."""
+        given = _tensors_of(batch)
+        if given is not None and self._input is None:
+            self._input = [each.clone() for each in given]
+        if self._calls < WARM_UP or given is None or _shapes(given) != _shapes(self._input):
+            self._calls += 1
+            return self._eagerly(batch)
+        assert self._input is not None
+        for mine, each in zip(self._input, given, strict=True):
+            mine.copy_(each)
+        if self._graph is None:
+            self._capture(self._input[0] if isinstance(batch, Tensor) else tuple(self._input))
+        assert self._graph is not None and self._output is not None
+        self._graph.replay()
+        return self._output
+
+    def _eagerly(self, batch: Any) -> Output:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            output = self.step(batch)
+        current.wait_stream(self._stream)
+        return output
+
+    def _capture(self, batch: Any) -> None:
+        current = torch.cuda.current_stream()
+        self._graph = torch.cuda.CUDAGraph()
+        with (
+            _garbage_waits(),
+            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            self._output = self.step(batch)
+        # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device
+        # that could come after the first replay has set the place: its noise would restart.
+        current.wait_stream(self._stream)
+
+
+def why_not_captured(
+    capture: bool | None, device: torch.device, obstacles: Mapping[str, bool]
+) -> str | None:
+    """Why steps on a device are not captured; None if they are.
+
+    Args:
+        capture: what the user asked for; False is a reason.
+        device: where the steps run.
+        obstacles: further reasons, each with whether it applies; the first that does is returned.
+
+    >>> why_not_captured(None, torch.device("cpu"), {})
+    'the device is not a CUDA device'
+    """
+    if capture is False:
+        return "capture is False"
+    if device.type != "cuda":
+        return "the device is not a CUDA device"
+    return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+class Backlog:
+    """Keeps the host from running far ahead of the device.
+
+    A host that waits here sleeps, so that many runs can share a machine. Without a backlog the host
+    would wait too, once the driver's queue is full, but at full load.
+
+    Args:
+        most: parts of work that may be under way.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def add(self) -> None:
+        """End a part of work here; wait for the oldest part if too many are under way."""
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._events.append(event)
+        if len(self._events) > self.most:
+            self._events.popleft().synchronize()
+
+
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """No cyclic garbage is collected inside: freeing an old graph would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tensors_of(batch: Any) -> list[Tensor] | None:
+    """The tensors of a batch that is a tensor or a sequence of tensors; None for any other kind."""
+    given = [batch] if isinstance(batch, Tensor) else batch
+    if isinstance(given, (list, tuple)) and all(isinstance(each, Tensor) for each in given):
+        return list(given)
+    return None
+
+
+def _shapes(tensors: list[Tensor] | None) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(x.shape, x.dtype) for x in tensors or ()]
+
+
+# -- numbers that a captured step reads, and results that the host reads ---------------------------
+
+
+class DeviceScalar(nn.Module):
+    """A number that steps read on the device, and the host without waiting for the device.
+
+    Calling it gives the tensor, ``float`` the number. It moves with the module that has it, and is
+    not part of the module's ``state_dict``.
+
+    >>> temperature = DeviceScalar(1.0)
+    >>> temperature.set(0.5)
+    >>> temperature(), float(temperature)
+    (tensor(0.5000), 0.5)
+    """
+
+    tensor: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("tensor", torch.tensor(float(value)), persistent=False)
+        self._value = float(value)
+
+    def set(self, value: float) -> None:
+        """Change the number, in place, so that a captured step sees it."""
+        if value != self._value:
+            self._value = float(value)
+            self.tensor.fill_(value)
+
+    def forward(self) -> Tensor:
+        """The number as a tensor on the device, ()."""
+        return self.tensor
+
+    def __float__(self) -> float:
+        return self._value
+
+
+def send(x: Tensor) -> Callable[[], Tensor]:
+    """Start copying ``x`` to the host; call the result to get the copy, once it has arrived.
+
+    Waiting at once would idle a GPU: it has nothing to do while the host waits, and the host
+    nothing to give it.
+
+    >>> receive = send(torch.tensor([1.0, 2.0]))
+    >>> receive()
+    tensor([1., 2.])
+    """
+    x = x.detach()
+    if not x.is_cuda:
+        copy = x.clone()
+        return lambda: copy
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(x.device))
+
+    def receive() -> Tensor:
+        event.synchronize()
+        return host
+
+    return receive
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
+    """The options with which a kind of optimizer can be captured, as far as it has them."""
+    known = inspect.signature(kind).parameters
+    return {name: on for name, on in CAPTURABLE.items() if name in known}
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Move everything that a step of the optimizer reads to the device, the learning rate too."""
+    for group in optimizer.param_groups:
+        group |= {name: on for name, on in CAPTURABLE.items() if name in group}
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
+
+
+def make_portable(optimizer: Optimizer) -> None:
+    """Undo :func:`make_capturable`; other optimizers stay as they are."""
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        optimizer.load_state_dict(portable_state(optimizer.state_dict()))
+
+
+def portable_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer as it would be if the optimizer had never been capturable."""
+    if not any(isinstance(group["lr"], Tensor) for group in state["param_groups"]):
+        return state
+    groups = []
+    for group in state["param_groups"]:
+        plain = {"capturable": False, "fused": None, "lr": float(group["lr"])}
+        groups.append({name: plain.get(name, value) for name, value in group.items()})
+    states = {
+        key: {name: x.cpu() if name == "step" else x for name, x in each.items()}
+        for key, each in state["state"].items()
+    }
+    return {**state, "state": states, "param_groups": groups}
+
+
+def set_learning_rate(group: dict[str, Any], rate: float, device: torch.device | None) -> None:
+    """Set the learning rate of a parameter group.
+
+    Args:
+        group: the parameter group.
+        rate: the learning rate.
+        device: where a captured step reads the rate: there it is changed in place. None: no step
+            is captured, and the rate is a plain number.
+    """
+    now = group["lr"]
+    if device is None:
+        group["lr"] = rate
+    elif isinstance(now, Tensor) and now.device.type == device.type:
+        now.fill_(rate)
+    else:
+        group["lr"] = torch.tensor(rate, device=device)
+
+
+def keep_kernels(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, which from now on keeps its own kernels when it loads a state.
+
+    A saved state names the kernels (fused, capturable, foreach) of the device that it was saved on.
+    The kernels of this optimizer are those of the device that it is on.
+    """
+    optimizer.register_load_state_dict_pre_hook(_with_kernels_of)
+    return optimizer
+
+
+def _with_kernels_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    saved, own = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(own):
+        return state  # torch says what is wrong with the state
+    kernels = ("fused", "capturable", "foreach")
+    groups = [
+        group | {name: mine[name] for name in kernels if name in mine}
+        for group, mine in zip(saved, own, strict=True)
+    ]
+    return state | {"param_groups": groups}

@@ -1,0 +1,240 @@
+"""Softmax and sparsemax, heads with one score per category, and heads by their names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from catnat.checks import require_choice, require_within
+from catnat.head import _ALIASES, _REGISTRY, CategoricalHead
+from catnat.kernels import softmax_log_probs, sparsemax_log_probs
+from catnat.mixed_head import MixedHead
+from catnat.numerics import LOG_ZERO, safe_log
+from catnat.tree_heads import NaturalHead, SigmoidHead
+
+
+class SoftmaxHead(CategoricalHead, name="softmax"):
+    r"""p_k = exp(s_k) / sum_j exp(s_j), S = K.
+
+    Its Fisher matrix diag(p) - p p^T is dense and singular: shifting all scores changes nothing.
+
+    >>> SoftmaxHead(3).probs(torch.zeros(3))
+    tensor([0.3333, 0.3333, 0.3333])
+    """
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Normalized log-probabilities, (*, K) -> (*, K)."""
+        return softmax_log_probs(self._checked(scores))
+
+    def inverse(self, probs: Tensor) -> Tensor:
+        """log p, floored where p = 0."""
+        return safe_log(self._checked_probs(probs)).to(probs.dtype)
+
+    def fisher(self, scores: Tensor) -> Tensor:
+        """diag(p) - p p^T (the paper's Proposition)."""
+        p = self.probs(scores)
+        return self._from_products(p[..., :, None] * p[..., None, :])
+
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """p (1 - p)."""
+        p = self.probs(scores)
+        top = p.argmax(-1, keepdim=True)  # 1 - p loses accuracy for the largest p only
+        others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return p * (1 - p).scatter(-1, top, others)
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """diag(mean p) - P^T P / B over the B rows P."""
+        return self._mean_fisher(scores.reshape(-1, self.num_scores))
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """:meth:`mean_fisher` of B rows; no score is saturated: (*, B, S) -> (*, S^2 + 1)."""
+        return F.pad(self._mean_fisher(scores).flatten(-2), (0, 1)).float()
+
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        p = self.probs(scores)  # (*, B, S)
+        with torch.autocast(p.device.type, enabled=False):
+            return self._from_products(p.mT @ p / p.shape[-2])
+
+    @staticmethod
+    def _from_products(products: Tensor) -> Tensor:
+        """G from p p^T or its mean; the diagonal makes every row sum to 0.
+
+        The formula p - p^2 for the diagonal would lose accuracy where p is near 1.
+        """
+        diagonal = torch.eye(products.shape[-1], dtype=torch.bool, device=products.device)
+        off = products.masked_fill(diagonal, 0.0)
+        return torch.diag_embed(off.sum(-1)) - off
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """By Sherman and Morrison's formula, in O(K)."""
+        p = self.probs(scores)
+        if damping == 0:
+            possible = ~(p <= 0)
+            direction = _centered(grad, possible) / torch.where(possible, p, 1.0)
+            largest = torch.finfo(p.dtype).max / (4 * self.num_scores)  # their sum stays finite
+            direction = direction.clamp(-largest, largest)
+            return _centered(direction, possible)  # P diag(1/p) P, with P the projection
+        w = 1 / (p + damping)
+        shift = grad.sum(-1, keepdim=True) / damping - (w * grad).sum(-1, keepdim=True)
+        return w * (grad + p * shift / (p * w).sum(-1, keepdim=True))
+
+
+class SparsemaxHead(CategoricalHead, name="sparsemax"):
+    r"""p = the point of the simplex nearest to the scores, S = K; sets many p_k to exactly 0.
+
+    An impossible category gets no gradient. Where log-ratios of probabilities matter (PPO), mix
+    in a little of the uniform distribution.
+
+    >>> SparsemaxHead(3).probs(torch.tensor([0.5, 0.3, -2.0]))
+    tensor([0.6000, 0.4000, 0.0000])
+    """
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Normalized log-probabilities, (*, K) -> (*, K)."""
+        return sparsemax_log_probs(self._checked(scores))
+
+    def inverse(self, probs: Tensor) -> Tensor:
+        """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""
+        p = self._checked_probs(probs)
+        p = p / p.sum(-1, keepdim=True)
+        K, eps = self.num_categories, torch.finfo(probs.dtype).eps
+        # The rounding errors of the input and of the projection.
+        below = -K * (eps + K * torch.finfo(torch.float64).eps)
+        return torch.where(p <= 0, below, p).to(probs.dtype)
+
+    def fisher(self, scores: Tensor) -> Tensor:
+        """J diag(1/p) J on the support, J = I - 1 1^T / n for a support of size n; 0 elsewhere."""
+        q, support, n = self._support(scores)
+        total = q.sum(-1)[..., None, None] / n[..., None].square()
+        cross = q[..., :, None] * support[..., None, :] / n[..., None]
+        both = support[..., :, None] * support[..., None, :]
+        return torch.diag_embed(q) - cross - cross.transpose(-1, -2) + total * both
+
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """(1 - 2/n) / p_i + sum_k 1/p_k / n^2 on the support, 0 elsewhere."""
+        q, support, n = self._support(scores)
+        return q * (1 - 2 / n) + support * q.sum(-1, keepdim=True) / n.square()
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over all leading dimensions, in O(B K^2) time, O(K^2) memory."""
+        return self._mean_fisher(*self._support(scores.reshape(-1, self.num_scores)))
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
+        q, support, n = self._support(scores)
+        still = self.num_scores - torch.where(n <= 1, 0.0, n)
+        still = still.nan_to_num(0.0).mean(-2) / self.num_scores
+        return torch.cat((self._mean_fisher(q, support, n).flatten(-2), still), -1).float()
+
+    @staticmethod
+    def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:
+        """diag(q) and, with u = 1 on the support: -(q u^T + u q^T) / n + u u^T sum(q) / n^2."""
+        half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
+        with torch.autocast(q.device.type, enabled=False):
+            product = half.mT @ support / q.shape[-2]
+        return torch.diag_embed(q.mean(-2)) + product + product.mT
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """In O(K): G maps onto the vectors on the support that sum to 0."""
+        p = self.probs(scores)
+        possible = ~(p <= 0)
+        inside = _centered(grad, possible)
+        w = p / (1 + damping * p)
+        mean = (w * inside).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
+        moved = w * torch.where(possible, inside - mean, 0.0)
+        return moved if damping == 0 else moved + (grad - inside) / damping
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """Scores of impossible categories, and all of them where one category is certain."""
+        possible = ~(self.probs(scores) <= 0)
+        return ~possible | (possible.sum(-1, keepdim=True) == 1)
+
+    def _support(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """1/p on the support and 0 elsewhere, the support as 0/1, and its size (*, 1)."""
+        log_p = self.log_probs(scores)  # LOG_ZERO, or above -80
+        support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
+        q = support * log_p.clamp_min(-80).neg().exp()
+        return q, support, support.sum(-1, keepdim=True)
+
+
+def _centered(x: Tensor, inside: Tensor) -> Tensor:
+    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
+    x = torch.where(inside, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - mean, 0.0)
+
+
+_BUILT_IN = (SoftmaxHead.name, SparsemaxHead.name, SigmoidHead.name, NaturalHead.name)
+
+
+def head_names() -> tuple[str, ...]:
+    """Names of all registered heads: the four of the paper, then others in order of definition.
+
+    >>> from catnat import head_names
+    >>> head_names()[:4]
+    ('softmax', 'sparsemax', 'sigmoid', 'natural')
+    """
+    return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTRY)))
+
+
+def head_option_names() -> set[str]:
+    """Names of the options that some registered head takes in :func:`make_head`."""
+    return {"mix"}.union(*map(_options_of, _REGISTRY.values()))
+
+
+def _options_of(cls: type[CategoricalHead]) -> list[str]:
+    return list(inspect.signature(cls).parameters)[1:]
+
+
+def make_head(
+    head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
+) -> CategoricalHead:
+    """Build a head by its name, or check that a given head has the right number of categories.
+
+    Args:
+        head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
+        num_categories: K >= 2.
+        mix: share of the uniform distribution in the head's, for any head, in [0, 1). Above 0 the
+            head is a :class:`~catnat.mixed_head.MixedHead`.
+        options: options of the named head, such as ``amplitude`` for natural.
+
+    >>> from catnat import make_head
+    >>> make_head("softmax", 8)
+    SoftmaxHead(num_categories=8, num_scores=8)
+    """
+    require_within(0, 1, "[)", mix=mix)
+    made = _make(head, num_categories, options)
+    return MixedHead(made, mix) if mix else made
+
+
+def _make(
+    head: str | CategoricalHead, num_categories: int, options: dict[str, Any]
+) -> CategoricalHead:
+    if isinstance(head, CategoricalHead):
+        if options:
+            raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
+        if head.num_categories != num_categories:
+            raise ValueError(
+                f"head has {head.num_categories} categories, {num_categories} are needed"
+            )
+        return head
+    name = _ALIASES.get(head, head)
+    require_choice(head_names(), head=name)
+    cls = _REGISTRY[name]
+    known = _options_of(cls)
+    parameters = inspect.signature(cls).parameters.values()
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = sorted(set(options) - set(known))
+    if unknown and not open_ended:
+        choices = ", ".join([*known, "mix"])
+        raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
+    try:
+        return cls(num_categories, **options)
+    except TypeError as error:
+        if not open_ended or "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"head {head!r} does not take these options: {error}") from error

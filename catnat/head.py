@@ -1,0 +1,396 @@
+"""Categorical heads: strategies that turn scores into a categorical distribution.
+
+A head is an ``nn.Module`` whose ``forward`` maps scores (*, S) to a
+:class:`~catnat.distributions.HeadCategorical` over K categories. Four are built in: softmax and
+sparsemax in :mod:`catnat.flat_heads`, the catnat heads in :mod:`catnat.tree_heads`. A new one is
+one class::
+
+    class MyHead(CategoricalHead, name="mine"): ...
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from catnat.checks import (
+    checked_categories,
+    require_at_least,
+    require_positive,
+)
+from catnat.distributions import HeadCategorical, draw
+from catnat.numerics import (
+    at_least_float32,
+    can_branch_on,
+    common_shape,
+    exp_of_log_probs,
+    finite_log_probs,
+    is_plain,
+    take,
+)
+
+_REGISTRY: dict[str, type[CategoricalHead]] = {}
+_ALIASES: dict[str, str] = {}
+
+
+class CategoricalHead(nn.Module, ABC):
+    """Maps S scores to a distribution over K categories.
+
+    Subclasses implement :meth:`log_probs`, :meth:`inverse` and :meth:`fisher`. All other methods
+    are derived from these three; a subclass overrides those for which it has a cheaper closed form.
+
+    Args:
+        num_categories: K, at least 2. The number of scores S is K, unless a subclass sets
+            ``self.num_scores`` afterwards.
+
+    Shapes:
+        scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
+    """
+
+    name: str  # of the class, if it has one; of the inner head for a MixedHead
+    fisher_is_diagonal: ClassVar[bool] = False
+    num_categories: int
+    num_scores: int
+    validate_args: bool | None = None  # passed to HeadCategorical by forward
+    _is_finite_when_masked: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # torch declares that calling a module returns Any
+
+        def __call__(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+            """The distribution these scores stand for, over the allowed categories."""
+
+    def __init_subclass__(
+        cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._is_finite_when_masked = cls.log_probs.__module__.startswith("catnat.")
+        if name is None:
+            return
+        for each in (name, *aliases):
+            known = _REGISTRY.get(_ALIASES.get(each, each))
+            # The same class again is not an error: a cell of a notebook may run twice.
+            if known is not None and _identity(known) != _identity(cls):
+                raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
+        cls.name = name
+        _REGISTRY[name] = cls
+        _ALIASES.update(dict.fromkeys(aliases, name))
+
+    def __init__(self, num_categories: int) -> None:
+        super().__init__()
+        self.num_categories = self.num_scores = checked_categories(num_categories)
+
+    @abstractmethod
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
+
+    @abstractmethod
+    def inverse(self, probs: Tensor) -> Tensor:
+        """Scores that give these probabilities, (*, K) -> (*, S)."""
+
+    @abstractmethod
+    def fisher(self, scores: Tensor) -> Tensor:
+        """Exact Fisher information matrix in the scores, (*, S) -> (*, S, S)."""
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
+        return exp_of_log_probs(self.log_probs(scores))
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Scores under which a category that the mask forbids is impossible, (*, S) -> (*, S).
+
+        All other methods take the result like any scores: a forbidden category has probability
+        exactly 0 and is never drawn, and scores that no longer matter get no gradient.
+
+        Args:
+            scores: (*, S).
+            mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
+                that of the scores. Every row allows a category. Where a row does not, and looking
+                at the mask would wait for a device, the row becomes NaN.
+        """
+        self._check(scores)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a tensor of bool, True = allowed, got {kind}")
+        if not mask.dim() or mask.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"mask must have {self.num_categories} categories in the last dimension, "
+                f"got shape {tuple(mask.shape)}"
+            )
+        try:
+            torch.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"mask of shape {tuple(mask.shape)} does not broadcast with scores of shape "
+                f"{tuple(scores.shape)}"
+            ) from error
+        mask = mask & self.allowed(scores)  # of scores that were masked before
+        filled, some = self._masked(scores, mask), mask.any(-1)
+        if not can_branch_on(mask):
+            return torch.where(some[..., None], filled, torch.nan)
+        if not bool(some.all()):
+            row = tuple((~some).nonzero()[0].tolist())
+            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
+        return filled
+
+    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """:meth:`masked` without its checks."""
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """Scores with infinite ones where the mask decides: -inf for forbidden categories."""
+        self._require_a_score_for_each_category()
+        return torch.where(mask, scores, -torch.inf)
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        self._check(scores)
+        self._require_a_score_for_each_category()
+        return scores != -torch.inf
+
+    def _require_a_score_for_each_category(self) -> None:
+        if self.num_scores != self.num_categories:
+            raise NotImplementedError(
+                f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
+                "categories: it must override _masked and allowed for masks"
+            )
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+        """The distribution these scores stand for, over the categories that :meth:`masked` leaves.
+
+        Args:
+            scores: (*, S).
+            mask: as in :meth:`masked`; None allows all categories.
+        """
+        if mask is not None:
+            scores = self.masked(scores, mask)
+        if self._is_lazy():
+            return HeadCategorical(None, self.validate_args, source=(self, self._checked(scores)))
+        log_probs = self._finite_log_probs(self._checked(scores))
+        return HeadCategorical(log_probs, self.validate_args, normalized=True)
+
+    def _finite_log_probs(self, scores: Tensor) -> Tensor:
+        """:meth:`log_probs`, finite also where a mask made scores infinite."""
+        log_probs = self.log_probs(scores)
+        return log_probs if self._is_finite_when_masked else finite_log_probs(log_probs)
+
+    def log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """Log-probability of given categories: (*, S) and (*), which broadcast -> (*).
+
+        A value that is not a category is a ValueError on the CPU. Elsewhere, and under
+        torch.compile and torch.func, its log-probability is NaN.
+        """
+        value = self._checked_value(value)
+        if self._has_paths():
+            return self._path_log_prob(self._checked(scores), value)
+        log_probs = self.log_probs(scores)
+        shape = common_shape(value.shape, log_probs.shape[:-1])
+        if can_branch_on(value):  # then all values were looked at, and are categories
+            return take(log_probs, value.expand(shape)[..., None])[..., 0]
+        valid = (value >= 0) & (value < self.num_categories)
+        index = torch.where(valid, value, 0).expand(shape)[..., None]
+        chosen = take(log_probs, index)[..., 0]
+        return chosen * torch.where(valid, 1.0, torch.nan).to(chosen.dtype)
+
+    def sample(
+        self, scores: Tensor, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Random categories, (*, S) -> (*sample_shape, *) int64.
+
+        A category of probability 0 is never drawn. A NaN score that matters is an error on the CPU;
+        elsewhere the sample of a tree is then -1, which is not a category.
+        """
+        scores = scores.detach()
+        if self._has_paths():
+            scores = self._checked(scores)
+            shape = torch.Size(sample_shape) + scores.shape[:-1]
+            return self._path_sample(scores, shape, generator)
+        return draw(self.probs(scores), torch.Size(sample_shape), generator)
+
+    def _has_paths(self) -> bool:
+        """Whether the head has the two methods below, which do not need all log-probabilities."""
+        return False
+
+    def _is_lazy(self) -> bool:
+        """Whether the distribution may use these methods, and ask for log-probabilities later."""
+        return False
+
+    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """:meth:`log_prob` of checked scores and values."""
+        raise NotImplementedError
+
+    def _path_sample(
+        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        """Categories of this shape; the batch shape of the checked scores broadcasts to it."""
+        raise NotImplementedError
+
+    def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities of the steps to each category and of the turns not taken, (*, H) each.
+
+        None where a category is not reached by binary steps.
+        """
+        return None
+
+    def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
+        """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
+
+        Made for the bias of the layer that gives the scores: training then starts from the
+        frequencies instead of the uniform distribution.
+
+        Args:
+            counts: how often each category was seen, >= 0.
+            smoothing: added to every count, so that no category starts at probability 0.
+
+        >>> from catnat import make_head
+        >>> head = make_head("sigmoid", 4)
+        >>> head.probs(head.scores_from_frequencies(torch.tensor([0, 1, 2, 3])))
+        tensor([0.1000, 0.2000, 0.3000, 0.4000])
+        """
+        require_positive(or_zero=True, smoothing=smoothing)
+        smoothed = self._of_categories(counts) + smoothing
+        total = smoothed.sum(-1, keepdim=True)
+        if can_branch_on(counts) and (bool((counts < 0).any()) or not bool((total > 0).all())):
+            raise ValueError(
+                f"counts must be >= 0, and some of them positive, got {counts.tolist()}"
+            )
+        dtype = counts.dtype if counts.is_floating_point() else torch.get_default_dtype()
+        return self.inverse(smoothed / total).to(dtype)
+
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
+        return self.fisher(scores).diagonal(dim1=-2, dim2=-1)
+
+    def mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over all leading dimensions, (*, S) -> (S, S)."""
+        return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
+
+    def diagnostics(self, scores: Tensor) -> Tensor:
+        """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
+
+        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) with the diagonal alone if ``fisher_is_diagonal``.
+        Made for observing every step of a run: the leading dimensions may be many steps, and the
+        host does not wait for the device.
+        """
+        saturated = self.saturated(scores).float().mean((-2, -1))
+        steps = scores.reshape(-1, *scores.shape[-2:])
+        fisher = torch.stack([self.mean_fisher(each) for each in steps]).float()
+        fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
+        return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
+
+    def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 0.0) -> Tensor:
+        """(G + damping I)^-1 grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
+
+        Without damping G^+ grad, with the pseudo-inverse of G. Half precision is computed, and
+        returned, in float32.
+        """
+        require_at_least(0, damping=damping)
+        if grad.shape != scores.shape:
+            raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
+        with torch.autocast(scores.device.type, enabled=False):
+            scores = self._checked(scores)
+            return self._natural_gradient(scores, grad.to(scores.dtype), damping)
+
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """In float64: in float32 solvers give up on matrices with tiny entries."""
+        eps = torch.finfo(scores.dtype).eps
+        fisher, column = self.fisher(scores).double(), grad.double()[..., None]
+        broken = ~fisher.isfinite().all(-1).all(-1)[..., None]
+        fisher = torch.where(broken[..., None], 0.0, fisher)
+        if damping:
+            damped = fisher + damping * torch.eye(self.num_scores).to(fisher)
+            solved = torch.cholesky_solve(column, torch.linalg.cholesky(damped))
+        else:
+            size = fisher.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
+            inverse = torch.linalg.pinv(fisher / size, rtol=self.num_scores * eps, hermitian=True)
+            solved = (inverse @ column) / size
+        return torch.where(broken, torch.nan, solved[..., 0]).to(grad.dtype)
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
+        return torch.zeros_like(scores, dtype=torch.bool)
+
+    def extra_repr(self) -> str:
+        """What ``print(head)`` shows."""
+        return f"num_categories={self.num_categories}, num_scores={self.num_scores}"
+
+    def _checked(self, scores: Tensor) -> Tensor:
+        """Scores in float32 or float64, after checking their shape and dtype."""
+        self._check(scores)
+        if scores.dtype in (torch.float32, torch.float64):
+            return scores
+        wide = at_least_float32(scores)
+        if wide.requires_grad and is_plain(scores) and not _may_be_scaled(scores):
+            largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
+            wide.register_hook(lambda grad: grad.clamp(-largest, largest))
+        return wide
+
+    def _check(self, scores: Tensor) -> None:
+        """Raise an error unless these are a tensor of scores, (*, S)."""
+        if not isinstance(scores, Tensor):
+            raise TypeError(
+                f"scores must be a torch tensor, got {type(scores).__name__}; "
+                "torch.as_tensor makes one"
+            )
+        if not scores.dim() or scores.shape[-1] != self.num_scores:
+            raise ValueError(
+                f"{type(self).__name__} over {self.num_categories} categories takes "
+                f"{self.num_scores} scores in the last dimension, got shape {tuple(scores.shape)}"
+            )
+        if not scores.is_floating_point():
+            raise ValueError(f"scores must be floating point, got {scores.dtype}")
+
+    def _checked_value(self, value: Tensor, name: str = "value") -> Tensor:
+        """Categories as int64, after checking them where that does not wait for a device."""
+        index = value.long()
+        if can_branch_on(value) and value.numel():
+            low, high = index.aminmax()
+            broken = value.is_floating_point() and bool((index != value).any())
+            if broken or low < 0 or high >= self.num_categories:
+                wrong = value[(index != value) | (index < 0) | (index >= self.num_categories)]
+                raise ValueError(
+                    f"{name} must be a category from 0 to {self.num_categories - 1}, "
+                    f"got {wrong[0].item()}"
+                )
+        return index
+
+    def _checked_probs(self, probs: Tensor) -> Tensor:
+        """Probabilities in float64, after checking their shape, signs and sums.
+
+        Wrong ones are NaN where looking at the values would wait for a device.
+        """
+        wide = self._of_categories(probs)
+        if not probs.is_floating_point():
+            raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
+        eps = torch.finfo(probs.dtype).eps
+        lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
+        wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
+        if can_branch_on(probs) and bool(wrong.any()):
+            row = tuple(wrong[..., 0].nonzero()[0].tolist())
+            raise ValueError(
+                f"probabilities must be >= 0 and sum to 1, got{f' in row {row}' if row else ''} "
+                f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
+            )
+        return torch.where(wrong, torch.nan, wide.clamp_min(0))
+
+    def _of_categories(self, x: Tensor) -> Tensor:
+        """A tensor (*, K) in float64, after checking its shape."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a torch tensor over categories, got {type(x).__name__}")
+        if not x.dim() or x.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"expected {self.num_categories} probabilities in the last dimension, "
+                f"got shape {tuple(x.shape)}"
+            )
+        return x.double()
+
+
+def _may_be_scaled(scores: Tensor) -> bool:
+    """Whether a GradScaler may have scaled the loss: it has to see that gradients overflow."""
+    return scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
+
+
+def _identity(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

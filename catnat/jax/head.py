@@ -1,0 +1,198 @@
+"""CategoricalHead: what every head has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from catnat.checks import checked_categories
+from catnat.jax.distribution import Categorical
+from catnat.jax.numerics import at_least_float32, can_branch_on, pick, uniform
+
+
+@dataclass(frozen=True)
+class CategoricalHead(ABC):
+    """Maps S scores to a distribution over K categories.
+
+    A head holds its options and nothing else. It never changes and is hashable, so that it can be a
+    static argument of ``jax.jit``; as part of a pytree it has no leaves.
+
+    Args:
+        num_categories: K, at least 2.
+
+    Shapes:
+        scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
+    """
+
+    num_categories: int
+    name: str = field(init=False, repr=False, default="")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_static(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_categories", checked_categories(self.num_categories))
+
+    @property
+    def num_scores(self) -> int:
+        """S, the number of scores: K, and K - 1 for the catnat heads."""
+        return self.num_categories
+
+    @abstractmethod
+    def log_probs(self, scores: Array) -> Array:
+        """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
+
+    @abstractmethod
+    def inverse(self, probs: Array) -> Array:
+        """Scores that give these probabilities, (*, K) -> (*, S)."""
+
+    def __call__(self, scores: Array, mask: Array | None = None) -> Categorical:
+        """The distribution these scores stand for, over the categories that the mask allows."""
+        scores = self._checked(scores) if mask is None else self.masked(scores, mask)
+        return Categorical(scores, self)
+
+    def probs(self, scores: Array) -> Array:
+        """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
+        return jnp.exp(self.log_probs(scores))
+
+    def entropy(self, scores: Array) -> Array:
+        """-sum_k p_k log p_k with 0 log 0 = 0, (*, S) -> (*)."""
+        log_probs = self.log_probs(scores)
+        return -(jnp.exp(log_probs) * log_probs).sum(-1)
+
+    def fisher(self, scores: Array) -> Array:
+        """Exact Fisher information matrix in the scores, (*, S) -> (*, S, S).
+
+        J^T diag(1/p) J with the Jacobian J of the probabilities.
+        """
+        scores = self._checked(scores)
+        rows = jax.vmap(jax.jacrev(self.probs))(scores.reshape(-1, self.num_scores))
+        jacobian, p = rows.reshape(*scores.shape[:-1], *rows.shape[1:]), self.probs(scores)
+        weight = jnp.where(p <= 0, 0.0, 1 / jnp.where(p <= 0, 1.0, p))[..., None]
+        return jnp.einsum("...ki,...kj->...ij", jacobian, weight * jacobian, precision="highest")
+
+    def fisher_diagonal(self, scores: Array) -> Array:
+        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
+        diagonal: Array = jnp.diagonal(self.fisher(scores), axis1=-2, axis2=-1)
+        return diagonal
+
+    def log_prob(self, scores: Array, value: Array) -> Array:
+        """Log-probability of the categories ``value``, whose shape broadcasts with the batch shape.
+
+        A value that is not a category is an error where it can be seen, and NaN elsewhere.
+        """
+        log_probs, value, known = self.log_probs(scores), *self._checked_value(value)
+        return jnp.where(known, pick(log_probs, value[..., None])[..., 0], jnp.nan)
+
+    def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
+        """What a tree head knows of the nodes above categories; other heads have no paths."""
+        raise ValueError(f"{type(self).__name__} has no paths; take a tree head without mix")
+
+    def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        """Categories drawn at random, (*sample_shape, *) in int32; -1 where the scores are NaN.
+
+        Every category has a clock that rings after a time of mean 1 / p. The first one is drawn.
+        """
+        log_probs = self.log_probs(scores)
+        u = uniform(key, (*sample_shape, *log_probs.shape), log_probs.dtype)
+        times = jnp.log(-jnp.log1p(-u)) - log_probs
+        first = jnp.where(jnp.exp(log_probs) <= 0, jnp.inf, times).argmin(-1).astype(jnp.int32)
+        return jnp.where(jnp.isnan(log_probs).any(-1), -1, first)
+
+    def masked(self, scores: Array, mask: Array) -> Array:
+        """Scores under which a category that the mask forbids is impossible, (*, S) -> (*, S).
+
+        All other methods take the result like any scores: a forbidden category has probability
+        exactly 0 and is never drawn, and scores that no longer matter get no gradient. Scores that
+        are masked already may be masked again: both masks then hold.
+
+        Args:
+            scores: (*, S).
+            mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
+                that of the scores. Every row allows a category. A row that does not is an error
+                where it can be seen, and becomes NaN elsewhere.
+        """
+        scores, mask = self._checked(scores), _array("mask", mask)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
+        if not mask.ndim or mask.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"mask must have {self.num_categories} categories in the last dimension, "
+                f"got shape {mask.shape}"
+            )
+        try:
+            jnp.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
+        except ValueError:
+            shapes = f"{mask.shape} with scores of shape {scores.shape}"
+            raise ValueError(f"mask does not broadcast: shape {shapes}") from None
+        before = self.allowed(scores)
+        mask = mask & before
+        some = mask.any(-1)
+        if can_branch_on(some) and not bool(some.all()):
+            row = tuple(int(i) for i in np.argwhere(~np.asarray(some))[0])
+            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
+        return jnp.where(some[..., None], self._masked(scores, mask, before), jnp.nan)
+
+    def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
+        """Scores under this mask, which is part of the mask that they had before."""
+        return self._filled(scores, mask)
+
+    def _filled(self, scores: Array, mask: Array) -> Array:
+        """Scores with infinite ones where the mask decides."""
+        return jnp.where(mask, scores, -jnp.inf)
+
+    def allowed(self, scores: Array) -> Array:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        return self._checked(scores) != -jnp.inf
+
+    def _checked(self, scores: Array) -> Array:
+        """Scores in float32 or float64, after checking their shape and dtype."""
+        scores = _array("scores", scores)
+        if not scores.ndim or scores.shape[-1] != self.num_scores:
+            raise ValueError(
+                f"{type(self).__name__} over {self.num_categories} categories takes "
+                f"{self.num_scores} scores in the last dimension, got shape {scores.shape}"
+            )
+        if not jnp.issubdtype(scores.dtype, jnp.floating):
+            raise ValueError(f"scores must be floating point, got {scores.dtype}")
+        return at_least_float32(scores)
+
+    def _checked_probs(self, probs: Array) -> Array:
+        """Probabilities in float32 or float64, after checking their shape, signs and sums."""
+        probs, K = _array("probs", probs), self.num_categories
+        if not probs.ndim or probs.shape[-1] != K:
+            raise ValueError(f"expected {K} probabilities in the last dimension, got {probs.shape}")
+        wide = at_least_float32(probs)
+        if probs.size and can_branch_on(wide):
+            if bool((wide < 0).any()):
+                raise ValueError(f"probabilities must not be negative, got {float(wide.min())}")
+            sums = wide.sum(-1).ravel()
+            worst = float(sums[jnp.argmax(jnp.where(jnp.isnan(sums), 0.0, jnp.abs(sums - 1)))])
+            if abs(worst - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps):
+                raise ValueError(f"probabilities must sum to 1, got a sum of {worst}")
+        return wide
+
+    def _checked_value(self, value: Array) -> tuple[Array, Array]:
+        """Categories as int32, and which of them are in 0..K-1; the others are replaced by 0."""
+        value = _array("value", value)
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"value must hold integers, got {value.dtype}")
+        known = (value >= 0) & (value < self.num_categories)
+        if can_branch_on(known) and not bool(known.all()):
+            wrong = int(np.asarray(value)[~np.asarray(known)].ravel()[0])
+            raise ValueError(f"value must lie in 0..{self.num_categories - 1}, got {wrong}")
+        return jnp.where(known, value, 0).astype(jnp.int32), known
+
+
+def _array(name: str, x: Any) -> Array:
+    """``x`` as a JAX array."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | int):
+        raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}")
+    return jnp.asarray(x)

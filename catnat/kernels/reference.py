@@ -1,0 +1,134 @@
+"""Trees, their paths and sparsemax in plain torch: what the C and Triton kernels must agree with.
+
+These functions take every device and dtype, work under ``torch.func`` and ``torch.compile``, and
+are differentiable any number of times. The kernels' backward passes are here too, as functions of
+the gradient, because a second derivative goes through them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from catnat.activations import Activation
+from catnat.numerics import LOG_ZERO, flat_index, take
+from catnat.tree import path_sums, subtree_sums
+
+
+def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
+    """Log-probability of every leaf, (*, K-1) -> (*, K)."""
+    return path_sums(*activation.log_activation(scores, constants))[1]
+
+
+def tree_vjp(
+    scores: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """Gradient in the scores, (*, K-1), from the gradient in the log-probabilities, (*, K)."""
+    left, right = subtree_sums(grad)
+    left_slope, right_slope = activation.slopes(scores, constants)
+    return right * right_slope - left * left_slope
+
+
+def tree_log_prob(
+    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """Log-probability of each leaf, (*); the batch shape of the scores broadcasts to theirs."""
+    taken = tree_path_logs(scores, leaf, activation, constants)[0].sum(-1)
+    return taken * _one_or_nan(leaf, scores.shape[-1] + 1, taken.dtype)
+
+
+def tree_path_logs(
+    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the child that a path takes and of the other one, from the leaf up.
+
+    (*, K-1) and (*) -> (*, H) each; where a path has no node, 0 and LOG_ZERO.
+    """
+    node, right_hand, inside = _path(leaf, scores.shape[-1] + 1)
+    left, right = activation.log_activation(take(scores, node), _at(constants, node))
+    taken, other = torch.where(right_hand, right, left), torch.where(right_hand, left, right)
+    return torch.where(inside, taken, 0.0), torch.where(inside, other, LOG_ZERO)
+
+
+def tree_path_vjp(
+    scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """Gradient in the scores, (B, K-1), from that in the log-probabilities of leaves, (N, B)."""
+    node, right_hand, inside = _path(leaf, K := scores.shape[-1] + 1)  # (N, B, H) each
+    left, right = activation.slopes(take(scores, node), _at(constants, node))
+    slopes = torch.where(inside, torch.where(right_hand, right, -left), 0.0)
+    steps = slopes * (grad * _one_or_nan(leaf, K, grad.dtype))[..., None]
+    place = flat_index(scores, node).reshape(-1)
+    zeros = torch.zeros_like(scores).reshape(-1)
+    return zeros.index_add(0, place, steps.reshape(-1)).view(scores.shape)
+
+
+def _path(leaf: Tensor, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes above each leaf, from the leaf up, (*) -> (*, H) each.
+
+    Returns:
+        Index of the node's score; whether the path goes right there; whether there is a node: a
+        leaf of the upper level has one less above it. A leaf that does not exist counts as leaf 0.
+    """
+    heap = torch.where((leaf >= 0) & (leaf < K), leaf, 0)[..., None] + K
+    level = torch.arange((K - 1).bit_length(), device=leaf.device)
+    parent = heap >> (level + 1)
+    return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0
+
+
+def _one_or_nan(leaf: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """1 for a leaf, NaN for a number that is none."""
+    return torch.where((leaf >= 0) & (leaf < K), 1.0, torch.nan).to(dtype)
+
+
+def tree_sample(
+    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """One leaf per row of uniforms: (*, K-1) and (*, H), which broadcast -> (*).
+
+    -1 where a score on the way is NaN.
+    """
+    K = scores.shape[-1] + 1
+    heap = torch.ones(uniforms.shape[:-1], dtype=torch.int64, device=scores.device)
+    lost = torch.zeros_like(heap, dtype=torch.bool)
+    for level in range(uniforms.shape[-1]):
+        inside = heap < K
+        node = torch.where(inside, heap - 1, 0)[..., None]
+        left, _ = activation.log_activation(take(scores, node), _at(constants, node))
+        left = left[..., 0].double()
+        # u < 1 always, and 0 <= u: a split that is certain always goes its way.
+        child = 2 * heap + (uniforms[..., level] >= left.exp())
+        heap = torch.where(inside, child, heap)
+        lost = lost | (inside & left.isnan())
+    return torch.where(lost, -1, heap - K)
+
+
+def _at(constants: Tensor | None, node: Tensor) -> Tensor | None:
+    """The constants of some nodes, (R, S) and (*, H) -> (R, *, H)."""
+    if constants is None:
+        return None
+    return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)
+
+
+def sparsemax_probs(scores: Tensor) -> Tensor:
+    """Projection of the scores onto the simplex (Martins and Astudillo, 2016), (*, K) -> (*, K).
+
+    p_k = max(s_k - tau, 0), with tau such that the p_k sum to 1; tau is found by sorting. In
+    float64, so that probabilities just above 0 keep their relative accuracy.
+    """
+    z = scores.double()
+    z = z - z.amax(-1, keepdim=True).detach()
+    ranked = z.sort(-1, descending=True).values.clamp_min(-2)  # lower ones never matter
+    beyond = ranked.cumsum(-1) - 1
+    rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    size = (rank * ranked > beyond).sum(-1, keepdim=True)
+    excess = z - beyond.gather(-1, (size - 1).clamp_min(0)) / size
+    return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
+
+
+def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
+    """Gradient in the scores from the gradient in the log-probabilities, (*, K) -> (*, K)."""
+    support = ~(log_probs <= LOG_ZERO)
+    pulled = torch.where(support, grad * torch.where(support, -log_probs, 0.0).exp(), 0.0)
+    mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
+    return torch.where(support, pulled - mean, 0.0)

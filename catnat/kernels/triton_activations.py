@@ -1,0 +1,249 @@
+"""The activations in Triton, float32: what :mod:`catnat.activations` computes, inside a kernel.
+
+``NATURAL`` says which one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. ``CENTERED`` says
+that all nodes are centered at 0. The numbers rate, high, low, joint, slope and edge are those of a
+:class:`~catnat.activations.NaturalActivation`: rate, half_width, joint, steepness and log_at_edge.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from catnat.activations import Activation, NaturalActivation
+from catnat.numerics import LOG_ZERO, largest_score
+
+_LOG_ZERO = tl.constexpr(LOG_ZERO)
+_LARGEST = tl.constexpr(largest_score(torch.float32))
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Make the device of x the current one: Triton launches kernels there."""
+    here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
+    if here or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
+
+
+def activation_numbers(activation: Activation) -> dict[str, float]:
+    """The numbers of an activation, which kernels take; those of sigmoid are not used."""
+    natural = activation if isinstance(activation, NaturalActivation) else NaturalActivation()
+    high, low = natural.half_width(torch.float32)
+    return {
+        "rate": natural.rate,
+        "high": high,
+        "low": low,
+        "joint": natural.joint,
+        "slope": natural.steepness,
+        "edge": natural.log_at_edge,
+    }
+
+
+def activation_constants(activation: Activation, centered: bool) -> dict[str, int | bool]:
+    """``NATURAL`` and ``CENTERED`` of an activation."""
+    natural = isinstance(activation, NaturalActivation)
+    return {"NATURAL": 0 if not natural else 2 if activation.tail else 1, "CENTERED": centered}
+
+
+@triton.jit
+def _log_cos_squared(u):
+    """2 log cos(theta) for u = theta^2, 0 <= theta <= pi/4; relative error below 3e-9."""
+    p = -1.204253843e-3 * u - 7.845413504e-4
+    p = p * u - 4.691762294e-3
+    p = p * u - 1.341941110e-2
+    p = p * u - 4.445224194e-2
+    p = p * u - 1.666663549e-1
+    return (p * u - 1.000000002) * u
+
+
+@triton.jit
+def _log_sin_squared(theta, u):
+    """2 log sin(theta) = 2 log(theta) + 2 log(sin(theta) / theta), error below 1e-9."""
+    p = -5.993279433e-5 * u - 7.017163058e-4
+    p = p * u - 1.111189001e-2
+    return 2.0 * tl.log(theta) + (p * u - 3.333332833e-1) * u
+
+
+@triton.jit
+def _log1p_unit(x):
+    """log(1 + x) = 2 atanh(x / (2 + x)) for -1/2 <= x <= 1; relative error below 3e-9."""
+    t = x / (2.0 + x)
+    u = t * t
+    p = 0.13333333 * u + 0.15384615
+    p = p * u + 0.18181818
+    p = p * u + 0.22222222
+    p = p * u + 0.28571429
+    p = p * u + 0.4
+    p = p * u + 0.66666667
+    return 2.0 * t + t * (u * p)
+
+
+@triton.jit
+def _sine(x, u):
+    """sin x for 0 <= x <= pi/4, u = x^2."""
+    p = 2.7557319e-6 * u - 1.9841270e-4
+    p = p * u + 8.3333333e-3
+    p = p * u - 1.6666667e-1
+    return x + x * (u * p)
+
+
+@triton.jit
+def _cosine(u):
+    """cos x for 0 <= x <= pi/4, u = x^2."""
+    p = -2.7557319e-7 * u + 2.4801587e-5
+    p = p * u - 1.3888889e-3
+    p = p * u + 4.1666667e-2
+    return 1.0 - 0.5 * u + u * (u * p)
+
+
+@triton.jit
+def _distances(s, node, constants, S, high, low, inside, CENTERED: tl.constexpr):
+    """Distance of natural scores to the upper and to the lower edge of their node."""
+    if CENTERED:
+        return (high - s) + low, (s + high) + low
+    else:
+        top = tl.load(constants + node, mask=inside, other=0.0)
+        top_low = tl.load(constants + S + node, mask=inside, other=0.0)
+        bottom = tl.load(constants + 2 * S + node, mask=inside, other=0.0)
+        bottom_low = tl.load(constants + 3 * S + node, mask=inside, other=0.0)
+        return (top[None, :] - s) + top_low[None, :], (s - bottom[None, :]) - bottom_low[None, :]
+
+
+@triton.jit
+def _centered(s, node, constants, inside, CENTERED: tl.constexpr):
+    """Sigmoid scores minus the center of their node."""
+    if CENTERED:
+        return s
+    else:
+        return s - tl.load(constants + node, mask=inside, other=0.0)[None, :]
+
+
+@triton.jit
+def _tail_log(d, joint, slope, edge):
+    """log p of the rarer bit in the tail, and its slope; log p = log tail before the tail."""
+    log_p = edge + slope * tl.where(d > joint, joint, d)
+    beyond = log_p < -_LARGEST
+    floor = tl.where(d == -float("inf"), _LOG_ZERO, -_LARGEST)
+    return tl.where(beyond, floor, log_p), tl.where(beyond, 0.0, slope)
+
+
+@triton.jit
+def _log_activation(
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    """log(1 - a) and log a."""
+    if NATURAL:
+        above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
+        upper = above < below
+        d = tl.where(upper, above, below)
+        theta = tl.where(d <= 0, 0.0, d * (0.5 * rate))
+        theta = tl.where(theta < 1e-30, 1e-30, theta)
+        u = theta * theta
+        rare = tl.where(d <= 0, _LOG_ZERO, _log_sin_squared(theta, u))
+        likely = _log_cos_squared(u)
+        if NATURAL == 2:
+            log_p, _ = _tail_log(d, joint, slope, edge)
+            rare = tl.where(d <= joint, log_p, rare)
+            likely = tl.where(d <= joint, _log1p_unit(-tl.exp(log_p)), likely)
+        return tl.where(upper, rare, likely), tl.where(upper, likely, rare)
+    else:
+        x = _centered(s, node, constants, inside, CENTERED)
+        size = tl.where(tl.abs(x) > _LARGEST, _LARGEST, tl.abs(x))
+        size = tl.where(tl.abs(x) == float("inf"), -_LOG_ZERO, size)
+        tail = _log1p_unit(tl.exp(-size))
+        return tl.where(x > 0, -size, 0.0) - tail, tl.where(x > 0, 0.0, -size) - tail
+
+
+@triton.jit
+def _sigmoid_slopes(x):
+    """a and 1 - a, 0 beyond the largest score."""
+    e = tl.exp(-tl.abs(x))
+    major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
+    minor = e * major
+    return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
+
+
+@triton.jit
+def _slopes(
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    """-d log(1 - a)/ds and d log a/ds."""
+    if NATURAL:
+        above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
+        upper = above < below
+        d = tl.where(upper, above, below)
+        theta = tl.where(d <= 0, 1.0, d * (0.5 * rate))
+        theta = tl.where(theta < 1e-30, 1e-30, theta)
+        u = theta * theta
+        sine, cosine = _sine(theta, u), _cosine(u)
+        scale = tl.where(d <= 0, 0.0, rate) / (sine * cosine)
+        steep, gentle = scale * (cosine * cosine), scale * (sine * sine)
+        if NATURAL == 2:
+            log_p, r = _tail_log(d, joint, slope, edge)
+            p = tl.exp(log_p)
+            steep = tl.where(d <= joint, r, steep)
+            gentle = tl.where(d <= joint, r * (p / (1.0 - p)), gentle)
+        return tl.where(upper, steep, gentle), tl.where(upper, gentle, steep)
+    else:
+        return _sigmoid_slopes(_centered(s, node, constants, inside, CENTERED))
+
+
+@triton.jit
+def _information(
+    s,
+    node,
+    constants,
+    S,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    inside,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    """Fisher information a'^2 / (a (1 - a)), and 1 where the activation is flat."""
+    if NATURAL:
+        above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
+        d = tl.where(above < below, above, below)
+        if NATURAL == 2:
+            log_p, r = _tail_log(d, joint, slope, edge)
+            p = tl.exp(log_p)
+            fallen = r * (r * (p / (1.0 - p)))
+            return tl.where(d <= joint, fallen, rate * rate + 0 * d), tl.zeros_like(d)
+        else:
+            return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
+    else:
+        x = _centered(s, node, constants, inside, CENTERED)
+        left, right = _sigmoid_slopes(x)
+        return left * right, tl.zeros_like(left)

@@ -1,0 +1,203 @@
+"""Triton kernels for paths in a tree: log-probability, its gradient, and samples. CUDA, float32.
+
+A program takes R results, and every lane walks its own path: up from a leaf, or down from the root.
+Result i belongs to row i % B of the scores. Of a row only the nodes of a path are read, so K has no
+limit. Tensors in a program are (1, R): a row of R nodes for the functions of
+``triton_activations.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from catnat.activations import Activation
+from catnat.kernels.triton_activations import (
+    _log_activation,
+    _slopes,
+    activation_constants,
+    activation_numbers,
+    on_device_of,
+)
+
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _forward_kernel(
+    scores,
+    constants,
+    leaf,
+    out,
+    count,
+    rows,
+    K,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    R: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    S = K - 1
+    known = (constants, S, rate, high, low, joint, slope, edge)
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    alive = i < count
+    k = tl.load(leaf + i, mask=alive, other=0)
+    valid = (k >= 0) & (k < K)
+    heap = tl.where(valid, k, 0) + K
+    source = scores + (i % rows) * S
+    total = tl.zeros((1, R), tl.float32)
+    for _ in tl.static_range(HEIGHT):
+        right_hand = (heap & 1) == 1
+        heap = heap >> 1
+        inside = alive & (heap > 0)
+        node = tl.where(inside, heap - 1, 0)
+        s = tl.load(source + node, mask=inside, other=0.0)[None, :]
+        left, right = _log_activation(s, node, *known, inside, NATURAL, CENTERED)
+        total += tl.where(inside[None, :], tl.where(right_hand[None, :], right, left), 0.0)
+    total = tl.where(valid[None, :], total, float("nan"))
+    tl.store(out + i[None, :], total, mask=alive[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _backward_kernel(
+    scores,
+    constants,
+    leaf,
+    grad,
+    out,
+    count,
+    rows,
+    K,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    R: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    S = K - 1
+    known = (constants, S, rate, high, low, joint, slope, edge)
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    alive = i < count
+    k = tl.load(leaf + i, mask=alive, other=0)
+    valid = (k >= 0) & (k < K)
+    heap = tl.where(valid, k, 0) + K
+    g = tl.load(grad + i, mask=alive, other=0.0)
+    g = tl.where(valid, g, float("nan"))[None, :]
+    row = (i % rows) * S
+    for _ in tl.static_range(HEIGHT):
+        right_hand = (heap & 1) == 1
+        heap = heap >> 1
+        inside = alive & (heap > 0)
+        node = tl.where(inside, heap - 1, 0)
+        s = tl.load(scores + row + node, mask=inside, other=0.0)[None, :]
+        left, right = _slopes(s, node, *known, inside, NATURAL, CENTERED)
+        step = g * tl.where(right_hand[None, :], right, -left)
+        tl.atomic_add(out + (row + node)[None, :], step, mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _sample_kernel(
+    scores,
+    constants,
+    uniforms,
+    out,
+    count,
+    rows,
+    K,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    R: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    S = K - 1
+    known = (constants, S, rate, high, low, joint, slope, edge)
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    alive = i < count
+    source = scores + (i % rows) * S
+    heap = tl.zeros((R,), tl.int64) + 1  # 0 after a NaN
+    for level in tl.static_range(HEIGHT):
+        inside = alive & (heap > 0) & (heap < K)
+        node = tl.where(inside, heap - 1, 0)
+        s = tl.load(source + node, mask=inside, other=0.0)[None, :]
+        left, _ = _log_activation(s, node, *known, inside, NATURAL, CENTERED)
+        left = tl.reshape(left, (R,)).to(tl.float64)
+        u = tl.load(uniforms + i * HEIGHT + level, mask=alive, other=0.0)
+        child = 2 * heap + (u >= tl.exp(left)).to(tl.int64)
+        heap = tl.where(inside, tl.where(left != left, 0, child), heap)
+    tl.store(out + i, tl.where(heap > 0, heap - K, -1), mask=alive)
+
+
+def forward(
+    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
+    out = scores.new_empty(leaf.shape)
+    _launch(_forward_kernel, scores, (leaf.contiguous(), out), activation, constants)
+    return out
+
+
+def backward(
+    scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
+    out = scores.new_zeros(scores.shape)
+    tensors = (leaf.contiguous(), grad.contiguous(), out)
+    _launch(_backward_kernel, scores, tensors, activation, constants)
+    return out
+
+
+def sample(
+    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
+    out = uniforms.new_empty(uniforms.shape[0], dtype=torch.int64)
+    _launch(_sample_kernel, scores, (uniforms.contiguous(), out), activation, constants)
+    return out
+
+
+def _launch(
+    kernel: Any,
+    scores: Tensor,
+    tensors: tuple[Tensor, ...],
+    activation: Activation,
+    constants: Tensor | None,
+) -> None:
+    (rows, S), count = scores.shape, tensors[0].shape[0]
+    if not count:
+        return
+    scores = scores.contiguous()
+    settings = {
+        "count": count,
+        "rows": rows,
+        "K": S + 1,
+        **activation_numbers(activation),
+        "R": _BLOCK,
+        "HEIGHT": S.bit_length(),
+        **activation_constants(activation, constants is None),
+        "num_warps": 4,
+    }
+    with on_device_of(scores):
+        kernel[(triton.cdiv(count, _BLOCK),)](
+            scores, scores if constants is None else constants, *tensors, **settings
+        )

@@ -1,0 +1,274 @@
+"""ReplayedSteps: training steps as CUDA graphs, several of them for each batch of Lightning's."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from catnat.cuda_graph import Backlog, StepGraph, send, why_not_captured
+
+if TYPE_CHECKING:
+    from catnat.lit_modules.step_module import StepModule
+
+STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a replayed step
+_STEPS_AHEAD = 2 * STEPS_AT_ONCE  # the host writes logs while the device works on these
+_PRECISIONS = ("32-true", "bf16-mixed")  # others change weights, or scale losses on the host
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class StepObserver(Protocol):
+    """An object that is shown every replayed step."""
+
+    def look(self) -> Any:
+        """Tensors of the present step. Called while a step is captured, not when it is replayed."""
+
+    def note(self, step: int, seen: Any) -> None:
+        """Called after each step with the result of ``look``, which the next step overwrites."""
+
+
+class ReplayedSteps:
+    """The training steps of a module, captured once, from loss to update, and then replayed.
+
+    A small model spends most of a step waiting for its kernels to be launched; a captured step is
+    launched as a whole. Lightning hands over one batch. The next ones, up to ``STEPS_AT_ONCE`` in
+    all, are drawn from the loader itself, if the loader has a method ``next_batches(most)`` and no
+    hook changes batches on their way to the device. Where Lightning has something to do (validate,
+    save, end the epoch, end the run) no further batch is drawn. Lightning's counters count every
+    step, so the options of the Trainer and checkpoints mean the same as in an eager run.
+
+    With several processes (DDP with NCCL) gradients are averaged between the backward pass and the
+    update, all of them with one call that is part of the graph. Buffers are those of rank 0 after
+    each batch of Lightning's. With another backend, steps are eager.
+
+    Args:
+        module: whose steps are taken.
+    """
+
+    def __init__(self, module: StepModule) -> None:
+        self._module, self._trainer = module, module.trainer
+        self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
+        self._several_ranks = isinstance(module.trainer.strategy, DDPStrategy)
+        self._backlog: Backlog | None = None
+        self._one_by_one = False  # whether Lightning hands over every single batch
+        # The last loss on its way to the host: its step, a function that waits for it, settings.
+        self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
+
+    @classmethod
+    def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
+        """The replayed steps of a module; None if they cannot be replayed, or must not be.
+
+        If the steps cannot be replayed, a warning says why; but not if ``capture`` is None and
+        nobody would expect replayed steps.
+
+        Args:
+            module: the module, about to be trained.
+            own_step: whether the module has a ``training_step`` of its own.
+        """
+        reason = f"{type(module).__name__} has a training_step of its own" if own_step else None
+        reason = reason or why_not(module)
+        on_cuda = module.trainer.strategy.root_device.type == "cuda"
+        expected = module.capture or (module.capture is None and on_cuda and not own_step)
+        if expected and reason:
+            rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
+        return None if reason else cls(module)
+
+    def start(self) -> None:
+        """Continue to count where a resumed run stopped; decide how steps are taken."""
+        count_steps(self._trainer, 0)
+        if self._several_ranks:
+            # Out of DDP's wrapper, whose hooks would average as well.
+            self._trainer.strategy.model = self._module
+            atexit.register(self.release)  # before Lightning's own, which ends NCCL
+        data = getattr(self._trainer, "datamodule", None)
+        changed = any(
+            is_overridden(hook, owner)
+            for hook in _BATCH_HOOKS
+            for owner in (self._module, data)
+            if owner is not None
+        )
+        draws = hasattr(self._trainer.train_dataloader, "next_batches")
+        endless = self._trainer.num_training_batches == float("inf")
+        self._one_by_one = changed or endless or not draws
+        if self._trainer.strategy.root_device.type == "cuda":
+            self._backlog = Backlog(_STEPS_AHEAD // (1 if self._one_by_one else STEPS_AT_ONCE))
+
+    def release(self) -> None:
+        """Free the graphs: NCCL ends only after the graphs that hold its calls."""
+        atexit.unregister(self.release)
+        self._graph.reset()
+
+    def take(self, batch: Any) -> Tensor:
+        """Take the step of this batch, and of the batches that follow; return the last loss."""
+        # Lightning calls this with autocast on, which belongs around the loss alone.
+        with torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
+            return self._take(batch)
+
+    def _take(self, batch: Any) -> Tensor:
+        module = self._module
+        first = step = module.global_step
+        for each in (batch, *self._further_batches()):
+            module.prepare_step(step)
+            loss, seen = self._graph(each)
+            for observer, tensors in zip(module.step_observers, seen, strict=True):
+                observer.note(step, tensors)
+            step += 1
+            self._step_scheduler()
+        count_steps(self._trainer, step - first)
+        if self._several_ranks:
+            _send_buffers(module)
+        if self._backlog is not None:
+            self._backlog.add()
+        every: int = getattr(self._trainer, "log_every_n_steps", 0)
+        if every and step // every > first // every:
+            self.finish()  # logs the loss sent before: waiting for this one would idle the device
+            self._sent = (step - 1, send(loss), module.logged_settings())
+        return loss.detach()
+
+    def finish(self) -> None:
+        """Log the loss that was sent to the host last."""
+        if self._sent is not None:
+            step, receive, settings = self._sent
+            self._sent = None
+            for logger in self._module.loggers:
+                logger.log_metrics({"train/loss": receive().item()} | settings, step)
+
+    def _further_batches(self) -> Iterable[Any]:
+        """The batches after the one that Lightning handed over, to be taken together with it."""
+        if self._one_by_one:
+            return []
+        loader: Any = self._trainer.train_dataloader
+        batches: Iterable[Any] = loader.next_batches(self._steps_at_once() - 1)
+        return batches
+
+    def _steps_at_once(self) -> int:
+        """Steps from here to where Lightning validates, saves, ends the epoch or ends the run."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        limits = [STEPS_AT_ONCE, int(trainer.num_training_batches) - loop.batch_idx]
+        if trainer.max_steps > 0:
+            limits.append(trainer.max_steps - trainer.global_step)
+        every = trainer.val_check_batch  # None where validation goes by the clock
+        if trainer.enable_validation and every is not None:
+            whole_run = trainer.check_val_every_n_epoch is None
+            batch = loop.total_batch_idx if whole_run else loop.batch_idx
+            limits.append(int(every) - batch % int(every))
+        for callback in trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            limits += [every - trainer.global_step % every] if every > 0 else []
+        return max(1, min(limits))
+
+    def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:
+        """One step from loss to update, on the device alone; what its observers saw, too."""
+        module = self._module
+        optimizer = module.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.zero_grad()
+        with self._trainer.strategy.precision_plugin.train_step_context():
+            loss = module.step_loss(batch)
+        seen = [observer.look() for observer in module.step_observers]
+        loss.backward()
+        if self._several_ranks:
+            _average_gradients(parameters)
+        if module.gradient_clip:
+            clip_grad_norm_(parameters, module.gradient_clip)
+        optimizer.step()
+        return loss.detach(), seen
+
+    def _step_scheduler(self) -> None:
+        scheduler: Any = self._module.lr_schedulers()
+        if scheduler is not None:
+            before = scheduler.get_last_lr()
+            scheduler.step()
+            if scheduler.get_last_lr() != before:
+                self._graph.reset()  # the learning rate is a constant of the captured step
+
+
+def _average_gradients(parameters: list[Tensor]) -> None:
+    """Make each gradient the mean over all ranks; one that a rank does not have counts as zero."""
+    given = [p for p in parameters if p.requires_grad]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in given]
+    flat = torch.cat([part.reshape(-1) for part in parts]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for p, part in zip(given, flat.split([p.numel() for p in given]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def _send_buffers(module: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, such as the running means of a batch norm."""
+    buffers, group = [buffer.detach() for buffer in module.buffers()], dist.group.WORLD
+    assert group is not None
+    if buffers:
+        dist._broadcast_coalesced(group, buffers, 2**28, 0)  # type: ignore[attr-defined]
+
+
+def why_not(module: StepModule) -> str | None:
+    """Why the steps of a module are not replayed; None if they are."""
+    trainer: Any = module.trainer
+    strategy = trainer.strategy
+    host, name = module.why_host_needed(), type(strategy).__name__
+    ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    obstacles = {
+        str(host): host is not None,
+        f"the strategy is {name}, not one device or ddp": (
+            not ddp and not isinstance(strategy, SingleDeviceStrategy)
+        ),
+        f"the precision is {trainer.precision}, not {' or '.join(_PRECISIONS)}": (
+            trainer.precision not in _PRECISIONS
+        ),
+        "gradients are accumulated over batches": trainer.accumulate_grad_batches > 1,
+        "the Trainer clips gradients; use the model's gradient_clip": (
+            trainer.gradient_clip_val is not None
+        ),
+        "an embedding has sparse gradients": any(
+            isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+            for each in module.modules()
+        ),
+    }
+    if ddp:
+        obstacles |= {
+            "the ranks do not use NCCL": dist.is_initialized() and dist.get_backend() != "nccl",
+            "DDP looks for unused parameters": bool(
+                strategy._ddp_kwargs.get("find_unused_parameters")
+            ),
+            "DDP has a communication hook": strategy._ddp_comm_hook is not None,
+            "batch norms are synchronized": strategy._layer_sync is not None,
+            "the parameters have more than one dtype": (
+                len({p.dtype for p in module.parameters()}) > 1
+            ),
+        }
+    return why_not_captured(module.capture, strategy.root_device, obstacles)
+
+
+def count_steps(trainer: Trainer, steps: int) -> None:
+    """Tell Lightning that so many batches were taken as one, each with one optimizer step.
+
+    Lightning's counters become those of an eager run: a checkpoint of a replayed run continues in
+    an eager run, and the reverse. With 0 steps, before the first batch, the counters of a loaded
+    checkpoint are brought in line.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    replayed = loop.manual_optimization.optim_step_progress.total
+    eager = loop.automatic_optimization.optim_progress.optimizer.step.total
+    replayed.ready = replayed.completed = max(replayed.completed, eager.completed) + steps
+    eager.ready = eager.completed = replayed.completed
+    if steps > 1:
+        batches: Any = loop.batch_progress
+        for progress in (batches.current, batches.total):
+            for name in ("ready", "started", "processed", "completed"):  # Lightning counts one
+                setattr(progress, name, getattr(progress, name) + steps - 1)
+        loop._batches_that_stepped += steps - 1  # loggers take this for the step
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None and fetcher.length is not None
+        fetcher.fetched += steps - 1
+        fetcher.done = batches.is_last_batch = fetcher.fetched >= fetcher.length

@@ -1,0 +1,189 @@
+"""StepModule: a Lightning module of which a subclass says the loss of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from catnat.checks import require_precision
+from catnat.cuda_graph import capturable_options, keep_kernels, set_learning_rate
+from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver
+from catnat.rng import forked_random_state, noise_state, separate_noise, set_noise_state
+
+
+class StepModule(LightningModule):
+    """A module that minimizes :meth:`step_loss`, and draws reproducible noise.
+
+    Random states are part of a checkpoint: a resumed run draws the same numbers as a run without
+    interruption, and learns the same bit for bit if its loader resumes exactly, as those of
+    catnat.datamodules do. A shuffled DataLoader of torch does not, and a LightningModule of another
+    class saves no random states. Every rank has noise of its own.
+
+    :meth:`step_loss` also works under ``torch.func``: many models with stacked parameters and
+    buffers take a step together by ``vmap(..., randomness="different")``.
+
+    A subclass has :meth:`step_loss`, and makes its optimizer with :meth:`make_optimizer`. A
+    subclass with a ``training_step`` of its own, or that optimizes by hand
+    (``automatic_optimization = False``), is an ordinary LightningModule.
+
+    On a CUDA device the steps are replayed as CUDA graphs, see :class:`ReplayedSteps`; they are the
+    same steps. Hooks of single batches and optimizer steps are then not called for every step. That
+    is for one GPU, or several with the strategy ddp; other strategies take eager steps.
+
+    Args:
+        capture: replay steps as CUDA graphs. None: wherever that is possible. False: never. True:
+            as None, with a warning that says why where it is not possible.
+        gradient_clip: largest norm of the gradient; 0 for no limit.
+    """
+
+    def __init__(self, capture: bool | None = None, gradient_clip: float = 0.0) -> None:
+        super().__init__()
+        self.capture, self.gradient_clip = capture, gradient_clip
+        self.step_observers: list[StepObserver] = []  # of replayed steps
+        self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
+        self._noise_to_restore: dict[str, Tensor] | None = None
+
+    # -- what a subclass says ------------------------------------------------------------------
+
+    def step_loss(self, batch: Any) -> Tensor:
+        """The loss of a step, computed on the device alone: no logging, no ``item()``."""
+        raise NotImplementedError
+
+    def prepare_step(self, step: int) -> None:
+        """Set the numbers that depend on the step; called before the step, on the host."""
+
+    def logged_settings(self) -> dict[str, float]:
+        """Numbers that are logged beside the loss."""
+        return {}
+
+    def why_host_needed(self) -> str | None:
+        """Why the device cannot compute a step alone; None if it can."""
+        return None
+
+    # -- what a subclass uses ------------------------------------------------------------------
+
+    @property
+    def replays(self) -> bool:
+        """Whether the steps of the present run are replayed; known from ``setup`` on."""
+        return self._replay is not None
+
+    def make_optimizer(
+        self, kind: Callable[..., Optimizer], parameters: Iterable[Any], **options: Any
+    ) -> Optimizer:
+        """An optimizer with the fastest kernels that device and precision allow.
+
+        Args:
+            kind: ``torch.optim.Adam``, or another class whose optimizers take ``fused``.
+            parameters: parameters or parameter groups.
+            options: of the optimizer, such as ``lr``.
+        """
+        return keep_kernels(kind(parameters, **options, **self._kernels(kind)))
+
+    def set_learning_rates(self, *rates: float) -> None:
+        """Set the learning rate of each parameter group."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            set_learning_rate(group, rate, self.device if self.replays else None)
+
+    @contextmanager
+    def evaluation_noise(self, batch_idx: int) -> Iterator[None]:
+        """Noise of an evaluated batch: the same each time, and without effect on training."""
+        seed = batch_idx * self.trainer.world_size + self.global_rank
+        with forked_random_state(self.device, seed):
+            yield
+
+    # -- Lightning's hooks ---------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Check the precision, and decide whether steps are replayed."""
+        require_precision(self.trainer.precision)
+        if stage == "fit":
+            self._stop_replaying()  # after a run that was cut short
+            own_step = type(self).training_step is not StepModule.training_step
+            if not own_step and not self.automatic_optimization:
+                raise ValueError(
+                    f"{type(self).__name__} sets automatic_optimization to False, and has no "
+                    "training_step of its own that would optimize"
+                )
+            self._replay = ReplayedSteps.where_possible(self, own_step)
+            if self._replay is not None:
+                self.automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        """Restore the random states of a resumed run; give each rank noise of its own."""
+        if self._replay is not None:
+            self._replay.start()
+        if self._noise_to_restore is not None:
+            set_noise_state(self._noise_to_restore, self.device, self.global_rank)
+            self._noise_to_restore = None
+        else:
+            separate_noise(self.global_rank)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Prepare the step of this batch."""
+        self.prepare_step(self.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of a batch, logged every ``log_every_n_steps`` steps."""
+        if self._replay is not None:
+            return self._replay.take(batch)
+        loss = self.step_loss(batch)
+        every: int = getattr(self.trainer, "log_every_n_steps", 0)
+        if every and (self.global_step + 1) % every == 0:
+            self.log("train/loss", loss.detach(), prog_bar=True)
+            self.log_dict(self.logged_settings())
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
+        if gradient_clip_val is None:
+            gradient_clip_val = self.gradient_clip
+        algorithm, strategy = gradient_clip_algorithm or "norm", self.trainer.strategy
+        if gradient_clip_val and algorithm == "norm" and isinstance(strategy, FSDPStrategy):
+            root: Any = strategy.model  # each process holds a part of the gradients
+            root.clip_grad_norm_(gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, algorithm)
+
+    def on_train_end(self) -> None:
+        """Log the last loss of replayed steps."""
+        if self._replay is not None:
+            self._replay.finish()
+
+    def teardown(self, stage: str) -> None:
+        """End replaying."""
+        if stage == "fit":
+            self._stop_replaying()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the random states of all ranks."""
+        checkpoint["noise"] = noise_state(self.device, self.all_gather)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the random states for the start of training."""
+        self._noise_to_restore = checkpoint.get("noise")
+
+    def _kernels(self, kind: Callable[..., Optimizer]) -> dict[str, bool]:
+        if self.replays:
+            return capturable_options(kind)
+        if self._trainer is None or self.trainer.precision != "32-true":
+            return {}  # fused optimizers cannot clip gradients that are scaled
+        device = self.trainer.strategy.root_device.type  # the model is moved there later
+        return {"fused": True} if device in ("cpu", "cuda") else {}
+
+    def _stop_replaying(self) -> None:
+        if self._replay is not None:
+            self._replay.release()
+            self._replay, self.automatic_optimization = None, True
