@@ -1,7 +1,7 @@
 """Steps per second of Atari: the environments alone, and PPO with the paper's settings.
 
 Backends are the wrappers of Stable-Baselines3 and ale_py's C++ threads; algorithms are the PPO of
-Stable-Baselines3 and ours, without and with replayed CUDA graphs and overlap. Ratios are against
+Stable-Baselines3 and ours, without and with replayed CUDA graphs. Ratios are against
 the first of their kind: the wrappers with the PPO of Stable-Baselines3, and the fewest
 environments asked for.
 
@@ -35,7 +35,7 @@ STEPS, MINIBATCHES, EPOCHS = 128, 4, 4
 ALGORITHMS: dict[str, tuple[str, type[PPO], dict[str, Any]]] = {
     "SB3's PPO": ("sb3", PPO, {}),
     "SB3's PPO, native": ("native", PPO, {}),
-    "HeadPPO, plain": ("native", HeadPPO, {"capture": False, "overlap": False}),
+    "HeadPPO, plain": ("native", HeadPPO, {"capture": False}),
     "HeadPPO": ("native", HeadPPO, {}),
 }
 

@@ -7,12 +7,9 @@ CUDA: steps replayed as graphs against eager ones, with and without the monitor.
 The cost of the monitor is estimated twice: from runs with and without it, and from one run in which
 it is turned on and off. The first counts one or two pictures of the Fisher matrix (a run draws them
 at steps 0, 10, 100, 1000 and so on), the second none.
-Several processes on one device: replayed steps against eager ones, and the parts of a step.
 
     python benchmarks/bench_vae.py --root DATA
     python benchmarks/bench_vae.py --root DATA --device cuda
-    python benchmarks/bench_vae.py --root DATA --device cuda --processes 2
-    python benchmarks/bench_vae.py --root DATA --device cuda --processes 1 --backend nccl
 """
 
 from __future__ import annotations
@@ -202,8 +199,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of a run (CPU 120, CUDA 4000)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--logs", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--processes", type=int, help="ranks of DDP that share the device")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of DDP")
     parser.add_argument(
         "--here", action="store_true", help="all runs in this process: fewer starts"
     )
@@ -211,11 +206,6 @@ def main() -> None:
     args = parser.parse_args()
     args.torchvision_root = args.torchvision_root or args.root
     args.steps = args.steps or (120 if args.device == "cpu" else 4000)
-    if args.processes:
-        from bench_ranks import compare
-
-        compare(args)
-        return
     runs: dict[str, Callable[[], float]]
     if args.device == "cpu":
         runs = {

@@ -1,276 +1,355 @@
-"""The figures of the paper and of its tables' runs, each as PNG and PDF.
+"""Figures of plans and of the paper, as PNG and PDF.
 
-::
+    python experiments/figures.py curves vae_adam --tag val/elbo         # from the folders of runs
+    python experiments/figures.py bars vae_adam --metric test/nll        # from rows
+    python experiments/figures.py bars mechanism.yaml --baseline head=softmax rotation=0.0
+    python experiments/figures.py landscapes --learning_rate 5
 
-python experiments/figures.py landscapes
-python experiments/figures.py fisher
-python experiments/figures.py curves vae_adam --tag val/elbo
-python experiments/figures.py mass vae_adam          # off-diagonal Fisher mass over training
-python experiments/figures.py samples vae_adam       # inputs, reconstructions, draws
-python experiments/figures.py theta gsl              # edges found against true ones
-
-Figures of a table lie beside its runs, unless --out says otherwise.
+``--out`` is the folder they are written to (default: figures).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat import head_names, make_head
-from catnat.fisher import off_diagonal_mass
-from experiments import drawing, landscapes, plan, runs
-from experiments.command_line import Parser, add_table_options, load
-from experiments.layout import title
-from experiments.plan import Experiment
-from experiments.summary import Row, rows
-from experiments.tables import NoRunsError, largest_scale, output_folder
-from experiments.train_interface import load_run
+from catnat import CategoricalHead, head_names, make_head
+from experiments.plan import Plan
+from experiments.runs import Run
+from experiments.significance import interval
+from experiments.sweep import Sweep, add_plan_options, read_only
+from experiments.tables import Cell, cells_of
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Draw one figure."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    torch.manual_seed(0)
-    with parser.one_line_errors():
-        for path in args.draw(args):
-            print(path)
-    return 0
-
-
-def build_parser() -> Parser:
-    """One command for each kind of figure."""
-    parser = Parser("figures.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    kinds = parser.add_subparsers(required=True, parser_class=Parser, metavar="FIGURE")
-    landscape = kinds.add_parser("landscapes", help="loss landscapes, gradient-descent paths")
-    landscape.add_argument("--learning_rate", type=float, default=5.0)
-    landscape.add_argument("--steps", type=int, default=200)
-    landscape.add_argument("--default_root_dir", type=Path, default=Path("runs/landscapes"))
-    landscape.set_defaults(draw=draw_landscapes)
-    matrices = kinds.add_parser("fisher", help="Fisher matrices of the heads")
-    matrices.add_argument("--num_categories", type=int, default=16)
-    matrices.add_argument("--out", type=Path, default=Path("runs/fisher"))
-    matrices.set_defaults(draw=fisher)
-    for name, draw, text in (
-        ("curves", curves, "a scalar over training, mean and spread over seeds"),
-        ("mass", curves, "off-diagonal Fisher mass over training"),
-        ("samples", samples, "inputs, reconstructions and draws of each head"),
-        ("theta", theta, "edge probabilities found, against the true ones"),
-    ):
-        kind = kinds.add_parser(name, help=text)
-        kind.add_argument("table", help=", ".join(plan.names()))
-        add_table_options(kind, "the largest with runs")
-        kind.add_argument("--out", type=Path, help="folder (default: that of the runs)")
-        if draw is curves:
-            tag = "fim/off_diagonal_mass_fro" if name == "mass" else "val/elbo"
-            kind.add_argument("--tag", default=tag, help=f"default {tag}")
-            each = "a line for each run, instead of mean and spread"
-            kind.add_argument("--each", action="store_true", help=each)
-        kind.set_defaults(draw=draw)
-    return parser
-
-
-def draw_landscapes(args: argparse.Namespace) -> list[Path]:
-    """The loss over the scores of three classes, with paths; steps needed go to metrics.json."""
-    if args.steps < 1 or not 0 < args.learning_rate < math.inf:
-        raise ValueError(
-            "--steps must be at least 1 and --learning_rate above 0, "
-            f"got {args.steps} and {args.learning_rate:g}"
-        )
-    fits = {
-        name: landscapes.descend(make_head(name, landscapes.K), args.learning_rate, args.steps)
-        for name in head_names()
-    }
-    figure = landscapes.draw_figure(fits, args.learning_rate)
-    paths = drawing.save(figure, args.default_root_dir, "landscapes")
-    needed = {name: fit.steps_needed for name, fit in fits.items()}
-    numbers = {f"steps/{n}": float(math.inf if s is None else s) for n, s in needed.items()}
-    (args.default_root_dir / "metrics.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    return paths
-
-
-def fisher(args: argparse.Namespace) -> list[Path]:
-    """Fisher matrices of all heads at one and the same distribution, scaled to a maximum of 1.
-
-    Colours go with the square root, or small entries, which are most of softmax's, could not be
-    seen.
-    """
-    K = args.num_categories
-    probs = torch.softmax(torch.randn(K, dtype=torch.float64), 0)
-    names = head_names()
-    figure, panels = drawing.panels(len(names), 2.3, 2.3)
-    for axes, name in zip(panels, names, strict=True):
-        head = make_head(name, K)
-        matrix = head.fisher(head.inverse(probs))
-        mass = float(off_diagonal_mass(matrix, norm="fro"))
-        shown = (matrix / matrix.abs().max()).numpy()
-        picture = axes.imshow(shown, cmap="RdBu_r", norm=drawing.ROOT_NORM)
-        axes.set_title(f"{name}\noff-diagonal mass {mass:.2f}")
-        axes.set(xticks=[], yticks=[])
-        axes.grid(False)
-        for spine in axes.spines.values():
-            spine.set_visible(True)
-    ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
-    bar = figure.colorbar(picture, ax=panels, shrink=0.8, pad=0.015, ticks=ticks)
-    bar.ax.minorticks_off()
-    bar.ax.yaxis.set_major_formatter("{x:g}")
-    bar.set_label("share of the largest entry")
-    figure.suptitle(f"Fisher matrices in the scores, at one distribution of {K} categories")
-    return drawing.save(figure, args.out, "fisher")
-
-
-def curves(args: argparse.Namespace) -> list[Path]:
-    """One panel for each cell of a table, one band for each head, or one line for each run."""
-    experiment, groups = _groups(args)
-    # Shares and returns are compared between panels; losses of different data sets are not.
-    same_scale = not args.tag.startswith("val/")
-    figure, panels = drawing.panels(len(groups), sharex=True, sharey=same_scale)
-    heads = [row.cell["head"] for row in next(iter(groups.values()))]
-    drawn: list[int] = []  # seeds of each line
-    for axes, (name, group) in zip(panels, groups.items(), strict=True):
-        for row in group:
-            known = _known(row, args.tag, False) or _known(row, args.tag, True)
-            if known:
-                head = row.cell["head"]
-                draw = drawing.draw_each if args.each else drawing.draw_band
-                draw(axes, known, drawing.colour(head, heads), head)
-                drawn.append(len(known))
-        axes.set_title(name)
-        drawing.thousands(axes)
-    if not drawn:
-        raise NoRunsError(f"no run of {experiment.name} has {args.tag} in its event files")
-    drawing.legend_above(figure, panels[0], _caption(drawn, args.each))
-    figure.supxlabel("step", fontsize=9)  # of the optimizer, or of all environments together
-    figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
-    kind = args.tag.replace("/", "_")
-    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_{kind}")
-
-
-def _caption(seeds: list[int], each: bool) -> str:
-    """What lines and bands are."""
-    least, most = min(seeds), max(seeds)
-    many = str(most) if least == most else f"{least} to {most}"
-    if each and most > 1:
-        return f"one line a run, n = {many}"
-    return f"mean ± standard deviation over n = {many} runs" if most > 1 else "n = 1 run"
-
-
-def _finished(row: Row) -> tuple[plan.Run, Path]:
-    """The first of its runs that ended well, and the folder of that run."""
-    run = next(run for run in row.runs if runs.metrics(run) is not None)
-    folder = runs.version(run)
-    assert folder is not None
-    return run, folder
-
-
-def _seeds(drawn: list[plan.Run]) -> str:
-    """Which seeds a picture shows that has one run of each head."""
-    return "seed " + ", ".join(sorted({str(run.seed) for run in drawn}))
-
-
-def samples(args: argparse.Namespace) -> list[Path]:
-    """Inputs, their reconstructions and draws from the prior, for each head of the first cell."""
-    experiment, groups = _groups(args)
-    name, group = next(iter(groups.items()))
-    found = [(row, *_finished(row)) for row in group if row.finished]
-    if not found:
-        raise NoRunsError(f"no run of {experiment.name} with {name} is finished")
-    figure, panels = drawing.panels(len(found), 2.6, 1.95)
-    for axes, (row, _, folder) in zip(panels, found, strict=True):
-        model, data = load_run(folder)
-        inputs = next(iter(data.test_dataloader()))[:10]
-        made = torch.cat([inputs, model.reconstruct(inputs), model.sample_prior(60)])
-        images = made.reshape(8, 10, *made.shape[-2:]).numpy()
-        picture = drawing.mosaic(images)
-        axes.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        size = picture.shape[0] / 8
-        axes.axhline(2 * size - 0.5, color="black", linewidth=0.8)
-        axes.set_yticks([size / 2, 1.5 * size, 5 * size], ["input", "rec.", "prior"])
-        axes.tick_params(length=0)
-        axes.set(xticks=[], title=row.cell["head"])
-        axes.spines[:].set_visible(False)
-        axes.grid(False)
-    for axes in panels[1:]:
-        axes.set_yticklabels([])
-    figure.suptitle(f"{name}, {_seeds([run for _, run, _ in found])}", fontsize=9)
-    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_samples")
-
-
-def theta(args: argparse.Namespace) -> list[Path]:
-    """Each possible edge as a point: its probability as found over the true one."""
-    experiment, groups = _groups(args)
-    heads = [row.cell["head"] for row in next(iter(groups.values()))]
-    figure, panels = drawing.panels(len(heads), 2.4, 2.6, sharex=True, sharey=True)
-    shift = np.random.default_rng(0)
-    shown: list[plan.Run] = []
-    for axes, head in zip(panels, heads, strict=True):
-        drawn = [row for group in groups.values() for row in group if row.cell["head"] == head]
-        for row in drawn:
-            folder = runs.version(row.runs[0]) if row.runs else None
-            if folder is None:
-                continue
-            model, data = load_run(folder)
-            true = data.edge_probs.flatten().numpy()
-            found = model.theta.detach().flatten().numpy()
-            x = true + shift.uniform(-0.02, 0.02, true.shape)
-            colour = drawing.colour(head, heads)
-            axes.scatter(x, found, s=5, color=colour, alpha=0.45, linewidths=0)
-            shown.append(row.runs[0])
-        axes.plot([0, 1], [0, 1], color="black", linewidth=0.7, zorder=1.5)
-        axes.set(title=head, aspect="equal", xlim=(-0.06, 1.02), ylim=(-0.04, 1.04))
-    if not shown:
-        raise NoRunsError(f"no run of {experiment.name} is finished in {experiment.folder}")
-    figure.suptitle(_seeds(shown), fontsize=9)
-    figure.supxlabel("true probability of an edge (points shifted a little)", fontsize=9)
-    figure.supylabel("probability found", fontsize=9)
-    return drawing.save(figure, output_folder(experiment, args.out), f"{experiment.name}_theta")
-
-
+COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
+    "softmax": "#0072B2",
+    "sparsemax": "#E69F00",
+    "sigmoid": "#009E73",
+    "natural": "#D55E00",
+}
+_OTHERS = ("#CC79A7", "#56B4E9", "#000000", "#999999")
+_DASHES = {"natural": (0, (4, 2))}  # where it coincides with sigmoid both are seen
+_STYLE: dict[Any, Any] = {
+    **{"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 8.5},
+    **{"xtick.labelsize": 8, "ytick.labelsize": 8, "axes.axisbelow": True, "axes.grid": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#dddddd"},
+    "pdf.fonttype": 42,  # text stays text
+}
 _LABELS = {
     "val/elbo": "validation ELBO (nats)",
-    "val/loss": "validation loss",
+    "test/nll": "test NLL (nats)",
     "fim/off_diagonal_mass_fro": "off-diagonal Fisher mass",
     "fim/saturated": "share of saturated scores",
     "rollout/ep_rew_mean": "return, last 100 games",
 }
 
 
-def _groups(args: argparse.Namespace) -> tuple[Experiment, dict[str, list[Row]]]:
-    """The rows of a table that differ in the head alone, by what they have in common."""
-    scale = args.scale or largest_scale(args.table, args.runs)
-    experiment = load(args.table, args, scale)
-    groups: dict[str, list[Row]] = {}
-    for row in rows(experiment):
-        groups.setdefault(_common(experiment, row), []).append(row)
-    return experiment, groups
+def main(argv: list[str] | None = None) -> int:
+    """Draw one figure."""
+    args = build_parser().parse_args(argv)
+    try:
+        figure, name = args.draw(args)
+    except ValueError as error:
+        print(f"figures.py: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in (args.out / f"{name}.png", args.out / f"{name}.pdf"):
+        figure.savefig(path, dpi=200)
+        print(path)
+    plt.close(figure)
+    return 0
 
 
-def _common(experiment: Experiment, row: Row) -> str:
-    return title(experiment, row.cell, (option for option in row.cell if option != "head"))
+def build_parser() -> argparse.ArgumentParser:
+    """One command for each kind of figure."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("figures.py", description=description, allow_abbrev=False)
+    kinds = parser.add_subparsers(required=True, metavar="FIGURE")
+    for name, draw, text in (
+        ("curves", curves, "a scalar over training, mean and spread over seeds"),
+        ("bars", bars, "means with 95 % intervals"),
+        ("landscapes", landscapes, "loss landscapes of three classes, paths of gradient descent"),
+    ):
+        kind = kinds.add_parser(name, help=text)
+        if draw is not landscapes:
+            add_plan_options(kind)
+        kind.add_argument("--out", type=Path, default=Path("figures"), help="folder")
+        kind.set_defaults(draw=draw)
+        if draw is curves:
+            kind.add_argument("--tag", default="val/elbo", help="default val/elbo")
+            kind.add_argument("--each", action="store_true", help="a line for each run")
+        elif draw is bars:
+            kind.add_argument("--metric", help="default: the first of the plan")
+            text = "show by how much cells are better than that with these values"
+            kind.add_argument("--baseline", nargs="+", metavar="NAME=VALUE", help=text)
+        else:
+            kind.add_argument("--learning_rate", type=float, default=5.0)
+            kind.add_argument("--steps", type=int, default=200)
+    return parser
 
 
-def _known(row: Row, tag: str, unfinished: bool) -> list[Any]:
-    found = [_curve(run, tag, unfinished) for run in row.runs]
-    return [curve for curve in found if curve is not None]
+def color(head: str, heads: Iterable[str] = ()) -> str:
+    """The color of a head; ``sigmoid-x`` has that of sigmoid, other heads get what is left."""
+    head = next((name for name in COLORS if head.startswith(f"{name}-")), head)
+    others = [each for each in dict.fromkeys(heads) if each not in COLORS]
+    return COLORS.get(head) or _OTHERS[others.index(head) % len(_OTHERS) if head in others else 0]
 
 
-def _curve(run: plan.Run, tag: str, unfinished: bool) -> Any:
-    given = runs.curves(run, [tag], unfinished=unfinished)
-    points = sorted((each["step"], each["value"]) for each in given)
-    if not points:
-        return None
-    steps, values = zip(*points, strict=True)
-    return np.array(steps, float), np.array(values, float)
+def panels(count: int, width: float = 2.7, height: float = 2.3) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels, four in a row."""
+    plt.rcParams.update(_STYLE)
+    columns = min(4, count)
+    rows = math.ceil(count / columns)
+    size = (width * columns + 0.3, height * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for empty in axes.flat[count:]:
+        empty.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+# -- rows and runs ---------------------------------------------------------------------------------
+
+
+def _grouped(
+    args: argparse.Namespace, inside: Iterable[str]
+) -> tuple[Sweep, dict[str, list[Cell]]]:
+    """The cells of a plan by what they have in common, without some options."""
+    sweep = Sweep.of(args.plans[0], args)
+    hidden, groups = set(inside), dict[str, list[Cell]]()
+    for cell in cells_of(sweep.plan, sweep.rows(), sweep.only):
+        shown = {name: x for name, x in cell.options.items() if name not in hidden}
+        groups.setdefault(_words(sweep.plan, shown), []).append(cell)
+    return sweep, groups
+
+
+def _words(plan: Plan, options: dict[str, Any]) -> str:
+    pairs = options.items()
+    return ", ".join(x if isinstance(x, str) else f"{plan.short(n)} = {x}" for n, x in pairs)
+
+
+def curves(args: argparse.Namespace) -> tuple[Figure, str]:
+    """One panel for each cell of a plan, one band for each head, or one line for each run."""
+    sweep, groups = _grouped(args, ["head"])
+    plan = sweep.plan
+    figure, axes = panels(len(groups))
+    drawn = 0
+    for panel, (title, cells) in zip(axes, groups.items(), strict=True):
+        for cell in cells:
+            if cell.settings is None:
+                continue
+            made = [plan.run(cell.options, cell.settings, seed, "final") for seed in plan.seeds]
+            found = [read_curve(sweep.folder, run, args.tag) for run in made]
+            known = [each for each in found if len(each[0])]
+            head = str({**plan.options, **cell.options}.get("head", ""))
+            if known:
+                draw_curves(panel, known, head, args.each)
+            drawn += len(known)
+        panel.set_title(title)
+        panel.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}")
+        panel.xaxis.set_major_locator(MaxNLocator(4))
+    if not drawn:
+        raise ValueError(f"no run of {plan.name} under {sweep.folder} has {args.tag}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=max(1, len(labels)), frameon=False
+    )
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
+    return figure, f"{plan.name}_{args.tag.replace('/', '_')}"
+
+
+def draw_curves(
+    axes: Axes, curves: list[tuple[np.ndarray, np.ndarray]], head: str, each: bool
+) -> None:
+    """The mean of curves and one standard deviation around it, or a line for each."""
+    style: dict[str, Any] = {"color": color(head, [head]), "linestyle": _DASHES.get(head, "-")}
+    if each:
+        for number, (steps, values) in enumerate(curves):
+            axes.plot(steps, values, label="" if number else head, linewidth=1.2, **style)
+        return
+    first, last = max(s[0] for s, _ in curves), min(s[-1] for s, _ in curves)
+    grid = np.linspace(first, last, 200)
+    values = np.stack([np.interp(grid, *curve) for curve in curves])
+    mean, marker = values.mean(0), "o" if first == last else ""
+    axes.plot(grid, mean, label=head, linewidth=1.4, marker=marker, **style)
+    if len(curves) > 1:
+        spread = values.std(0, ddof=1)
+        axes.fill_between(grid, mean - spread, mean + spread, color=style["color"], alpha=0.2)
+
+
+def read_curve(folder: Path, run: Run, tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a scalar in the event files of a run; empty without any."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points: dict[int, float] = {}
+    for path in sorted((folder / run.name).glob("**/events.out.*")):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        if tag in events.Tags()["scalars"]:
+            points |= {each.step: each.value for each in events.Scalars(tag)}
+    steps = sorted(points)
+    return np.array(steps, float), np.array([points[step] for step in steps])
+
+
+def bars(args: argparse.Namespace) -> tuple[Figure, str]:
+    """Means with 95 % intervals: one panel for each value of the plan's columns.
+
+    With a baseline, bars are differences from the cell that has these values in the same panel,
+    upward where a cell is better, with Welch's interval.
+    """
+    plan = Sweep.of(args.plans[0], args).plan
+    names = [name for key in plan.grid for name in key.split()]
+    _, groups = _grouped(args, [name for name in names if name not in plan.columns])
+    metric = args.metric or next(iter(plan.metrics))
+    wanted = read_only(args.baseline) if args.baseline else {}
+    longest = max(map(len, groups.values()), default=1)
+    figure, axes = panels(len(groups), 3.6, 0.18 * longest + 0.6)
+    heads = [str(cell.options.get("head", "")) for cells in groups.values() for cell in cells]
+    drawn = 0
+    for panel, (title, cells) in zip(axes, groups.items(), strict=True):
+        shown = [cell for cell in cells if len(cell.values(metric)) > 1]
+        base: list[float] = []
+        if wanted:
+            found = [cell for cell in shown if _has(plan, cell, wanted)]
+            if len(found) != 1:
+                raise ValueError(f"--baseline: {len(found)} cells of {title or plan.name} have it")
+            base = found[0].values(metric)
+            shown = [cell for cell in shown if cell is not found[0]]
+        draw_bars(panel, plan, shown, metric, base, heads)
+        panel.set_title(title)
+        drawn += len(shown)
+    if not drawn:
+        raise ValueError(f"no cell of {plan.name} has two runs with {metric}")
+    figure.supxlabel(f"lead in {metric}" if wanted else _LABELS.get(metric, metric), fontsize=9)
+    return figure, f"{plan.name}_{plan.scale}_bars_{metric.replace('/', '_')}"
+
+
+def draw_bars(
+    axes: Axes, plan: Plan, cells: list[Cell], metric: str, base: list[float], heads: list[str]
+) -> None:
+    """A bar for each cell."""
+    better = plan.metrics[metric].better if metric in plan.metrics else None
+    sign = -1 if base and better == "lower" else 1
+    labels = []
+    constant = [n for n in plan.cells()[0] if len({str(c[n]) for c in plan.cells()}) == 1]
+    for place, cell in enumerate(cells):
+        values = cell.values(metric)
+        mean = statistics.fmean(values) - (statistics.fmean(base) if base else 0)
+        low, high = sorted(sign * each for each in interval(values, base))
+        head = str(cell.options.get("head", plan.options.get("head", "")))
+        error = [[sign * mean - low], [high - sign * mean]]
+        axes.barh(place, sign * mean, color=color(head, heads), xerr=error, capsize=2)
+        hidden = [*plan.columns, *constant]
+        labels.append(_words(plan, {n: x for n, x in cell.options.items() if n not in hidden}))
+    axes.set_yticks(range(len(cells)), labels)
+    axes.invert_yaxis()
+    if not base and cells:
+        means = [statistics.fmean(cell.values(metric)) for cell in cells]
+        spread = max(max(means) - min(means), 1e-9)
+        axes.set_xlim(left=min(0, min(means)) if min(means) < 2 * spread else min(means) - spread)
+
+
+def _has(plan: Plan, cell: Cell, wanted: dict[str, list[str]]) -> bool:
+    return all(str(cell.options.get(plan.long(n))) in values for n, values in wanted.items())
+
+
+# -- loss landscapes -------------------------------------------------------------------------------
+
+K = 3
+TARGET = torch.full((K,), 1 / K, dtype=torch.float64)
+STARTS = torch.tensor(
+    [[0.85, 0.10, 0.05], [0.05, 0.85, 0.10], [0.10, 0.05, 0.85]], dtype=torch.float64
+)
+LEVELS = [math.log(K) + 3 * (i / 15) ** 2 for i in range(16)]  # of the cross-entropy
+RATES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # of the last panel
+
+
+class Descent(NamedTuple):
+    """The path of gradient descent: scores (T + 1, starts, S), and whether it arrived by a step."""
+
+    path: Tensor
+    steps_needed: int | None
+
+
+def landscapes(args: argparse.Namespace) -> tuple[Figure, str]:
+    """Plain gradient descent to a uniform target of three classes, over each head's landscape.
+
+    Every head starts from the same three distributions and takes steps of the same size. The order
+    of the heads depends on the learning rate: the last panel shows steps over rates.
+    """
+    if args.steps < 1 or not 0 < args.learning_rate < math.inf:
+        raise ValueError("--steps must be at least 1 and --learning_rate above 0")
+    names = head_names()
+    figure, axes = panels(len(names) + 1, 3.2, 3.2)
+    for panel, name in zip(axes, names, strict=False):
+        head = make_head(name, K)
+        draw_landscape(panel, head, descend(head, args.learning_rate, args.steps))
+    for name in names:
+        found = [descend(make_head(name, K), rate, 300).steps_needed for rate in RATES]
+        needed = [math.nan if each is None else each for each in found]
+        axes[-1].plot(RATES, needed, "o-", markersize=4, label=name, color=color(name, names))
+    axes[-1].set(xscale="log", yscale="log", xlabel="learning rate", ylabel="steps to KL < 1e-6")
+    axes[-1].legend(fontsize=8)
+    return figure, "landscapes"
+
+
+def descend(head: CategoricalHead, learning_rate: float, steps: int) -> Descent:
+    """Run gradient descent from all starts at once."""
+    scores = head.inverse(STARTS)
+    if head.num_scores == K:  # without a part along (1, 1, 1)
+        scores = scores - scores.mean(-1, keepdim=True)
+    path, arrived = [], None
+    for step in range(steps + 1):
+        scores = scores.detach().requires_grad_()
+        loss = cross_entropy(head, scores)
+        if arrived is None and bool((loss - math.log(K) < 1e-6).all()):
+            arrived = step
+        (gradient,) = torch.autograd.grad(loss.sum(), scores)
+        path.append(scores.detach())
+        scores = scores - learning_rate * gradient
+    return Descent(torch.stack(path), arrived)
+
+
+def cross_entropy(head: CategoricalHead, scores: Tensor) -> Tensor:
+    """Cross-entropy from the target to the head's distribution, (*, S) -> (*)."""
+    return -(head.log_probs(scores) * TARGET).sum(-1)
+
+
+def draw_landscape(axes: Axes, head: CategoricalHead, descent: Descent) -> None:
+    """The loss over a plane of the scores, with the paths of gradient descent."""
+    basis = torch.eye(K - 1, dtype=torch.float64)
+    if head.num_scores == K:  # across (1, 1, 1)
+        basis = torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 2.0]], dtype=torch.float64)
+        basis = basis / torch.linalg.vector_norm(basis, dim=1, keepdim=True)
+    paths = (descent.path @ basis.T).movedim(1, 0)  # (starts, T + 1, 2)
+    reach = 1.35 * float(paths[:, 0].abs().max())
+    ticks = torch.linspace(-reach, reach, 201, dtype=torch.float64)
+    grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), dim=-1)
+    axes.contourf(ticks, ticks, cross_entropy(head, grid @ basis), LEVELS, cmap="YlGnBu")
+    for path, shade in zip(paths, ("black", "#c51b7d", "#b35806"), strict=True):
+        axes.plot(*path.T, "o-", color=shade, linewidth=1.2, markersize=2.8)
+        axes.plot(*path[0], "o", color="white", mec=shade, markersize=6.5)
+    axes.plot(*(head.inverse(TARGET) @ basis.T), "*", ms=13, color="white", mec="black")
+    axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+    needed = descent.steps_needed
+    axes.set_title(f"{head.name}: {'not reached' if needed is None else f'{needed} steps'}")
 
 
 if __name__ == "__main__":

