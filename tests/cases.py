@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
-from catnat.heads import _REGISTRY
-from catnat.ops import native
-from catnat.splits import CustomSplit
+from catnat.activations import CustomActivation
+from catnat.head import _REGISTRY
+from catnat.kernels import cpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case that runs with ``-m slow`` alone."""
@@ -40,16 +40,16 @@ def make(name: str, K: int, **options: float | bool) -> CategoricalHead:
 
 CATNAT = tuple(n for n in HEADS if issubclass(_REGISTRY[n], CatnatHead))
 TREES = tuple(n for n in GRID if isinstance(make(n, 2), CatnatHead))
-FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).split, CustomSplit))
+FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).activation, CustomActivation))
 """Trees with closed forms, which the kernels hold too."""
 SEARCHED = tuple(n for n in TREES if n not in FUSED)
-"""Trees known by their ``log_split`` alone: centres and inverses are found by search."""
+"""Trees known by their ``log_activation`` alone: centers and inverses are found by search."""
 
 
 class CauchyHead(CatnatHead):
-    """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_split alone."""
+    """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_activation alone."""
 
-    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         one = torch.ones_like(x)
         return (
             torch.log(torch.atan2(one, x) / torch.pi),
@@ -60,7 +60,7 @@ class CauchyHead(CatnatHead):
 class Own(CatnatHead):
     """A split of one's own."""
 
-    def log_split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return -torch.nn.functional.softplus(2 * x), -torch.nn.functional.softplus(-2 * x)
 
 
@@ -74,6 +74,13 @@ class Flattened(NaturalHead):
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:
     """Normal scores in float64."""
     return scale * torch.randn(rows, head.num_scores, dtype=torch.float64)
+
+
+def random_mask(rows: int, K: int) -> Tensor:
+    """Half of the categories at random, and at least one in every row."""
+    mask = torch.rand(rows, K) < 0.5
+    mask[torch.arange(rows), torch.randint(K, (rows,))] = True
+    return mask
 
 
 def leaf_path(k: int, K: int) -> list[tuple[int, int]]:
@@ -93,7 +100,7 @@ def leaf_count(node: int, K: int) -> int:
 def exact_log_probs(name: str, scores: list[float], **options: float | bool) -> list[mpmath.mpf]:
     """Log-probabilities by the definition in 60 digits; -inf for probability 0.
 
-    A tree whose formula is not known here splits as its own ``log_split`` says in float64. Another
+    A tree whose formula is not known here uses its own ``log_activation`` in float64. Another
     head that is not known here gives its own log-probabilities in float64.
     """
     with mpmath.workdps(60):
@@ -149,18 +156,18 @@ def exact_split(
 def own_splits(
     head: CatnatHead, scores: list[float], shares: list[mpmath.mpf]
 ) -> list[tuple[mpmath.mpf, mpmath.mpf]]:
-    """The head's own log_split in float64, centred by bisection so that zero gives the share."""
+    """The head's own log_activation in float64, with centers found by bisection."""
     share = torch.tensor([float(x) for x in shares], dtype=torch.float64)
     low = torch.full_like(share, -1e7)
     high = -low
     for _ in range(100):
-        left, right = head.log_split((low + high) / 2)
+        left, right = head.log_activation((low + high) / 2)
         smaller = (right - left).detach() < torch.log(share / (1 - share))
         low, high = (
             torch.where(smaller, (low + high) / 2, low),
             torch.where(smaller, high, (low + high) / 2),
         )
-    logs = head.log_split(torch.tensor(scores, dtype=torch.float64) + (low + high) / 2)
+    logs = head.log_activation(torch.tensor(scores, dtype=torch.float64) + (low + high) / 2)
     pairs = zip(*(x.detach().tolist() for x in logs), strict=True)
     return [(mpmath.mpf(left), mpmath.mpf(right)) for left, right in pairs]
 
@@ -175,7 +182,7 @@ def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
 
 def use_kernels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the heads take the C kernels of one level of instructions; skip where there are none."""
-    if level not in native.levels():
+    if level not in cpu.levels():
         pytest.skip(f"not built, or this processor has no {level}")
-    kernels = native.load(level)
-    monkeypatch.setattr(native, "library", lambda: kernels)
+    kernels = cpu.load(level)
+    monkeypatch.setattr(cpu, "library", lambda: kernels)

@@ -54,23 +54,26 @@ class Memory(Logger):
     def log_hyperparams(self, params):
         pass
 
+    def series(self, tag):
+        return {step: row[tag] for step, row in self.rows.items() if tag in row}
+
 
 def loader(batch_size=8, batches=5):
     x = torch.randn(batch_size * batches, 4, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x), batch_size)
 
 
-def fit(model, *callbacks, logger=None, data=None, **flags):
+def quiet_trainer(**options):
+    """A trainer on the CPU that writes nothing, unless the options say so."""
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1,
+             "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False}  # fmt: skip
+    return L.Trainer(**quiet | options)
+
+
+def fit(model, *callbacks, logger=None, data=None, val=None, **flags):
     torch.manual_seed(3)
-    flags = {"max_steps": 5, "accelerator": "cpu", "devices": 1, **flags}
-    trainer = L.Trainer(
-        logger=logger or Memory(),
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        log_every_n_steps=1,
-        **flags,
-    )
-    trainer.fit(model, data or loader())
+    flags = {"max_steps": 5} | flags
+    trainer = quiet_trainer(logger=logger or Memory(), callbacks=list(callbacks), **flags)
+    trainer.fit(model, data or loader(), val)
     return trainer

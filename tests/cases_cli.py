@@ -13,6 +13,14 @@ def run(*argv):
     return train.main(["--model=vae", "--head=natural", *map(str, argv)])
 
 
+def one_line(capfd):
+    """The line that a refused command prints; there is no other, and no traceback."""
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    (line,) = err.splitlines()
+    return line
+
+
 def last(folder="runs/vae/natural/version_0"):
     return torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True)
 

@@ -62,8 +62,6 @@ def check_command(words: list[str]) -> None:
     import train
 
     argv = words[2:] if words[0] == "python" else words[1:]
-    if argv[:1] == ["report"]:  # reads runs, which are not there
-        return
     if argv[:1] == ["test"]:
         argv = argv[1:]
     if "--ckpt_path" in argv:  # the checkpoint is not there
@@ -79,9 +77,8 @@ def check_command(words: list[str]) -> None:
 def check_sweep(argv: list[str]) -> None:
     from experiments import plan, sweep
 
-    argv = argv[1:] if argv[:1] == ["status"] else argv
     given = sweep.build_parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    unknown = [name for name in given.tables if name not in (*plan.names(), "all")]
+    unknown = [name for name in given.plans if name not in plan.names()]
     if unknown and not all(Path(name).is_file() for name in unknown):
         raise SystemExit(f"sweep.py {shlex.join(argv)}: no such table")
 

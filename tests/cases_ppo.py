@@ -1,6 +1,7 @@
 """What the tests of ``train.py --model ppo`` share: short runs, and what they leave."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import train
+from catnat.callbacks.sb3_run import RunSB3
 
 FOLDER = Path("runs/ppo/natural/version_0")
 QUICK = ["--env=CartPole-v1", "--num_envs=4", "--num_steps=16", "--update_epochs=1",
@@ -47,6 +49,19 @@ def clock(monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     sys.modules.pop("clock_env", None)
     return [*QUICK, "--import=clock_env", "--env=Clock-v0", "--total_steps=256"]
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Sends SIGTERM to the first run at its hundredth step, in the second of four rollouts."""
+    sent = []
+
+    def step(self):
+        if self.model.num_timesteps == 100 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return True
+
+    monkeypatch.setattr(RunSB3, "_on_step", step)
 
 
 def run(*argv, head="natural"):

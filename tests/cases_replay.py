@@ -1,17 +1,18 @@
-"""Replayed training steps where there is no CUDA, a logger that remembers, and short runs."""
+"""Replayed training steps where there is no CUDA, and short runs."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from cases_callbacks import Memory, quiet_trainer
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from catnat import replay as graphs
+from catnat import cuda_graph as graphs
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import MNISTDataModule
-from catnat.lit_modules import replay
+from catnat.lit_modules import cuda_graph_steps as replay
 
 
 class EagerGraph:
@@ -28,24 +29,6 @@ class EagerGraph:
 
     def reset(self):
         pass
-
-
-class Curve(pl.loggers.logger.Logger):
-    """Keeps what is logged."""
-
-    name = version = None
-
-    def __init__(self):
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def series(self, tag):
-        return {step: row[tag] for step, row in self.rows if tag in row}
 
 
 class Watch(pl.Callback):
@@ -84,22 +67,12 @@ def train(
     pl.seed_everything(1, verbose=False)
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
-    logger, watch = Curve(), Watch()
+    logger, watch = Memory(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accelerator=accelerator,
-        devices=1,
-        precision=precision,
-        strategy=strategy,
-        logger=logger,
-        callbacks=[monitor, watch],
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=1,
-    )
+    trainer = quiet_trainer(
+        max_steps=steps, accelerator=accelerator, precision=precision, strategy=strategy,
+        logger=logger, callbacks=[monitor, watch], limit_val_batches=1,
+    )  # fmt: skip
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     assert watch.replayed is (replayed is None)
     return model, trainer, logger

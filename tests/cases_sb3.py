@@ -138,58 +138,21 @@ class Count(gym.Env):
         return np.array([self.number, self.steps], np.float32), reward, False, cut, {}
 
 
-class Half(DummyVecEnv):
-    """Forces an action now and then, and notes who is called when."""
+class Forcing(DummyVecEnv):
+    """Plays action 2 in every third environment, whatever it is given."""
 
-    def __init__(self, numbers, calls, forced):
-        super().__init__([lambda number=number: Count(number) for number in numbers])
-        self.first, self.calls, self.forced, self.waiting = numbers[0], calls, forced, False
+    def __init__(self, count=4):
+        super().__init__([lambda number=number: Count(number) for number in range(count)])
         self.count = 0
 
     @property
     def forced_actions(self):
-        every = self.count + np.arange(self.num_envs)
-        return np.where(every % 3 == 0, 2, -1) if self.forced else np.full(self.num_envs, -1)
+        return np.where((self.count + np.arange(self.num_envs)) % 3 == 0, 2, -1)
 
     def step_async(self, actions):
-        assert not self.waiting
-        self.waiting = True
-        self.calls.append((self.first, "async"))
         forced = self.forced_actions
         super().step_async(np.where(forced >= 0, forced, actions))
 
     def step_wait(self):
-        assert self.waiting
-        self.waiting = False
         self.count += 1
-        self.calls.append((self.first, "wait"))
         return super().step_wait()
-
-
-class Pair(DummyVecEnv):
-    """Two halves of which only one may be asked at a time."""
-
-    def __init__(self, sizes=(2, 2), forced=False):
-        super().__init__([lambda number=number: Count(number) for number in range(sum(sizes))])
-        self.calls = []
-        first = Half(list(range(sizes[0])), self.calls, forced)
-        self.halves = (first, Half(list(range(sizes[0], sum(sizes))), self.calls, forced))
-
-    def reset(self):
-        return np.concatenate([half.reset() for half in self.halves])
-
-    @property
-    def forced_actions(self):
-        return np.concatenate([half.forced_actions for half in self.halves])
-
-    def step_async(self, actions):
-        for half, part in zip(
-            self.halves, np.split(actions, [self.halves[0].num_envs]), strict=True
-        ):
-            half.step_async(part)
-
-    def step_wait(self):
-        one, other = (half.step_wait() for half in self.halves)
-        return *(np.concatenate(x) for x in list(zip(one, other, strict=True))[:3]), one[3] + other[
-            3
-        ]

@@ -11,84 +11,70 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A tenth of a second: a checkpoint, perhaps a wait, then the numbers.
+# A run leaves a checkpoint, waits for the gate to open if it has one, then writes its numbers.
 PROGRAM = """\
-import json, os, signal, sys, time
+import json, os, sys, time
 from pathlib import Path
 
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
-if "busy" in options:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-home = Path(options["default_root_dir"])
+home, x = Path(options["default_root_dir"]), float(options["x"])
+with (home / "calls.txt").open("a") as calls:
+    calls.write(options.get("ckpt_path", "new") + "\\n")
+(home / "last.ckpt").write_text("")
 (home / "gpu.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
-(home / "checkpoints").mkdir(exist_ok=True)
-(home / "checkpoints" / "last.txt").write_text("")
-# Whoever sees the call finds the whole line, and the checkpoint: a test may kill the run then.
-calls, written = home / "calls.txt", home / "calls.part"
-before = calls.read_text() if calls.exists() else ""
-written.write_text(before + options.get("ckpt_path", "new") + "\\n")
-written.replace(calls)
-x, gate = float(options["x"]), Path(options["gate"])
 if x < 0:
     print("the number is below zero")
-    if x == -4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    parent = Path(f"/proc/{os.getppid()}/cmdline")
-    if x == -3 and "experiments.engines.forks" in parent.read_text():
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
     sys.exit(2 if x < -5 else 3)
-while x >= 3 and not gate.exists():
-    time.sleep(0.05)
-found = {"val/loss": (x - 2) ** 2, "test/loss": x + int(options.get("seed", 0)) / 100}
-(home / "metrics.json").write_text(json.dumps(found))
+gate = Path(options.get("gate", home))
+while not gate.exists():
+    time.sleep(0.02)
+loss = (x - float(options.get("rate", 1))) ** 2 + int(options["seed"]) / 1000
+(home / "metrics.json").write_text(json.dumps({"val/loss": loss, "test/nll": loss + 1}))
 """
 
-SEARCH = {"metric": "val/loss", "better": "lower", "seed": 0, "option": "x", "coarse": [1.0, 4.0]}
 
-
-def write_table(folder, stand_in="program.py", **content):
-    """Write a plan whose runs are calls of the program above, and give its file."""
-    (folder / stand_in).write_text(PROGRAM)
-    content = {
-        "title": "x",
-        "program": stand_in,
-        "options": {"gate": str(folder / "gate")},
-        "grid": {"x": [1.0]},
-        "seeds": [1],
-        "metrics": {"test/loss": {"label": "loss", "better": "lower"}},
-        "scales": {"smoke": {}},
-    } | content
+def write_plan(folder, **keys):
+    """A plan of the program, with these keys instead of its own."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    plan = {
+        "title": "A tiny table",
+        "study": "tiny",
+        "program": str(program),
+        "grid": {"x": [1.0, 2.0]},
+        "metrics": {"test/nll": {"better": "lower"}},
+        "seeds": [1, 2],
+    }
     path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({k: v for k, v in (plan | keys).items() if v is not None}, sort_keys=False)
+    )
     return path
 
 
 def arguments(path, *more):
-    return [str(path), "--scale", "smoke", "--runs", str(path.parent / "runs"), *more]
+    """Words for sweep.py, status.py and tables.py."""
+    folder = path.parent
+    return [str(path), "--results", str(folder / "results"), "--runs", str(folder / "runs"), *more]
 
 
-def start(path, *more, **environment):
-    command = [sys.executable, str(ROOT / "experiments" / "sweep.py"), *arguments(path, *more)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+def start_sweep(path, *more):
+    """A sweep in a process of its own."""
+    words = [sys.executable, str(ROOT / "experiments" / "sweep.py"), *arguments(path, *more)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(words, env=environment, start_new_session=True)
 
 
-def calls(folder):
-    """What each run was called with, by the run's name."""
-    found = (folder / "runs" / "tiny" / "smoke").glob("*/calls.txt")
-    return {path.parent.name: path.read_text().split() for path in found}
+def kill(process, signum=signal.SIGTERM):
+    """Send a signal, and wait for the end."""
+    process.send_signal(signum)
+    return process.wait(60)
 
 
-def wait_for(condition, process=None, seconds=600):
-    deadline = time.monotonic() + seconds
+def wait_for(condition, process=None, seconds=60.0):
+    """Wait until a condition holds; a process that should bring it about must not end before."""
+    end = time.monotonic() + seconds
     while not condition():
-        assert process is None or process.poll() is None, "the sweep ended too early"
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
-
-
-def kill(process):
-    """kill -9 for the sweep and everything it has started in its session."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        assert process is None or process.poll() is None, "the process ended too early"
+        assert time.monotonic() < end, "this took too long"
+        time.sleep(0.02)

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 from catnat import TreeLinear
-from catnat.ops import path_scores as ops
 
 
 def layer_and_data(K, head="natural", rows=7, width=6, dtype=torch.float64, **options):
@@ -16,7 +15,3 @@ def layer_and_data(K, head="natural", rows=7, width=6, dtype=torch.float64, **op
 def by_linear_and_head(layer, hidden):
     leaves = layer.head.log_probs(F.linear(hidden, layer.weight, layer.bias))
     return leaves if layer.order is None else leaves[..., layer.order]
-
-
-def without_kernels(monkeypatch):
-    monkeypatch.setattr(ops, "_kernels", lambda: None)

@@ -6,19 +6,11 @@ import math
 
 import pytest
 import torch
-from cases import GRID, make, random_scores
-from scipy.stats import chisquare
+from cases import GRID, HEADS, make, random_scores
 from torch.distributions import Categorical, kl_divergence
 
 from catnat import HeadCategorical, make_head
-
-
-def zeros_of(name: str) -> HeadCategorical:
-    """A distribution over four categories of which the first and the last are impossible."""
-    p = torch.tensor([0.0, 0.3, 0.7, 0.0])
-    head = make(name, 4)
-    return head(head.inverse(p).requires_grad_())
-
+from catnat.distributions import ESTIMATORS
 
 WITH_ZEROS = ("sparsemax", "natural")
 
@@ -57,38 +49,8 @@ def test_kl_divergence(name, K):
     assert torch.allclose(kl_divergence(q, uniform), math.log(K) - q.entropy())
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_samples_follow_the_probabilities(name):
-    head = make(name, 5)
-    q = head(0.5 * torch.tensor([0.3, -0.2, 0.5, 0.1, -0.4])[: head.num_scores])
-    expected = 20_000 * q.probs[q.probs > 0].double()
-    expected *= 20_000 / expected.sum()
-    samples = {
-        "sample": q.sample((20_000,)),
-        "one_hot": q.one_hot_sample((20_000,)).argmax(-1),
-        "relaxed": q.rsample_relaxed(0.7, hard=True, sample_shape=(20_000,)).argmax(-1),
-    }
-    for drawn in samples.values():
-        counts = torch.bincount(drawn, minlength=5)[q.probs > 0].double()
-        assert counts.sum() == 20_000
-        assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-4
-
-
 @pytest.mark.parametrize("name", WITH_ZEROS)
 class TestExactZeros:
-    def test_probabilities_and_log_probabilities(self, name):
-        q = zeros_of(name)
-        assert torch.equal(q.probs == 0, torch.tensor([True, False, False, True]))
-        assert q.logits.isfinite().all()
-        assert torch.allclose(q.probs, torch.tensor([0.0, 0.3, 0.7, 0.0]), atol=1e-6)
-
-    def test_never_sampled(self, name):
-        q = zeros_of(name)
-        drawn = torch.cat([q.sample((50_000,)), q.one_hot_sample((50_000,)).argmax(-1)])
-        drawn = torch.cat([drawn, q.rsample_relaxed(2.0, True, (50_000,)).argmax(-1)])
-        assert set(drawn.tolist()) == {1, 2}
-        assert not q.rsample_relaxed(0.5)[..., [0, 3]].any()
-
     def test_entropy_and_kl_are_finite_with_finite_gradients(self, name):
         head = make(name, 4)
         scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0])).requires_grad_()
@@ -119,21 +81,6 @@ class TestExactZeros:
             assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_relaxed_samples(name):
-    head = make(name, 8)
-    scores = torch.randn(6, head.num_scores, requires_grad=True)
-    q = head(scores)
-    soft = q.rsample_relaxed(0.7)
-    assert soft.shape == (6, 8) and torch.allclose(soft.sum(-1), torch.ones(6), atol=1e-6)
-    hard = q.rsample_relaxed(torch.tensor(0.7), hard=True)
-    assert set(hard.unique().tolist()) == {0.0, 1.0} and torch.equal(hard.sum(-1), torch.ones(6))
-    (grad,) = torch.autograd.grad((hard * torch.randn(6, 8)).sum(), scores)
-    assert grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="temperature must be positive, got -1"):
-        q.rsample_relaxed(-1)
-
-
 def test_shapes():
     head = make_head("natural", 5)
     q = head(torch.randn(2, 1, 4))
@@ -155,25 +102,9 @@ def test_validation():
         q.log_prob(torch.tensor(5))
     with pytest.raises(ValueError, match="value argument"):
         q.expand((3,)).log_prob(torch.tensor(5))
-    loose = HeadCategorical(torch.full((5,), math.nan), validate_args=False)
-    assert loose.entropy().isnan()
-    with pytest.raises(ValueError, match="logits"):
-        HeadCategorical(torch.full((5,), math.nan))
 
 
 # ------------------------------------------------------------------------------- what goes in
-
-
-@pytest.mark.parametrize("name", GRID)
-def test_an_empty_batch(name):
-    head = make(name, 5)
-    for shape in ((0,), (2, 0)):
-        q = head(torch.zeros(*shape, head.num_scores, requires_grad=True))
-        assert q.sample().shape == q.entropy().shape == shape
-        assert q.log_prob(torch.zeros(shape, dtype=torch.int64)).shape == shape
-        assert q.rsample_relaxed(1.0, hard=True).shape == (*shape, 5)
-        q.entropy().sum().backward()
-    assert HeadCategorical(torch.zeros(0, 5), validate_args=True).batch_shape == (0,)
 
 
 def test_log_probabilities_that_are_not_normalized_are_refused():
@@ -185,20 +116,6 @@ def test_log_probabilities_that_are_not_normalized_are_refused():
     for dtype in (torch.float16, torch.bfloat16):  # rounded, that is all
         for K in (3, 100, 10_000):
             HeadCategorical(torch.full((K,), 1 / K).log().to(dtype))
-
-
-@pytest.mark.parametrize("name", GRID)
-def test_a_head_does_not_pay_for_a_check_of_its_sums(name, monkeypatch):
-    def refuse(*args):
-        raise AssertionError("the sums were checked")
-
-    monkeypatch.setattr(HeadCategorical, "_check_sums", refuse)
-    head = make(name, 5)
-    q = head(torch.zeros(2, head.num_scores))
-    with pytest.raises(ValueError, match="value argument"):  # all other checks are still made
-        q.log_prob(torch.tensor(5))
-    with pytest.raises(AssertionError, match="the sums were checked"):
-        HeadCategorical(q.logits)
 
 
 def test_a_nan_or_an_infinity_among_log_probabilities_is_found():
@@ -241,38 +158,100 @@ def test_torch_s_default_of_validation_counts():
         head(scores)
 
 
-def test_an_expanded_subclass_stays_one():
-    class Mine(HeadCategorical):
-        pass
-
-    class WithMore(HeadCategorical):
-        def __init__(self, log_probs, more):
-            super().__init__(log_probs)
-            self.more = more
-
-        def expand(self, batch_shape, _instance=None):
-            new = self._get_checked_instance(WithMore, _instance)
-            new.more = self.more
-            return super().expand(batch_shape, new)
-
-    logs = torch.full((1, 4), 0.25).log()
-    for q in (Mine(logs), WithMore(logs, "more")):
-        wide = q.expand((3, 2))
-        assert type(wide) is type(q) and wide.batch_shape == (3, 2)
-        assert torch.equal(wide.entropy(), q.entropy().expand(3, 2))
-        with pytest.raises(ValueError, match="value argument"):
-            wide.log_prob(torch.tensor(4))
-    assert wide.more == "more"
+# ------------------------------------------------------------------------- draws and snapshots
 
 
-def test_rsample_names_the_samples_that_have_gradients():
-    q = make_head("natural", 4)(torch.zeros(3))
-    assert not q.has_rsample
-    with pytest.raises(NotImplementedError, match="rsample_straight_through"):
-        q.rsample()
+@pytest.mark.parametrize("name", ["softmax", "sparsemax"])
+def test_many_draws_of_a_row_reach_categories_of_any_small_probability(name):
+    head = make_head(name, 5000, mix=1e-4)
+    scores = torch.zeros(5000)
+    scores[7] = 60.0
+    drawn = head(scores).sample((1_000_000,), generator=torch.Generator().manual_seed(0))
+    assert 60 < int((drawn != 7).sum()) < 150  # 100 expected
 
 
-def test_a_distribution_prints_its_shapes():
-    q = make_head("natural", 4)(torch.zeros(2, 3))
-    assert repr(q) == "HeadCategorical(batch_shape=(2,), num_categories=4)"
-    assert "logits" not in vars(q), "printing computes nothing"
+@pytest.mark.parametrize("name", HEADS)
+def test_a_distribution_keeps_the_scores_of_the_moment_it_was_made(name):
+    head = make_head(name, 5)
+    scores = torch.nn.Parameter(torch.randn(3, head.num_scores))
+    want = head.log_probs(scores.detach().clone())
+    q = head(scores)
+    loss = q.log_prob(torch.tensor([0, 1, 2])).sum()
+    scores.data.mul_(-3).add_(1.0)
+    with torch.no_grad():
+        scores.add_(0.5)  # as optimizers do
+    assert torch.equal(q.logits, want)
+    assert (kl_divergence(q, head(scores)) >= 0).all()
+    loss.backward()
+
+
+def test_the_divergence_of_different_numbers_of_categories_is_refused():
+    q, one = make_head("softmax", 4)(torch.zeros(4)), HeadCategorical(torch.zeros(1))
+    for pair in ((q, one), (one, q)):
+        with pytest.raises(ValueError, match=r"KL divergence between [14] and [14] categories"):
+            kl_divergence(*pair)
+
+
+# -------------------------------------------------------------------- estimates from one path
+
+PATHS = [("sigmoid", {}), ("natural", {"tail": 0.05}), ("natural", {}), ("sigmoid", {"order": 1})]
+
+
+def path_pair(name, options, K=6):
+    options = {"order": torch.randperm(K).tolist()} if options.get("order") else options
+    head = make_head(name, K, **options)
+    return head, *torch.randn(2, head.num_scores, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "options"), [*PATHS, ("softmax", {}), ("natural", {"mix": 0.1})])
+def test_the_mean_over_all_categories_of_path_estimates_is_exact(name, options):
+    head, ours, theirs = path_pair(name, options)
+    ours.requires_grad_()
+    theirs.requires_grad_()
+    q, p = head(ours), head(theirs)
+    every = torch.arange(6)
+    for terms, exact in (
+        (q.path_kl(p, every), kl_divergence(q, p)),
+        (q.path_entropy(every), q.entropy()),
+    ):
+        assert terms.shape == (6,) and (terms >= 0).all()
+        weights = q.probs.detach()
+        assert torch.allclose((weights * terms).sum(), exact)
+        # The mean of the gradients is the gradient of the mean, in both distributions.
+        got = torch.autograd.grad((weights * terms).sum(), (ours, theirs), retain_graph=True,
+                                  allow_unused=True)  # fmt: skip
+        want = torch.autograd.grad(exact, (ours, theirs), retain_graph=True, allow_unused=True)
+        for a, b in zip(got, want, strict=True):
+            assert (a is None and b is None) or torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_path_estimate_by_monte_carlo_has_little_noise():
+    head, ours, theirs = path_pair("sigmoid", {}, K=64)
+    q, p = head(0.3 * ours), head(0.3 * theirs)
+    drawn = q.sample((20_000,), generator=torch.Generator().manual_seed(0))
+    estimate, plain = q.path_kl(p, drawn), q.log_prob(drawn) - p.log_prob(drawn)
+    exact = kl_divergence(q, p)
+    assert (estimate.mean() - exact).abs() < 4 * estimate.std() / 20_000**0.5
+    assert (estimate >= 0).all() and estimate.std() < plain.std() / 3
+    assert not q.path_kl(q, drawn).any()
+
+
+# --------------------------------------------------------------------------------- estimators
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rsample_offers_every_estimator_by_its_name(name):
+    head = make_head(name, 5)
+    scores = torch.randn(3, head.num_scores, requires_grad=True)
+    for estimator in ESTIMATORS:
+        sample = head(scores).rsample((4,), estimator=estimator, temperature=0.7)
+        assert sample.shape == (4, 3, 5)
+        assert torch.allclose(sample.sum(-1), torch.ones(4, 3), atol=1e-5)
+        if estimator != "relaxed":
+            assert set(sample.unique().tolist()) == {0.0, 1.0}
+        (grad,) = torch.autograd.grad((sample * torch.arange(5.0)).sum(), scores)
+        assert grad.isfinite().all() and grad.any()
+    with pytest.raises(NotImplementedError, match="choose an estimator from gumbel"):
+        head(scores).rsample()
+    with pytest.raises(ValueError, match="unknown estimator 'st'; choose from gumbel"):
+        head(scores).rsample(estimator="st")

@@ -53,13 +53,10 @@ def _registered():
     ("name", "atari"),
     [
         ("Breakout", True),
-        ("seaquest", True),
         ("ALE/Pong-v5", True),
-        ("PongNoFrameskip-v4", True),
         ("Blackjack", True),
         ("Blackjack-v1", False),
         ("CartPole-v1", False),
-        ("Striped-v0", False),
         ("some_package:Game-v0", False),
     ],
 )
@@ -72,10 +69,7 @@ def test_what_is_an_atari_game(name, atari):
     [
         ("Brekout", {}, "nor registered with Gymnasium; did you mean Breakout?"),
         ("CartPole-v9", {}, "did you mean CartPole-v1?"),
-        ("xyzzy", {}, "'xyzzy' is neither"),
-        ("no_such_package:Game-v0", {}, "no_such_package"),
         ("CartPole-v1", {"num_envs": 0}, "num_envs must be at least 1, got 0"),
-        ("CartPole-v1", {"num_actions": 1}, "num_actions must be at least 2, got 1"),
         ("Pendulum-v1", {"num_actions": 4}, "Discrete action spaces, not for Box"),
         ("Breakout", {"num_actions": 18}, "other than Atari games, not Breakout"),
     ],

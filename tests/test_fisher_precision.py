@@ -8,14 +8,13 @@ import pytest
 import torch
 from cases import GRID, make
 
-from catnat import CategoricalHead, make_head
+from catnat import make_head
 from catnat.fisher import (
     condition_number,
     fisher_trace,
     fisher_vector_product,
     module_scores,
     off_diagonal_mass,
-    pullback_fisher,
     score_fisher,
 )
 
@@ -43,9 +42,6 @@ def test_softmax_does_not_cancel_where_it_is_saturated(rows):
 def test_results_are_float32_under_autocast(name):
     head = make(name, 8)
 
-    class Any(type(head)):
-        _natural_gradient = CategoricalHead._natural_gradient  # for heads without a closed form
-
     net = torch.nn.Linear(3, head.num_scores)
     scores = 0.3 * torch.randn(6, head.num_scores)
     function, parameters = module_scores(net, torch.randn(6, 3))
@@ -58,7 +54,6 @@ def test_results_are_float32_under_autocast(name):
             return {
                 "sampled": score_fisher(head, scores, "sampled", 3),
                 "natural gradient": head.natural_gradient(scores, grad, damping=0.1),
-                "of any head": Any(8).natural_gradient(scores, grad, 0.1),
                 "trace": fisher_trace(head, function, parameters),
                 "product": product["weight"],
             }
@@ -69,12 +64,6 @@ def test_results_are_float32_under_autocast(name):
         network = what in ("trace", "product")  # the network itself runs in bfloat16
         error = (value - plain[what]).norm() / plain[what].norm()
         assert error < (0.2 if network else 1e-5), what
-    half = head.natural_gradient(scores.bfloat16(), grad.bfloat16(), damping=0.1)
-    assert half.dtype == torch.float32
-    assert score_fisher(head, scores.half(), "sampled", 2).dtype == torch.float32
-    jacobian = torch.randn(6, head.num_scores, 2)
-    pulled = pullback_fisher(jacobian.bfloat16(), head.fisher(scores.bfloat16()))
-    assert pulled.dtype == torch.float32
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])
@@ -98,9 +87,5 @@ def test_condition_number_never_raises(monkeypatch):
     def gives_up(matrices):
         raise torch.linalg.LinAlgError("failed to converge")
 
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrices: matrices[..., 0] * math.nan)
-    assert condition_number(torch.eye(3).expand(2, 3, 3)).tolist() == [1.0, 1.0]  # by other means
     monkeypatch.setattr(torch.linalg, "eigvalsh", gives_up)
-    assert condition_number(torch.eye(3).expand(2, 3, 3)).tolist() == [1.0, 1.0]
-    monkeypatch.setattr(torch.linalg, "svdvals", gives_up)
     assert condition_number(torch.eye(3).expand(2, 3, 3)).isnan().tolist() == [True, True]

@@ -93,7 +93,6 @@ def gradients(model, batch, repeats):
     ("head", "repeats"), [("natural", 400), slow("natural", 2000), slow("softmax", 1000)]
 )
 def test_the_loss_has_unbiased_gradients(head, repeats):
-    """Also prints the variances of the estimators beside each other: pytest -s."""
     x, y, _, _ = problem(3)
     variance = {}
     for estimator in ("score_function", "local_expectation"):
@@ -108,78 +107,15 @@ def test_the_loss_has_unbiased_gradients(head, repeats):
             error = (found.mean(0) - wanted).abs()
             assert (error < 4.5 * found.std(0) / repeats**0.5 + 1e-12).all()
             variance.setdefault(estimator, []).append(found.var(0).sum().item())
-    variance["no baseline"] = [variance_without_baseline(model, x, y)]
-    print(head, {name: f"{values[0]:.4g}" for name, values in variance.items()})
     assert variance["local_expectation"][0] < variance["score_function"][0] / 2
-    assert variance["score_function"][0] < variance["no baseline"][0]
-
-
-def variance_without_baseline(model, x, y, repeats=300):
-    found = []
-    for _ in range(repeats):
-        q = model((x, y))
-        graphs = sample_graphs(q.probs[..., 1], model.num_samples)
-        error, distance = energy_terms(model.predictor(x, graphs).flatten(2), y.flatten(1))
-        weight = error.mean(1) - distance.mean(0).sum(1) / (model.num_samples - 1)
-        log_prob = torch.where(graphs == 1, q.logits[..., 1], q.logits[..., 0]).sum((1, 2))
-        surrogate = (weight.detach() * log_prob).mean()
-        found.append(torch.autograd.grad(surrogate, model.edge_scores)[0])
-    return torch.stack(found).var(0).sum().item()
 
 
 # -- parts --------------------------------------------------------------------------------------
 
 
-def test_flip_gains_are_what_a_flip_changes():
-    x, y, theta, model = problem(3)
-    graphs = sample_graphs(theta, 4)
-    with torch.no_grad():
-        sign = (1 - 2 * graphs)[:, None].expand(-1, len(x), -1, -1)
-        found = flip_gains(model.messages(x), model(x, graphs) - y, sign)
-        for j, i in itertools.product(range(3), repeat=2):
-            lengths = []
-            for value in (1.0, 0.0):
-                flipped = graphs.clone()
-                flipped[:, j, i] = value
-                lengths.append((model(x, flipped) - y).flatten(2).norm(dim=-1))
-            wanted = (lengths[0] - lengths[1]).sum()
-            assert found[j, i] == pytest.approx(wanted.item(), abs=1e-12)
-
-
 def test_a_residual_of_zero_gives_no_nan():
     z = torch.zeros(1, 2, 2)
     assert flip_gains(z, z[None], torch.ones(1, 1, 2, 2)).tolist() == [[0, 0], [0, 0]]
-
-
-def test_flips_may_be_done_in_pieces(monkeypatch):
-    x, y, theta, model = problem(3)
-    graphs = sample_graphs(theta, 5)
-    args = (model.messages(x), model(x, graphs), y, graphs, 5)
-    whole = local_expectation_direction(*args)
-    monkeypatch.setattr("catnat.graphs._FLIPPED_AT_ONCE", 40)
-    assert torch.allclose(local_expectation_direction(*args), whole, atol=1e-14)
-
-
-def test_all_graphs_count_though_few_are_flipped_for_each_pair():
-    """With one flip a pair and as many pairs as graphs, every graph is flipped for one of them."""
-    _, _, theta, model = problem(3)
-    graphs = sample_graphs(theta, 4)
-    x = torch.randn(4, 3, 3, dtype=graphs.dtype)
-    y = torch.randn(4, 3, model.weight.shape[1], dtype=graphs.dtype)
-    with torch.no_grad():
-        outputs, messages = model(x, graphs), model.messages(x)
-        found = local_expectation_direction(messages, outputs, y, graphs, 1)
-        wanted = torch.zeros(3, 3, dtype=graphs.dtype)
-        for b in range(4):
-            sign = (1 - 2 * graphs[b])[None, None]
-            one = (messages[b : b + 1], (outputs[b, b] - y[b])[None, None], sign)
-            other = (
-                messages[b : b + 1],
-                (outputs[b, b] - outputs[(b + 1) % 4, b])[None, None],
-                sign,
-            )
-            wanted += (flip_gains(*one) - flip_gains(*other)) / 4
-    assert torch.allclose(found, wanted, atol=1e-12)
 
 
 def test_edges_on_which_all_graphs_agree_get_exactly_zero():
@@ -216,3 +152,10 @@ def test_directions_are_float32_under_autocast():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     half = score_function_direction(error.bfloat16(), distance.bfloat16(), graphs.bfloat16())
     assert half.dtype == torch.float32
+
+
+def test_rare_edges_are_as_rare_in_half_precision():
+    theta = torch.full((100, 100), 1e-3, dtype=torch.bfloat16)
+    graphs = sample_graphs(theta, 100, torch.Generator().manual_seed(0))
+    assert graphs.dtype == torch.bfloat16
+    assert graphs.float().mean().item() == pytest.approx(1e-3, rel=0.1)

@@ -52,8 +52,7 @@ def metric(out, name):
 
 OUTPUTS = {
     "natural": ["--head=natural"],
-    "sigmoid by frequency, dense": ["--head=sigmoid", "--order=frequency", "--sparse=false"],
-    "rebuilt": ["--head=natural", "--rebuild_at=10"],
+    "sigmoid by frequency": ["--head=sigmoid", "--order=frequency"],
     "softmax": ["--head=softmax"],
     "adaptive": ["--head=softmax", "--output=adaptive"],
 }
@@ -69,7 +68,7 @@ def test_every_output_learns_by_the_command(output, project, tmp_path, capsys):
 def test_the_vocabulary_of_the_model_is_that_of_the_data(project, tmp_path, capsys):
     run(capsys, project, tmp_path, "--head=natural", steps=1)
     (saved,) = tmp_path.rglob("config.yaml")
-    assert yaml.safe_load(saved.read_text())["data"]["vocabulary"] == 64
+    assert yaml.safe_load(saved.read_text())["data"]["init_args"]["vocabulary"] == 64
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert weights["output.weight"].shape == (63, 16)
@@ -91,21 +90,9 @@ def test_byte_pairs_report_perplexity_per_word(project, tmp_path, capsys):
     assert metric(out, "test/perplexity") > torch.tensor(per_token).exp()
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nowhere", "no such file or folder"), ("short.txt", "too little text")],
-)
-def test_wrong_text_gets_a_clear_error(path, message, project, tmp_path):
-    from language_model import TextData
-
-    (tmp_path / "short.txt").write_text("a few words")
-    with pytest.raises((ValueError, OSError), match=message):
-        TextData(str(tmp_path / path)).setup()
-
-
 def test_the_fisher_diagonal_of_a_large_tree_makes_no_matrix(monkeypatch):
     class OddHead(CatnatHead, name="odd-for-a-large-tree"):
-        def log_split(self, x):
+        def log_activation(self, x):
             return torch.nn.functional.logsigmoid(-x), torch.nn.functional.logsigmoid(x)
 
     def refuse(*args):
@@ -168,12 +155,6 @@ def test_every_output_starts_from_how_frequent_words_are(output, project):
     torch.testing.assert_close(logs.exp()[some], smoothed[some], rtol=2e-2, atol=1e-4)
 
 
-def test_a_report_takes_runs_whose_tags_have_no_explanation(project, tmp_path, capsys):
-    run(capsys, project, tmp_path, "--head=softmax", steps=3)
-    (done,) = tmp_path.rglob("metrics.json")
-    assert train.main(["report", str(done.parent), f"--out={tmp_path / 'page.html'}"]) == 0
-
-
 @pytest.mark.slow
 def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, monkeypatch, capsys):
     import compare
@@ -181,7 +162,7 @@ def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, mon
     numbers = {"vocabulary": 64, "width": 8, "layers": 1, "rows": 8, "length": 4}
     sizes = [f"--{name}={n}" for name, n in (numbers | {"steps": 20, "seeds": 1}).items()]
     where = ["--path", str(project), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
-    names = ["--outputs", "softmax", "tree, rebuilt, natural, tail", "--rates", "0.03"]
+    names = ["--outputs", "softmax", "tree, cooccurrence, natural, tail", "--rates", "0.03"]
     assert compare.main([*where, *sizes, *names, "--speed", "60"]) == 0
 
     assert compare.main([*where, *sizes, *names, "--minutes", "0"]) == 130

@@ -55,14 +55,6 @@ def test_energy_score_is_that_of_scoringrules_up_to_the_weight_of_pairs():
     torch.testing.assert_close(energy_score(samples, target), error - pairs * M / (M - 1))
 
 
-def test_energy_score_of_a_hand_computed_case():
-    samples = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
-    # (5 + 0 + 5) / 3 - (5 + 5 + 0) * 2 / (2 * 3 * 2)
-    torch.testing.assert_close(
-        energy_score(samples, torch.tensor([3.0, 4.0])), torch.tensor(10 / 3 - 10 / 6)
-    )
-
-
 def test_energy_score_is_unbiased_for_every_number_of_samples():
     values, target, expected = double(3, 2), double(2), None
     for M in (2, 3, 4):
@@ -109,34 +101,15 @@ def test_coincident_samples_neither_attract_nor_repel(dtype):
     torch.testing.assert_close(grad, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_energy_score_of_identical_samples_is_the_error_with_no_gradient_between(dtype):
-    samples = torch.full((32, 5, 48), 0.1, dtype=dtype, requires_grad=True)
-    score = energy_score(samples, samples[0].detach())
-    score.sum().backward()
-    assert (score == 0).all()
-    assert (samples.grad == 0).all()
-
-
 def test_energy_score_does_not_suffer_from_a_common_offset():
-    centred = torch.randn(8, 3, 4)
+    centered = torch.randn(8, 3, 4)
     target = torch.randn(3, 4)
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        samples = (centred + 1e4).to(dtype).requires_grad_()
+        samples = (centered + 1e4).to(dtype).requires_grad_()
         energy_score(samples, (target + 1e4).to(dtype)).sum().backward()
         gradients.append(samples.grad.double())
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
-
-
-def test_energy_score_can_be_vmapped_and_half_is_computed_in_float32():
-    samples, target = torch.randn(4, 6, 3), torch.randn(6, 3)
-    mapped = torch.func.vmap(energy_score, in_dims=(1, 0))(samples, target)
-    torch.testing.assert_close(mapped, energy_score(samples, target))
-    half, half_target = samples.bfloat16(), target.bfloat16()
-    torch.testing.assert_close(
-        energy_score(half, half_target), energy_score(half.float(), half_target.float())
-    )
 
 
 def test_energy_score_refuses_what_it_cannot_mean():
@@ -144,10 +117,6 @@ def test_energy_score_refuses_what_it_cannot_mean():
         energy_score(torch.zeros(1, 5, 3), torch.zeros(5, 3))
     with pytest.raises(ValueError, match=r"\(4, 5, 3\) and \(5, 1\)"):
         energy_score(torch.zeros(4, 5, 3), torch.zeros(5, 1))
-    with pytest.raises(ValueError, match=r"\(4, 3\) and \(4, 3\)"):
-        energy_score(torch.zeros(4, 3), torch.zeros(4, 3))
-    with pytest.raises(ValueError, match=r"\(4,\) and \(\)"):
-        energy_score(torch.zeros(4), torch.zeros(()))
 
 
 # --- terms of the ELBO ---
@@ -176,10 +145,6 @@ def test_bernoulli_nll_shares_one_x_among_samples_but_never_broadcasts_events():
     torch.testing.assert_close(nll, expected)
     with pytest.raises(ValueError, match=r"\(2, 1\).*\(6, 2, 4\)"):
         bernoulli_nll(logits, x[:, :1], event_dims=1)
-    with pytest.raises(ValueError, match=r"\(1, 2, 4\).*\(2, 4\)"):
-        bernoulli_nll(logits[0], x[None], event_dims=1)
-    with pytest.raises(ValueError, match=r"0\.\.2, got 3"):
-        bernoulli_nll(logits, x, event_dims=3)
 
 
 def test_kl_to_uniform_is_that_of_torch():
@@ -230,27 +195,6 @@ def test_nll_is_exact_for_one_sample_when_q_is_the_posterior():
         )
 
 
-def test_nll_is_exact_when_the_samples_are_a_stratified_draw_of_q():
-    """Each z as often as q says: the mean weight is then exactly p(x)."""
-    model = NineLatents()
-    counts = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    model.log_q = (counts.double() / counts.sum()).log()
-    weights = (model.log_joint - model.log_q).repeat_interleave(counts)
-    stream = iter(weights[torch.randperm(45)])
-    nll = importance_weighted_nll(
-        lambda m: torch.stack([next(stream) for _ in range(m)]), num_samples=45, chunk_size=7
-    )
-    torch.testing.assert_close(nll, model.nll, rtol=0, atol=1e-12)
-
-
-def test_nll_approaches_the_truth_from_above():
-    model = NineLatents()
-    estimate = importance_weighted_nll(model.log_weights, 100_000, chunk_size=10_000)
-    assert estimate.item() == pytest.approx(model.nll.item(), abs=0.02)
-    one = torch.stack([importance_weighted_nll(model.log_weights, 1) for _ in range(2000)])
-    assert one.mean() > model.nll + 0.05
-
-
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 1000])
 def test_nll_does_not_depend_on_the_chunks_and_asks_for_no_more(chunk_size):
     weights = double(100, 2, 3) * 5 - 1000
@@ -273,7 +217,15 @@ def test_nll_keeps_no_graph_and_refuses_nonsense():
     assert not importance_weighted_nll(lambda m: weights.expand(m, 1)).requires_grad
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         importance_weighted_nll(lambda m: torch.zeros(m), 0)
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got -1"):
-        importance_weighted_nll(lambda m: torch.zeros(m), chunk_size=-1)
     with pytest.raises(ValueError, match=r"\(64, \*\), got \(3, 64\)"):
         importance_weighted_nll(lambda m: torch.zeros(3, m))
+
+
+def test_the_energy_score_has_a_forward_mode_derivative():
+    samples, target = torch.randn(4, 3, 2, dtype=torch.float64), torch.randn(3, 2)
+    samples[1] = samples[0]  # two samples coincide
+    score = lambda x: energy_score(x, target.double()).sum()  # noqa: E731
+    tangent = torch.randn_like(samples)
+    _, moved = torch.func.jvp(score, (samples,), (tangent,))
+    assert torch.allclose(moved, (torch.func.grad(score)(samples) * tangent).sum())
+    assert torch.func.hessian(score)(samples).isfinite().all()

@@ -7,17 +7,10 @@ import pickle
 
 import pytest
 import torch
-from cases import CATEGORIES, DTYPES, HEADS, autograd_fisher, random_scores
+from cases import CATEGORIES, HEADS, random_mask, random_scores
 
 from catnat import HeadProbe, MixedHead, NaturalHead, make_head
 from catnat.fisher import off_diagonal_mass, score_fisher
-from catnat.numerics import LOG_ZERO
-
-
-def random_mask(rows: int, K: int) -> torch.Tensor:
-    mask = torch.rand(rows, K) < 0.5
-    mask[torch.arange(rows), torch.randint(K, (rows,))] = True
-    return mask
 
 
 def test_the_option_makes_a_mixed_head():
@@ -31,12 +24,6 @@ def test_the_option_makes_a_mixed_head():
     inner = make_head("softmax", 4)
     assert make_head(inner, 4, mix=0.1).inner is inner
     assert make_head(inner, 4, mix=0) is inner
-
-
-@pytest.mark.parametrize("mix", [-0.1, 1.0, 2.0, float("nan")])
-def test_a_bad_share_is_named(mix):
-    with pytest.raises(ValueError, match=f"mix must lie in .* got {mix}"):
-        make_head("softmax", 4, mix=mix)
 
 
 @pytest.mark.parametrize("K", CATEGORIES)
@@ -54,21 +41,6 @@ def test_the_definition(name, K):
     assert torch.equal(head.allowed(head.masked(scores, mask)), mask)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", HEADS)
-def test_gradients_are_finite_and_forbidden_categories_impossible(name, dtype):
-    head = make_head(name, 5, mix=1e-3)
-    mask = random_mask(50, 5)
-    scores = random_scores(head, 50, scale=20.0).to(dtype).requires_grad_()
-    q = head(scores, mask=mask)
-    assert (q.logits[~mask] <= LOG_ZERO).all() and q.logits.isfinite().all()
-    assert (q.logits[mask] > -9).all()
-    drawn = q.sample((50,))
-    assert mask.expand(50, -1, -1).gather(-1, drawn[..., None]).all()
-    (q.entropy() + q.log_prob(drawn).mean(0)).sum().backward()
-    assert scores.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_the_inverse(name):
     head = make_head(name, 5, mix=0.1)
@@ -81,37 +53,10 @@ def test_the_inverse(name):
         head.inverse(torch.tensor([0.01, 0.29, 0.2, 0.25, 0.25]))
 
 
-@pytest.mark.parametrize("K", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
-def test_the_fisher_matrix_is_that_of_autograd(name, K):
-    head = make_head(name, K, mix=0.05)
-    free, mask = random_scores(head, 6, scale=2.0), random_mask(6, K)
-    scores = torch.cat((free, head.masked(free, mask)))
-    fisher = head.fisher(scores)
-    for row, got in zip(scores, fisher, strict=True):
-        assert torch.allclose(got, autograd_fisher(head, row), atol=1e-12)
-        assert torch.allclose(head.fisher(row), got, atol=1e-14)
-    assert torch.allclose(head.fisher_diagonal(scores), fisher.diagonal(dim1=1, dim2=2))
-    assert torch.allclose(head.mean_fisher(scores.view(2, 6, -1)), fisher.mean(0))
-    assert head.fisher(scores[:0]).shape == (0, head.num_scores, head.num_scores)
-    vector = head.diagnostics(scores.view(2, 6, -1))
-    saturated = head.saturated(scores.view(2, 6, -1)).float().mean((-2, -1))
-    assert torch.allclose(vector[:, :-1], fisher.view(2, 6, -1).mean(1).float(), atol=1e-6)
-    assert torch.allclose(vector[:, -1], saturated)
-
-
 def test_mixing_makes_a_trees_fisher_matrix_dense():
     scores = torch.tensor([0.5, -0.3, 0.8])
     assert off_diagonal_mass(make_head("natural", 4).fisher(scores)) == 0
     assert off_diagonal_mass(make_head("natural", 4, mix=0.1).fisher(scores)) > 0.01
-
-
-def test_many_rows_are_averaged_a_few_at_a_time(monkeypatch):
-    head = make_head("natural", 5, mix=0.1)
-    scores = random_scores(head, 11)
-    want = head.mean_fisher(scores)
-    monkeypatch.setattr("catnat.mixed_head._MAX_NUMBERS", 3 * 5 * 4)
-    assert torch.allclose(head.mean_fisher(scores), want)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -126,8 +71,7 @@ def test_the_sampled_fisher_matrix_and_the_natural_gradient(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_compiled_batched_under_autocast_and_copied_it_is_the_same(name):
-    torch._dynamo.reset()
+def test_batched_under_autocast_and_copied_it_is_the_same(name):
     head = make_head(name, 5, mix=0.1)
     scores, mask = random_scores(head, 6).float(), random_mask(6, 5)
 
@@ -135,15 +79,12 @@ def test_compiled_batched_under_autocast_and_copied_it_is_the_same(name):
         return head(s, mask=m).logits
 
     want = log_probs(scores, mask)
-    compiled = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(scores, mask), want, rtol=1e-4, atol=1e-6)
     assert torch.allclose(torch.func.vmap(log_probs)(scores, mask), want, rtol=1e-4, atol=1e-6)
     filled = head.masked(scores, mask)
     fisher = torch.func.vmap(head.fisher)(filled)
     assert torch.allclose(fisher, head.fisher(filled), rtol=1e-4, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(log_probs(scores, mask), want)
-        assert torch.equal(head.fisher(filled), head.fisher(filled))
     for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
         assert torch.equal(again(scores, mask=mask).logits, want)
 
@@ -172,10 +113,7 @@ def test_log_prob_and_sample_are_those_of_the_mixture(name):
             frequencies = torch.nn.functional.one_hot(drawn, 5).double().mean(0)
             assert torch.allclose(frequencies, head.probs(scores), atol=0.02)
             assert (frequencies[head.probs(scores) == 0] == 0).all()
-    one, three = free[0], free[:1]
-    assert head.sample(one).shape == () and head.sample(one, (2,)).shape == (2,)
-    assert head(three).expand((4, 3)).sample((2,)).shape == (2, 4, 3)
-    assert head(three).expand((4, 3)).log_prob(torch.tensor(1)).shape == (4, 3)
+    assert head(free[:1]).expand((4, 3)).sample((2,)).shape == (2, 4, 3)
     assert head.sample(free[:0]).shape == (0,)
 
 

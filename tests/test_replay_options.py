@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from cases_callbacks import quiet_trainer
 from cases_replay import Watch, train, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     SingleDeviceStrategy,
 )
 from torch import nn
 
 from catnat.datamodules import MNISTDataModule
-from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules import cuda_graph_steps as replay
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
@@ -31,7 +31,7 @@ def on_cuda(kind, **options):
         strategy._root_device = CUDA
         return strategy
     strategy._ddp_comm_hook = strategy._layer_sync = strategy.cluster_environment = None
-    strategy.parallel_devices = [CUDA]
+    strategy.parallel_devices, strategy._ddp_kwargs = [CUDA], {}
     vars(strategy).update(options)
     return strategy
 
@@ -39,14 +39,19 @@ def on_cuda(kind, **options):
 REASONS = {
     "the host is needed": {"why_host_needed": lambda: "the host is needed"},
     "16-mixed, not 32-true or bf16-mixed": {"precision": "16-mixed"},
-    "64-true": {"precision": "64-true"},
     "accumulated": {"accumulate_grad_batches": 2},
     "the Trainer clips gradients": {"gradient_clip_val": 1.0},
     "capture is False": {"capture": False},
     "the strategy is FSDPStrategy, not one device or ddp": {"strategy": on_cuda(FSDPStrategy)},
-    "the strategy is DeepSpeedStrategy": {"strategy": on_cuda(DeepSpeedStrategy)},
     "communication hook": {"strategy": on_cuda(DDPStrategy, _ddp_comm_hook=print)},
+    "unused parameters": {
+        "strategy": on_cuda(DDPStrategy, _ddp_kwargs={"find_unused_parameters": True})
+    },
     "batch norms are synchronized": {"strategy": on_cuda(DDPStrategy, _layer_sync=print)},
+    "more than one dtype": {
+        "strategy": on_cuda(DDPStrategy),
+        "net": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64)),
+    },
     "an embedding has sparse gradients": {"net": nn.Embedding(2, 2, sparse=True)},
 }
 
@@ -71,45 +76,6 @@ def test_each_reason_not_to_replay_is_told(reason, kind):
     }
     assert why(options) is None and why(options | {"precision": "bf16-mixed"}) is None
     assert reason in why(options | REASONS[reason])
-
-
-def test_gradients_of_several_dtypes_are_not_averaged_in_one_call():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
-    dtypes = len({p.dtype for p in net.parameters()})
-    obstacles = replay._obstacles_of_strategy(on_cuda(DDPStrategy), dtypes)
-    assert [name for name, applies in obstacles.items() if applies] == [
-        "the parameters have more than one dtype"
-    ]
-
-
-@pytest.mark.parametrize("capture", [None, True, False])
-def test_on_cuda_one_line_says_why_steps_are_not_replayed(capture, monkeypatch, recwarn):
-    monkeypatch.setattr(replay, "why_not", lambda module: "of a reason")
-    model = DiscreteVAE(num_latents=2, num_categories=2, capture=capture)
-    model.trainer = SimpleNamespace(strategy=on_cuda(SingleDeviceStrategy))
-    assert replay.ReplayedSteps.where_possible(model, own_step=False) is None
-    said = [str(warning.message) for warning in recwarn]
-    assert said == (
-        [] if capture is False else ["steps are not replayed as CUDA graphs: of a reason"]
-    )
-
-
-def clips(root):
-    """Clip the gradients of a model, which FSDP has made into ``root``."""
-    model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=0.5)
-    model.trainer = SimpleNamespace(strategy=on_cuda(FSDPStrategy, _model=root))
-    model.configure_gradient_clipping(None)
-
-
-def test_fsdp_clips_the_gradient_of_the_whole_model():
-    asked = []
-    clips(SimpleNamespace(clip_grad_norm_=asked.append))
-    assert asked == [0.5]
-
-
-def test_fsdp_refuses_to_clip_by_name_where_parts_alone_are_wrapped():
-    with pytest.raises(ValueError, match="set gradient_clip to 0"):
-        clips(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
@@ -175,10 +141,8 @@ def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
     model.learning_rate, watch, images = 1.0, Watch(), MNISTDataModule(str(data), download=False)
     before = [p.detach().clone() for p in model.parameters()]
     images.batch_size = 20
-    trainer = pl.Trainer(
-        accelerator="gpu", devices=1, strategy="fsdp", max_steps=5, logger=False, callbacks=[watch],
-        enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
-    )  # fmt: skip
+    options = {"accelerator": "gpu", "strategy": "fsdp", "max_steps": 5, "limit_val_batches": 0}
+    trainer = quiet_trainer(callbacks=[watch], **options)
     try:
         with pytest.warns(UserWarning, match="the strategy is FSDPStrategy, not one device or ddp"):
             trainer.fit(model, datamodule=images)

@@ -7,28 +7,31 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import slow
-from cases_replay import Curve, Watch, equal, train, without_cuda  # noqa: F401 - a fixture
+from cases_callbacks import Memory, quiet_trainer
+from cases_replay import Watch, equal, train, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.terminal import StepBar
 from catnat.datamodules import MNISTDataModule
-from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE, replay
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+DECAYED = {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}]
+    ("kind", "options"), [(DiscreteVAE, {}), (DiscreteVAE, DECAYED), (MLPDiscreteVAE, {})]
 )
-def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, options):
-    one, trainer_one, log_one = train(DiscreteVAE, False, 47, data, **options)
-    many, trainer_many, log_many = train(DiscreteVAE, None, 47, data, **options)
+def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, kind, options):
+    one, trainer_one, log_one = train(kind, False, 47, data, **options)
+    many, trainer_many, log_many = train(kind, None, 47, data, **options)
     assert trainer_one.global_step == trainer_many.global_step == 47
     assert equal(one, many)
-    fim = log_one.series("fim/off_diagonal_mass_sampled")
+    fim = log_one.series("fim_sampled/off_diagonal_mass")
     assert list(fim) == list(range(47))
-    assert log_many.series("fim/off_diagonal_mass_sampled") == fim
+    assert log_many.series("fim_sampled/off_diagonal_mass") == fim
     last = max(log_many.series("train/loss"))
     assert log_many.series("train/loss")[last] == pytest.approx(log_one.series("train/loss")[last])
 
@@ -36,27 +39,14 @@ def test_several_steps_a_batch_are_the_same_steps(without_cuda, data, options):
 def test_every_kind_of_step_is_observed_as_in_an_eager_run(without_cuda, data):
     def series(replayed):
         monitor = FisherMonitor(every_n_steps=2, sampled_every_n_steps=3, write_every_n_steps=4)
-        return train(DiscreteVAE, replayed, 31, data, monitor=monitor)[2].rows
+        _, _, logger = train(DiscreteVAE, replayed, 31, data, monitor=monitor)
+        tags = {tag for row in logger.rows.values() for tag in row if tag.startswith("fim")}
+        return {tag: logger.series(tag) for tag in tags}
 
-    one, many = series(False), series(None)
-    fim = [
-        [(step, row) for step, row in rows if any(tag.startswith("fim/") for tag in row)]
-        for rows in (one, many)
-    ]
-    assert [step for step, _ in fim[0]] == list(range(0, 31, 2))
-    sampled = [step for step, row in fim[0] if "fim/off_diagonal_mass_sampled" in row]
-    assert sampled == list(range(0, 31, 6))
-    assert fim[0] == fim[1]
-
-
-@pytest.mark.parametrize(("replayed", "usual"), [(None, 200), (False, 50)])
-def test_more_steps_are_written_at_once_where_steps_are_replayed(
-    without_cuda, data, replayed, usual
-):
-    for given, steps in ((None, usual), (4, 4)):
-        monitor = FisherMonitor(write_every_n_steps=given)
-        train(DiscreteVAE, replayed, 2, data, monitor=monitor)
-        assert monitor._steps_per_block == steps and monitor.write_every_n_steps == given
+    eager = series(False)
+    assert list(eager["fim/saturated"]) == list(range(0, 31, 2))
+    assert list(eager["fim_sampled/off_diagonal_mass"]) == list(range(0, 31, 6))
+    assert series(None) == eager
 
 
 def test_a_run_after_one_that_failed_is_observed_once(without_cuda, data):
@@ -73,36 +63,15 @@ def test_a_run_after_one_that_failed_is_observed_once(without_cuda, data):
     images = MNISTDataModule(str(data), batch_size=2, download=False)
 
     def fit(logger):
-        trainer = pl.Trainer(
-            max_steps=4, accelerator="cpu", logger=logger, callbacks=[monitor],
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-            limit_val_batches=0,
-        )  # fmt: skip
-        trainer.fit(model, datamodule=images)
+        options = {"max_steps": 4, "callbacks": [monitor], "limit_val_batches": 0}
+        quiet_trainer(logger=logger, **options).fit(model, datamodule=images)
 
     with pytest.raises(ArithmeticError):
-        fit(Curve())
-    curve = Curve()
+        fit(Memory())
+    curve = Memory()
     fit(curve)
-    assert [step for step, row in curve.rows if "fim/saturated" in row] == [0, 1, 2, 3]
+    assert curve.observed == [0, 1, 2, 3]
     assert not model.step_observers and not model.head._forward_hooks
-
-
-def test_the_mlp_model_too(without_cuda, data):
-    one, _, _ = train(MLPDiscreteVAE, False, 23, data)
-    many, trainer, _ = train(MLPDiscreteVAE, None, 23, data)
-    assert trainer.global_step == 23 and equal(one, many)
-
-
-def test_checkpoints_cross_over(without_cuda, data, tmp_path):
-    whole, _, _ = train(DiscreteVAE, None, 40, data)
-    for first, second in ((None, None), (None, False), (False, None)):
-        _, trainer, _ = train(DiscreteVAE, first, 20, data)
-        path = tmp_path / "half.ckpt"
-        trainer.save_checkpoint(path)
-        model, trainer, _ = train(DiscreteVAE, second, 40, data, ckpt_path=path)
-        assert trainer.global_step == 40
-        assert equal(model, whole), (first, second)
 
 
 def test_batches_with_labels_stay_whole(without_cuda):
@@ -116,10 +85,7 @@ def test_batches_with_labels_stay_whole(without_cuda):
 
     data = torch.utils.data.TensorDataset(torch.rand(40, 1, 28, 28), torch.arange(40))
     model = Labelled(num_latents=3, num_categories=4)
-    trainer = pl.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch := Watch()],
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=4, callbacks=[watch := Watch()])
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=10))
     assert watch.replayed and trainer.global_step == 4
     assert seen == [(10,)] * 4
@@ -150,10 +116,9 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cp
     options = {"max_epochs": -1, "limit_val_batches": 1} | options
     callbacks = [watch, *options.pop("callbacks", ())]
     saving = len(callbacks) > 1
-    trainer = pl.Trainer(
-        accelerator=accelerator, logger=False, enable_checkpointing=saving, callbacks=callbacks,
-        devices=1, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        **options,
+    trainer = quiet_trainer(
+        accelerator=accelerator, enable_checkpointing=saving, callbacks=callbacks,
+        num_sanity_val_steps=0, **options,
     )  # fmt: skip
     attributes = [dict(vars(trainer)), set(vars(data))]
     if fails_at is None:
@@ -170,9 +135,6 @@ COUNTED = {
     "limit_train_batches": (
         {"max_steps": 50, "limit_train_batches": 23}, [20, 23, 43, 46, 50]
     ),
-    "a share of the batches": (
-        {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 0.5}, [15, 30]
-    ),
     "val_check_interval": (
         {"max_steps": 45, "val_check_interval": 7}, [7, 14, 21, 28, 30, 37, 44, 45]
     ),
@@ -182,9 +144,6 @@ COUNTED = {
     "across epochs": (
         {"max_steps": 75, "val_check_interval": 35, "check_val_every_n_epoch": None},
         [20, 30, 35, 55, 60, 70, 75],
-    ),
-    "without validation": (
-        {"max_steps": 30, "val_check_interval": 7, "limit_val_batches": 0}, [20, 30]
     ),
 }  # fmt: skip
 
@@ -230,52 +189,14 @@ def test_a_run_may_be_resumed_after_any_step(without_cuda, data, tmp_path, steps
             pl.seed_everything(9, verbose=False)
             model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
             model.capture = None if second else False
-            trainer = pl.Trainer(
-                accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
-                enable_progress_bar=False, enable_model_summary=False, max_steps=50, max_epochs=-1,
-                num_sanity_val_steps=0, limit_val_batches=1, **options,
+            trainer = quiet_trainer(
+                callbacks=[watch], max_steps=50, max_epochs=-1, num_sanity_val_steps=0,
+                limit_val_batches=1, **options,
             )  # fmt: skip
             images = MNISTDataModule(str(data), batch_size=2, download=False)
             trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "some.ckpt")
             assert watch.replayed is second and equal(model, whole)
             assert watch.validated == [step for step in watched.validated if step > steps]
-
-
-def test_a_checkpoint_that_counted_blocks_as_batches_validates_at_the_same_steps(
-    without_cuda,
-    data,
-    tmp_path,
-):
-    options = {"val_check_interval": 20, "check_val_every_n_epoch": None}
-    *_, trainer, _, _ = counted(data, True, max_steps=20, **options)
-    total = trainer.fit_loop.epoch_loop.batch_progress.total
-    total.ready = total.started = total.processed = total.completed = 1
-    trainer.save_checkpoint(tmp_path / "blocks.ckpt")
-    model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[watch],
-        enable_progress_bar=False, enable_model_summary=False, max_steps=70, max_epochs=-1,
-        num_sanity_val_steps=0, limit_val_batches=1, **options,
-    )  # fmt: skip
-    images = MNISTDataModule(str(data), batch_size=2, download=False)
-    trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "blocks.ckpt")
-    assert watch.validated == [40, 60]
-
-
-def test_a_progress_bar_counts_steps(without_cuda, data):
-    shown = []
-
-    class Bar(StepBar):
-        def _move(self, name, done, total, title):
-            shown.append((done, total))
-
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Bar()],
-        enable_model_summary=False, max_epochs=1, limit_val_batches=0,
-    )  # fmt: skip
-    images = MNISTDataModule(str(data), batch_size=2, download=False)
-    trainer.fit(DiscreteVAE(num_latents=2, num_categories=2), datamodule=images)
-    assert shown == [(0, 30), (20, 30), (30, 30), (30, 30)]
 
 
 @pytest.mark.parametrize("fails_at", [None, 25])
@@ -289,11 +210,6 @@ def test_trainer_and_data_module_are_given_back_as_they_were(without_cuda, data,
     assert all(batch.shape == (2, 1, 28, 28) for batch in loader), "one batch at a time"
     if fails_at is None:
         assert not model.replays and model.automatic_optimization
-
-
-def test_without_capture_there_are_no_replayed_steps(without_cuda, data, monkeypatch):
-    monkeypatch.setattr(replay.ReplayedSteps, "__init__", None)
-    counted(data, replayed=False, max_steps=2)
 
 
 @cuda

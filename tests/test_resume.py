@@ -2,31 +2,25 @@
 
 import os
 import signal
-import warnings
 
 import pytest
 import torch
+from cases_callbacks import quiet_trainer
 from cases_mnist import write_mnist
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from catnat.callbacks import LastCheckpoint, Stopped
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = {
     "vae": (lambda: DiscreteVAE("natural", lr_decay=0.9, lr_decay_steps=3, temperature_steps=2,
                                 temperature_rate=0.05), "gray"),
     "mlp-vae": (lambda: MLPDiscreteVAE("softmax"), "stochastic"),
 }  # fmt: skip
 STEPS = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +32,8 @@ def root(tmp_path_factory):
 def run(root, model, variant, ckpt_path=None, callbacks=(), **options):
     data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
     options = {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 1} | options
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=list(callbacks),
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **options,
-    )
+    saving = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
+    trainer = quiet_trainer(**saving, **options)
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
@@ -136,7 +122,7 @@ def test_a_checkpoint_holds_plain_things_only(straight):
 def test_loading_for_evaluation_leaves_the_random_state_alone(root, straight):
     make, variant, _, folder = straight
     model = make()
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer = quiet_trainer()
     data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
     before = torch.get_rng_state()
     path = folder / "step=5.ckpt"

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 from cases import HEADS
 from cases_fresh import one_server, run_fresh
-from cases_sb3 import BOX, PICTURE, SATURATED, SMALL, Guess, same_parameters
+from cases_sb3 import BOTH, BOX, PICTURE, SMALL, Guess, same_parameters
 from gymnasium import spaces
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.policies import ActorCriticPolicy
-from torch import nn
 
 import catnat.sb3
-from catnat import HeadProbe, NaturalHead, make_head
+from catnat import NaturalHead, make_head
 from catnat.sb3 import (
+    HeadA2C,
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
-    HeadMultiInputActorCriticPolicy,
     HeadPPO,
 )
-from catnat.sb3.action_distributions import HeadDistribution, draw
+from catnat.sb3.action_distributions import HeadDistribution
 
 
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):
@@ -48,10 +44,6 @@ def test_trains_and_evaluates(head, algorithm):
     assert all(p.isfinite().all() for p in model.policy.parameters())
     mean, _ = evaluate_policy(model, make_vec_env(Guess, 1), 2, warn=False)
     assert 0 <= mean <= 8
-
-
-def test_the_test_environment_is_a_proper_one():
-    check_env(Guess(spaces.MultiDiscrete([2, 3])), warn=False)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -106,7 +98,7 @@ def test_saving_keeps_head_and_options(head, kind, tmp_path):
     one, two = (p.get_distribution(obs).distribution.logits for p in (model.policy, copy))
     assert torch.equal(one, two)
     if head == "natural":
-        assert copy.heads[0].inner.split.rate == pytest.approx(np.pi / 5)
+        assert copy.heads[0].inner.activation.rate == pytest.approx(np.pi / 5)
     if kind == "model":
         loaded.set_env(make_vec_env(Guess, 2))
         loaded.learn(32)
@@ -171,71 +163,12 @@ def test_binary_actions_are_trained(algorithm):
     assert torch.allclose(entropy, bernoulli.entropy().sum(-1), atol=1e-5)
 
 
-def test_cnn_and_dict_observations():
-    cnn = policy("natural", kind=HeadActorCriticCnnPolicy, observation_space=PICTURE)
-    assert cnn.net_arch == [] and cnn.action_net.out_features == 4
-    actions, values, _ = cnn(torch.zeros(3, 4, 36, 36, dtype=torch.uint8))
-    assert actions.shape == (3,) and values.shape == (3, 1)
-    both = spaces.Dict({"picture": PICTURE, "numbers": BOX})
-    env = make_vec_env(Guess, 2, env_kwargs={"observation_space": both})
-    model = PPO(HeadMultiInputActorCriticPolicy, env, policy_kwargs={"head": "natural"}, **SMALL)
-    model.learn(32)
-
-
-def test_probes_see_the_head():
-    it = policy("natural")
-    with HeadProbe(it) as probe:
-        it(torch.zeros(2, 3))
-    assert [(name, scores.shape) for name, _, scores in probe] == [("heads.0", (2, 4))]
-
-
-def test_a_head_with_parameters_is_trained_and_saved():
-    from catnat import SoftmaxHead
-    from catnat.heads import _REGISTRY
-
-    class Scaled(SoftmaxHead, name="scaled"):
-        def __init__(self, num_categories):
-            super().__init__(num_categories)
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def log_probs(self, scores):
-            return super().log_probs(self.scale * scores)
-
-    try:
-        it = policy("scaled")
-        assert any(p is it.heads[0].scale for p in it.optimizer.param_groups[0]["params"])
-        assert "heads.0.scale" in it.state_dict()
-    finally:
-        del _REGISTRY["scaled"]
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(-1, 1, (2,)),
-        spaces.MultiBinary([2, 3]),
-        spaces.MultiDiscrete([[2, 3], [2, 3]]),
-    ],
-)
-def test_other_action_spaces_are_refused(space):
-    with pytest.raises(ValueError, match=r"Discrete action space, or a one-dim.*, got "):
-        policy("natural", space)
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.Discrete(3, start=5), spaces.MultiDiscrete([2, 3], start=[0, 1])]
-)
-def test_actions_that_do_not_begin_with_0_are_refused(space):
-    with pytest.raises(ValueError, match="actions must begin with 0: wrap"):
-        policy("natural", space)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head": "hard"}, "unknown head 'hard'; choose from softmax"),
+        ({"head": "natural", "action_space": spaces.Box(-1, 1, (2,))}, "Discrete action space, or"),
+        ({"head": "natural", "action_space": spaces.Discrete(3, start=5)}, "must begin with 0"),
         ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
-        ({"head": make_head("natural", 5)}, "head must be a name"),
         ({"head": "sparsemax", "uniform_mix": 1.0}, r"uniform_mix must lie in \[0, 1\), got 1.0"),
         ({"head": "softmax", "uniform_mix": 0.1, "head_options": {"mix": 0.1}}, "give one of the"),
     ],
@@ -243,37 +176,6 @@ def test_actions_that_do_not_begin_with_0_are_refused(space):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         policy(**options)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("K", [2, 4, 18])
-@pytest.mark.parametrize("mix", [0.0, 1e-3])
-def test_saturated_scores_never_give_nan(head, K, mix):
-    if head == "sparsemax" and not mix:
-        mix = 1e-6
-    it = make_head(head, K, mix=mix)
-    rows = torch.tensor(SATURATED)[torch.randint(len(SATURATED), (500, it.num_scores))]
-    scores = rows.requires_grad_()
-    dist = HeadDistribution(it).proba_distribution(scores)
-    actions = dist.sample()
-    log_prob, entropy = dist.log_prob(actions), dist.entropy()
-    assert log_prob.isfinite().all() and entropy.isfinite().all()
-    assert (log_prob > -200).all()  # what was drawn was possible
-    everything = torch.stack([dist.log_prob(torch.full_like(actions, k)) for k in range(K)])
-    assert torch.allclose(everything.exp().sum(0), torch.ones(500), atol=1e-4)
-    (log_prob.sum() + entropy.sum()).backward()
-    assert scores.grad.isfinite().all()
-
-
-def test_without_sb3_contrib_one_clear_line(monkeypatch):
-    monkeypatch.delattr(catnat.sb3, "masked")
-    monkeypatch.delitem(sys.modules, "catnat.sb3.masked")
-    monkeypatch.setitem(sys.modules, "sb3_contrib", None)
-    monkeypatch.setitem(sys.modules, "sb3_contrib.common.maskable.policies", None)
-    with pytest.raises(ImportError, match="HeadMaskableActorCriticPolicy needs sb3-contrib"):
-        _ = catnat.sb3.HeadMaskableActorCriticPolicy
-    with pytest.raises(AttributeError, match="no attribute 'HeadMasked'"):
-        _ = catnat.sb3.HeadMasked
 
 
 @one_server
@@ -287,10 +189,23 @@ def test_without_sb3_contrib_everything_else_is_imported():
     assert out.stdout.strip() == "HeadPPO False", out.stderr
 
 
-def test_with_sb3_contrib_everything_is_imported():
-    names: dict[str, object] = {}
-    exec("from catnat.sb3 import *", names)
-    assert names["HeadMaskableActorCriticPolicy"] is HeadMaskableActorCriticPolicy
+@pytest.mark.parametrize("kind", ["", "Cnn", "MultiInput"])
+def test_recurrent_policies_learn_and_are_saved(kind, tmp_path):
+    name = f"HeadRecurrent{kind}ActorCriticPolicy".replace("CnnActorCritic", "ActorCriticCnn")
+    shown = {"": BOX, "Cnn": PICTURE, "MultiInput": BOTH}[kind]
+    env = make_vec_env(Guess, 2, seed=0, env_kwargs={"observation_space": shown})
+    few = SMALL | {"policy_kwargs": {"head": "natural", "lstm_hidden_size": 8}}
+    model = RecurrentPPO(getattr(catnat.sb3, name), env, **few).learn(32)
+    model.save(tmp_path / "it")
+    copy = RecurrentPPO.load(tmp_path / "it", device="cpu")
+    assert same_parameters(model.policy, copy.policy) and copy.policy.heads[0].name == "natural"
+
+
+@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
+def test_policies_have_names_for_configuration_files(algorithm):
+    model = algorithm("HeadMlpPolicy", make_vec_env(Guess, 2), device="cpu", n_steps=16)
+    assert type(model.policy) is catnat.sb3.HeadMlpPolicy is HeadActorCriticPolicy
+    assert algorithm.policy_aliases["HeadCnnPolicy"] is HeadActorCriticCnnPolicy
 
 
 def test_sparsemax_keeps_every_action_possible():
@@ -299,13 +214,6 @@ def test_sparsemax_keeps_every_action_possible():
     dist = policy("sparsemax").action_dist.proba_distribution(torch.tensor([[9.0, 0, 0, 0, 0]]))
     want = [0.999 + 2e-4, *[2e-4] * 4]
     assert torch.allclose(dist.distribution.probs, torch.tensor([want]))
-
-
-def test_draws_follow_the_probabilities():
-    probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
-    drawn = draw(make_head("softmax", 4)(probs.clamp_min(1e-38).log().expand(20000, 4)))
-    share = torch.bincount(drawn, minlength=4) / 20000
-    assert torch.allclose(share, probs, atol=0.015) and share[3] == 0
 
 
 def test_draws_are_those_of_multinomial():

@@ -14,8 +14,6 @@ from cases_sb3 import (
     SATURATED,
     SMALL,
     Guess,
-    Half,
-    Pair,
     Rows,
     Unmasked,
     cartpole,
@@ -25,22 +23,24 @@ from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from sb3_contrib.common.wrappers import ActionMasker
+from stable_baselines3.common.callbacks import CallbackList, EvalCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
-from catnat import HeadProbe, make_head
+from catnat import make_head
 from catnat.sb3 import (
     HeadA2C,
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
     HeadPPO,
+    InfoMasks,
     MaskedPlayer,
 )
 from catnat.sb3.action_distributions import HeadDistribution, HeadMultiDistribution
-from catnat.sb3.masks import has_masks, masks_of, split_masks
+from catnat.sb3.masks import masks_of
 
 SPACES = {
     "discrete": spaces.Discrete(5),
@@ -101,25 +101,6 @@ def test_masks_hold_for_saturated_scores(head, K):
     assert scores.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_the_head_itself_takes_the_mask(head):
-    it, scores = make_head(head, 4), torch.randn(3, make_head(head, 4).num_scores)
-    dist = HeadDistribution(it).proba_distribution(scores)
-    mask = torch.tensor([True, True, False, True])
-    dist.apply_masking(mask.expand(3, 4))
-    probs = dist.distribution.probs
-    assert torch.equal(probs, it.probs(it.masked(scores, mask)))
-    assert (probs[:, 2] == 0).all() and (probs[:, [0, 1, 3]] > 0).any(0).all()
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_policy_starts_with_equally_likely_allowed_actions(head):
-    it = make_head(head, 4)
-    dist = HeadDistribution(it).proba_distribution(torch.zeros(1, it.num_scores))
-    dist.apply_masking([[True, True, False, True]])
-    assert dist.distribution.probs[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
     heads = [make_head("natural", 3), make_head("natural", 2)]
@@ -139,43 +120,64 @@ def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
     assert torch.equal(probs(), free)
 
 
-def test_multi_distribution_masks_each_action():
-    heads = [make_head("natural", 2), make_head("natural", 3)]
-    dist = HeadMultiDistribution(heads).proba_distribution(torch.zeros(1, 3))
-    dist.apply_masking(np.array([[True, False, False, True, True]]))
-    assert torch.allclose(dist.distribution[0].probs, torch.tensor([[1.0, 0.0]]))
-    assert torch.allclose(dist.distribution[1].probs, torch.tensor([[0.0, 0.5, 0.5]]))
-
-
-@pytest.mark.parametrize(
-    ("masks", "message"),
-    [
-        ([[1, 0, 1, 0, 1], [1, 0, 0, 1, 1]], None),
-        ([[1, 0, 1, 0, 1], [0, 0, 0, 1, 1]], "mask of state 1 allows no choice of action 0"),
-        ([[1, 0, 1, 0, 0], [1, 0, 0, 1, 1]], "mask of state 0 allows no choice of action 1"),
-        ([[1, 0, 1, 0], [1, 0, 0, 1]], r"need 5 entries for each of 2 states, got shape \(2, 4\)"),
-    ],
-)
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_masks_of_several_actions_are_checked(masks, message, kind):
-    dist = HeadMultiDistribution([make_head("softmax", 3), make_head("softmax", 2)])
-    dist.proba_distribution(torch.zeros(2, 5))
-    if message is None:
-        dist.apply_masking(kind(masks))
-        assert dist.distribution[0].probs[0].tolist() == [0.5, 0, 0.5]
-        return
-    with pytest.raises(ValueError, match=message):
-        dist.apply_masking(kind(masks))
-
-
 # -- policies -------------------------------------------------------------------------------------
 
 
-def test_masks_are_ones_and_zeros():
-    (given,) = split_masks([[0.0, 1.0, 1.0]], [3], torch.Size([1]))
-    assert given.tolist() == [[False, True, True]]
-    with pytest.raises(ValueError, match=r"masks are 1 where a choice is allowed.*got -1000"):
-        split_masks([[0.0, -1000.0, 0.0]], [3], torch.Size([1]))  # one that is added to scores
+class Additive(Guess):
+    """Gives masks that are meant to be added to scores."""
+
+    def action_masks(self):
+        return np.array([0.0, -np.inf, -np.inf, 0.0, -np.inf])
+
+
+def test_masks_that_are_added_to_scores_are_refused_everywhere():
+    env = guesses(kind=Additive)
+    model = HeadPPO("MlpPolicy", env, **SMALL)
+    theirs = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
+    env.reset()
+    masks = Additive().action_masks()
+    for use in (
+        lambda: model.learn(32),
+        lambda: theirs.learn(32),
+        lambda: masks_of(env),
+        lambda: model.predict(np.zeros(3), action_masks=masks),
+        lambda: MaskedPlayer(model, env).predict(np.zeros((2, 3))),
+        lambda: model.policy(torch.zeros(1, 3), action_masks=torch.tensor(masks)),
+    ):
+        with pytest.raises(ValueError, match=r"masks are 1 where a choice is allowed.*got -inf"):
+            use()
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([2, 3])])
+@pytest.mark.parametrize("head", HEADS)
+def test_renormalized_masks_divide_by_the_allowed_share(head, space):
+    it = HeadActorCriticPolicy(
+        BOX, space, lambda _: 1e-3, head=head, mask_mode="renormalize", uniform_mix=0.01
+    )
+    shown, mask = torch.randn(6, 3), torch.tensor([True, True, False, True, True])
+    free, masked = (
+        it.get_distribution(shown, **given).distribution
+        for given in ({}, {"action_masks": mask.expand(6, 5)})
+    )
+    if isinstance(space, spaces.Discrete):
+        free, masked = [free], [masked]
+    for before, after, allowed in zip(free, masked, mask.split(choices(space)), strict=True):
+        kept = before.probs * allowed
+        assert torch.allclose(after.probs, kept / kept.sum(-1, keepdim=True), atol=1e-6)
+        assert (after.probs[:, ~allowed] == 0).all() and after.logits.isfinite().all()
+    _, _, log_probs = it(shown, action_masks=mask.expand(6, 5))
+    log_probs.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in it.parameters())
+
+
+def test_the_mask_mode_is_checked_and_saved(tmp_path):
+    kwargs = {"head": "natural", "mask_mode": "renormalize"}
+    model = learned(HeadPPO, "MlpPolicy", guesses(), 1, policy_kwargs=kwargs)
+    model.policy.save(str(tmp_path / "it"))
+    copy = HeadActorCriticPolicy.load(str(tmp_path / "it"))
+    assert copy.action_dist.mask_mode == "renormalize"
+    with pytest.raises(ValueError, match="unknown mask_mode 'cut'; choose from prune, renorm"):
+        HeadActorCriticPolicy(BOX, spaces.Discrete(5), lambda _: 1e-3, mask_mode="cut")
 
 
 @pytest.mark.parametrize("kind", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
@@ -191,19 +193,6 @@ def test_every_method_of_a_policy_takes_masks(kind, head):
     given = it.get_distribution(shown, action_masks=mask).distribution
     assert torch.equal(given.logits[:, 3], log_probs) and torch.equal(given.entropy(), entropy)
     assert (it.get_distribution(shown).distribution.probs > 0).all(), "masks hold for one call"
-
-
-def test_probes_see_the_scores_that_masks_leave():
-    it = HeadActorCriticPolicy(BOX, spaces.Discrete(4), lambda _: 1e-3, head="natural")
-    with HeadProbe(it) as probe:
-        it(torch.zeros(2, 3), action_masks=[[True, False, True, True], [False, False, True, True]])
-    ((_, head, scores),) = probe
-    inf = torch.inf
-    assert [row.isinf().tolist() for row in scores] == [[False, True, False], [True, False, False]]
-    assert scores[0, 1] in (inf, -inf)
-    assert torch.equal(head.allowed(scores)[0], torch.tensor([True, False, True, True]))
-    fisher = head.fisher(scores)
-    assert torch.equal(fisher, torch.diag_embed(fisher.diagonal(dim1=1, dim2=2)))
 
 
 # -- HeadPPO --------------------------------------------------------------------------------------
@@ -229,7 +218,7 @@ def test_only_allowed_actions_are_played_and_learned_from(head):
     own = model.rollout_buffer.tensors
     steps = np.arange(SMALL["n_steps"]) % 8
     assert np.array_equal(own.masks[:, 0].numpy(), np.arange(5) % 2 == steps[:, None] % 2)
-    assert own.masks.gather(-1, own.actions[..., None]).all()
+    assert own.masks.gather(-1, own.actions).all()
     loss, statistics = model._loss(torch.arange(48))
     assert loss.isfinite() and statistics.isfinite().all()
 
@@ -273,6 +262,41 @@ def test_head_a2c_says_that_it_masks_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HeadA2C("MlpPolicy", cartpole(), device="cpu").learn(10)
+
+
+def test_evaluation_without_masks_is_warned_about():
+    from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
+
+    blind = EvalCallback(guesses(kind=Guess), eval_freq=8, n_eval_episodes=1, verbose=0)
+    model = HeadPPO("MlpPolicy", guesses(), **SMALL)
+    with pytest.warns(UserWarning, match="EvalCallback plays forbidden.*MaskableEvalCallback"):
+        model.learn(32, CallbackList([CallbackList([blind])]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*forbidden")
+        model.learn(32, MaskableEvalCallback(guesses(), eval_freq=8, n_eval_episodes=1, verbose=0))
+        HeadPPO("MlpPolicy", guesses(kind=Guess), masks=False, **SMALL).learn(32, blind)
+
+
+class Informed(Unmasked):
+    """Gymnasium's convention: masks in the infos, as in Taxi."""
+
+    def reset(self, **kwargs):
+        shown, _ = super().reset(**kwargs)
+        return shown, {"action_mask": self.allowed()}
+
+    def step(self, action):
+        assert self.allowed()[action], "this action is forbidden"
+        *rest, _ = super().step(action)
+        return *rest, {"action_mask": self.allowed()}
+
+    def allowed(self):
+        return (np.arange(5) % 2 == self.count % 2).astype(np.int8)
+
+
+def test_masks_come_from_infos():
+    env = make_vec_env(Informed, 2, seed=0, wrapper_class=InfoMasks)
+    model = learned(HeadPPO, "MlpPolicy", env, 2, masks=True)
+    evaluate_policy(MaskedPlayer(model, env), env, 4, deterministic=False, warn=False)
 
 
 def test_a_model_follows_its_environment():
@@ -339,43 +363,6 @@ def test_another_process_that_allows_nothing_is_named_and_leaves_nobody_waiting(
         env.close()
 
 
-class MaskedHalf(Half):
-    """Masks change with each step; the forced action 2 is sometimes forbidden."""
-
-    def env_method(self, name, *args, indices=None, **kwargs):
-        assert name == "action_masks" and not self.waiting
-        return [np.arange(4) != each.steps % 4 for each in self.envs]
-
-    def has_attr(self, name):
-        return name == "action_masks"
-
-
-class MaskedPair(Pair):
-    """Halves with masks, and forced actions."""
-
-    def __init__(self, sizes=(2, 1)):
-        super().__init__(sizes, forced=True)
-        first, second = range(sizes[0]), range(sizes[0], sum(sizes))
-        self.halves = tuple(MaskedHalf(list(each), self.calls, True) for each in (first, second))
-
-    def has_attr(self, name):
-        return name == "action_masks"
-
-    def env_method(self, name, *args, indices=None, **kwargs):
-        return [mask for half in self.halves for mask in half.env_method(name)]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_halves_are_asked_for_their_own_masks(overlap):
-    model = learned(HeadPPO, "MlpPolicy", MaskedPair(), 2, overlap=overlap)
-    own = model.rollout_buffer.tensors
-    steps = own.observations[..., 1].long()
-    assert torch.equal(own.masks, torch.arange(4) != steps[..., None] % 4)
-    allowed = own.masks.gather(-1, own.actions[..., None])[..., 0]
-    assert (allowed | own.forced).all() and not allowed.all()
-    assert all(p.isfinite().all() for p in model.policy.parameters())
-
-
 # -- playing --------------------------------------------------------------------------------------
 
 
@@ -389,16 +376,6 @@ def test_a_masked_player_plays_allowed_actions_only(case):
         evaluate_policy(model, guesses(SPACES[case]), 20, deterministic=False)
     with pytest.raises(ValueError, match=r"has no method action_masks\(\)"):
         MaskedPlayer(model, cartpole())
-
-
-def test_masks_are_asked_as_sb3_contrib_asks():
-    from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_supported
-
-    for env in (guesses(), Guess(), cartpole(), Unmasked()):
-        assert has_masks(env) is is_masking_supported(env)
-        if has_masks(env):
-            env.reset()
-            assert np.array_equal(masks_of(env), get_action_masks(env))
 
 
 # -- saving ---------------------------------------------------------------------------------------

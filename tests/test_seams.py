@@ -2,15 +2,13 @@
 
 import copy
 import pickle
-from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from cases_cli import run
-from cases_replay import Curve, Watch, without_cuda  # noqa: F401 - a fixture
+from cases_callbacks import Memory, quiet_trainer
+from cases_replay import Watch, without_cuda  # noqa: F401 - a fixture
 
-from catnat.callbacks import FisherMonitor, GraphFigures
+from catnat.callbacks import FisherMonitor
 from catnat.callbacks.images import figures_for
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
@@ -27,16 +25,7 @@ def pairs(folder):
 
 
 def make_trainer(steps=3, **options):
-    options = {"logger": False, "callbacks": [], "enable_checkpointing": False} | options
-    return pl.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return quiet_trainer(max_steps=steps, max_epochs=-1, **options)
 
 
 # -- optimizing by hand --------------------------------------------------------------------------
@@ -72,7 +61,7 @@ def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data, tmp_path):  #
     """Also where other models would be replayed, twice in a row, and while it is monitored."""
     graph = kind is GraphByHand
     model = kind(num_nodes=6) if graph else kind(num_latents=2, num_categories=3)
-    curve = Curve()
+    curve = Memory()
     for runs in (1, 2):
         trainer = make_trainer(4, logger=curve, callbacks=[FisherMonitor()])
         trainer.fit(model, datamodule=pairs(tmp_path) if graph else images(data))
@@ -110,14 +99,12 @@ def test_a_model_that_was_replayed_may_be_trained_without_that(without_cuda, dat
 # -- optimizers of the user's --------------------------------------------------------------------
 
 
-class OwnOptimizer(DiscreteVAE):
-    """Its groups have names that no optimizer here has."""
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adam])
+def test_resuming_leaves_the_optimizer_of_a_subclass_alone(kind, data, tmp_path):
+    class OwnOptimizer(DiscreteVAE):
+        def configure_optimizers(self):
+            return kind(self.parameters(), lr=1e-3, foreach=False)
 
-    def configure_optimizers(self):
-        return torch.optim.RMSprop(self.parameters(), lr=1e-3, foreach=False)
-
-
-def test_resuming_leaves_the_optimizer_of_a_subclass_alone(data, tmp_path):
     trainer = make_trainer(2)
     trainer.fit(OwnOptimizer(), datamodule=images(data))
     before = trainer.optimizers[0].param_groups[0]
@@ -126,21 +113,7 @@ def test_resuming_leaves_the_optimizer_of_a_subclass_alone(data, tmp_path):
     trainer.fit(OwnOptimizer(), datamodule=images(data), ckpt_path=tmp_path / "a.ckpt")
     after = trainer.optimizers[0].param_groups[0]
     assert {**after, "params": 0} == {**before, "params": 0}
-    assert "fused" not in after
-
-
-class PlainAdam(DiscreteVAE):
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
-
-
-def test_an_adam_of_the_users_is_not_fused_by_resuming(data, tmp_path):
-    trainer = make_trainer(2)
-    trainer.fit(PlainAdam(), datamodule=images(data))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer = make_trainer(3)
-    trainer.fit(PlainAdam(), datamodule=images(data), ckpt_path=tmp_path / "a.ckpt")
-    assert trainer.optimizers[0].param_groups[0]["fused"] is None
+    assert after.get("fused") is None
 
 
 def test_our_optimizers_keep_the_kernels_of_their_device_when_they_resume(data, tmp_path):
@@ -171,29 +144,19 @@ class ReadsTheBatch(GraphStructureLearner):
 
 
 def test_scores_of_edges_may_read_the_batch(tmp_path):
-    model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Curve(), pairs(tmp_path)
+    model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs(tmp_path)
     trainer = make_trainer(
         4, logger=curve, callbacks=[FisherMonitor(), figures_for(model)],
         val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(model, datamodule=data)
     (tested,) = trainer.test(model, datamodule=data, verbose=False)
-    # One batch of six pairs.
-    with torch.no_grad():
-        theta = model.head.probs(model.scores(data.test_dataloader().items))[..., 1]
-    assert torch.allclose(model.theta, theta)
-    wanted = (theta - data.edge_probs).abs().mean().item()
-    assert tested["test/theta_mae"] == pytest.approx(wanted, abs=1e-6)
     assert all(torch.tensor(value).isfinite() for value in tested.values())
     assert list(curve.series("val/loss")) == [1, 3]
 
 
 def test_theta_metrics_are_those_of_the_mean_over_all_pairs(tmp_path):
-    class OneEdge(GraphStructureLearner):
-        def scores(self, batch):
-            return self.edge_scores + batch[0].mean()
-
-    model, data = OneEdge("sigmoid", num_nodes=6, test_passes=1), pairs(tmp_path)
+    model, data = ReadsTheBatch("sigmoid", num_nodes=6, test_passes=1), pairs(tmp_path)
     data.prepare_data()
     data.setup()
     x, y = data._parts["test"]
@@ -206,10 +169,6 @@ def test_theta_metrics_are_those_of_the_mean_over_all_pairs(tmp_path):
     assert not torch.allclose(each[0], each[1])
     wanted = (theta - data.edge_probs).abs().mean().item()
     assert tested["test/theta_mae"] == pytest.approx(wanted, abs=1e-6)
-
-
-def test_pictures_of_a_graph_need_no_batch_to_be_chosen():
-    assert isinstance(figures_for(ReadsTheBatch(num_nodes=3)), GraphFigures)
 
 
 # -- a validation_step of one's own ----------------------------------------------------------------
@@ -246,21 +205,6 @@ def test_validation_may_go_by_the_clock(without_cuda, interval, data):  # noqa: 
         assert "val/loss" not in trainer.callback_metrics, "fifteen minutes have not passed"
 
 
-def draw(rank, models, folder):
-    """What a process of ddp_spawn does, but for the training."""
-    torch.save([model.sample_prior(2) for model in models], folder / "drawn.pt")
-
-
-@pytest.mark.slow
-def test_models_reach_a_spawned_process(tmp_path):
-    """That is how ddp_spawn begins."""
-    models = [DiscreteVAE(), MLPDiscreteVAE()]
-    torch.multiprocessing.spawn(draw, (models, tmp_path), nprocs=1)
-    drawn = torch.load(tmp_path / "drawn.pt", weights_only=True)
-    for model, images_there in zip(models, drawn, strict=True):
-        assert torch.allclose(model.sample_prior(2), images_there, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", [DiscreteVAE, MLPDiscreteVAE, GraphStructureLearner])
 def test_models_can_be_pickled_and_copied(kind):
     model = kind()
@@ -277,18 +221,6 @@ def test_weights_of_16_bits_are_refused(kind, precision, data, tmp_path):
         make_trainer(precision=precision).fit(
             kind(), datamodule=pairs(tmp_path) if graph else images(data)
         )
-
-
-def test_weights_of_16_bits_are_refused_in_one_line(workspace, capfd):
-    assert run(*workspace, "--precision=bf16-true") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "'bf16-true'" in line and "choose from 32-true" in line
-    assert not Path("runs").exists()
-
-
-def test_a_command_line_may_validate_by_the_clock(workspace, capfd):
-    assert run(*workspace, "--val_check_interval=00:00:15:00") == 0
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

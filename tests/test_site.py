@@ -37,7 +37,7 @@ def test_docstrings_become_markdown():
         "Maps (*, S) to :class:`~catnat.distributions.HeadCategorical`::\n\n"
         ".. math:: p_k = \\frac1K,\n    \\quad k < K\n\n"
         ">>> x = [\n...     1]\n>>> x\n[1]\n\nmore",
-        "catnat.heads.SoftmaxHead",
+        "catnat.flat_heads.SoftmaxHead",
     )
     assert r"Maps (\*, S) to" in text
     assert '<autoref identifier="catnat.distributions.HeadCategorical" optional>' in text
@@ -49,3 +49,8 @@ def test_formulas_become_mathml():
     page = hooks.on_page_content('<span class="arithmatex">\\(a &lt; b\\)</span> and more')
     assert page.startswith("<math") and page.endswith("</math> and more")
     assert "arithmatex" not in page and "&amp;" not in page
+
+
+def test_function_names_in_formulas_stand_apart():
+    page = hooks.on_page_content('<span class="arithmatex">\\(p \\log q\\)</span>')
+    assert '<mo lspace="0.17em" rspace="0.17em">log</mo><mi>q</mi>' in page

@@ -9,7 +9,6 @@ import torch
 from cases import COMPILED, OPTIONS, make, slow
 from cases_fresh import one_server, run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -49,21 +48,6 @@ def test_batched_gradients(name):
     row = scores[0].detach()
     rows = jacobian(head.log_probs, row, vectorize=True)
     assert torch.allclose(rows, jacobian(head.log_probs, row), atol=1e-4)
-
-
-def test_forward_mode(name):
-    head, scores = scores_for(name)
-    direction = torch.randn_like(scores)
-    with forward_ad.dual_level():
-        out = head.log_probs(forward_ad.make_dual(scores, direction))
-        tangent = forward_ad.unpack_dual(out).tangent
-    _, want = torch.func.jvp(head.log_probs, (scores,), (direction,))
-    assert torch.allclose(tangent, want, atol=1e-5)
-
-
-def test_negated_views(name):
-    head, scores = scores_for(name)
-    assert torch.equal(head.log_probs(torch._neg_view(scores)), head.log_probs(-scores))
 
 
 class Policy(torch.nn.Module):

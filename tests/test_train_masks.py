@@ -95,9 +95,4 @@ def test_several_devices_are_one_clear_line(model, option, capfd):
     (line,) = capfd.readouterr().err.splitlines()
     asked = option.partition("=")[2]
     assert f"devices must be 1, got {asked}: Stable-Baselines3 trains a policy on one dev" in line
-    assert "experiments/sweep.py" in line and "--jobs" in line
-
-
-def test_one_device_is_what_stable_baselines_has(capfd):
-    assert run("--devices=1", "--total_steps=32", "--eval_every=0") == 0
-    assert capfd.readouterr().err == ""
+    assert "experiments/sweep.py" in line

@@ -18,7 +18,7 @@ from cases_mnist import write_mnist
 pytestmark = pytest.mark.slow  # builds, installs, and imports everything again
 
 ROOT = Path(__file__).resolve().parent.parent
-HOMES = ("callbacks", "datamodules", "lit_modules", "training")  # packages of catnat
+HOMES = ("callbacks", "datamodules", "lit_modules")  # packages of catnat
 
 OTHER_NAMES = {"pillow": "PIL", "pyyaml": "yaml"}  # what a requirement is called when imported
 
@@ -113,12 +113,12 @@ def test_every_module_is_installed(tracked, site):
 )
 def test_native_kernels_are_inside_and_load(site, tmp_path):
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    names = ["_native"]
+    names = ["_cpu"]
     if platform.machine().lower() in ("x86_64", "amd64"):
-        names += ["_native_avx2", "_native_avx512"]
+        names += ["_cpu_avx2", "_cpu_avx512"]
     for name in names:
-        assert (site / "catnat" / "ops" / f"{name}{suffix}").exists()
-    code = "from catnat.ops import native; print(native.library()._name)"
+        assert (site / "catnat" / "kernels" / f"{name}{suffix}").exists()
+    code = "from catnat.kernels import cpu; print(cpu.library()._name)"
     done = run_installed(["-W", "error", "-c", code], tmp_path, site)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(site)
@@ -136,7 +136,7 @@ def test_metadata_lists_what_is_imported(site):
         for name in top_level_imports(path)
         if name not in known and not (name == "jax" and path.parent.name == "jax")
     }
-    assert unlisted == {("catnat/sb3/masked.py", "sb3_contrib")}  # imported when asked for
+    assert unlisted == {("catnat/sb3/contrib.py", "sb3_contrib")}  # imported when asked for
 
 
 def top_level_imports(path: Path) -> set[str]:

@@ -1,0 +1,178 @@
+"""Many models trained as one: the same steps as each model alone, whatever the model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from catnat import make_head
+from catnat.lit_modules import GraphStructureLearner, MLPDiscreteVAE
+from catnat.lit_modules.step_module import StepModule
+from experiments import batched
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+class Points(LightningDataModule):
+    """Twelve points with labels, in a fixed order."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        noise = torch.Generator().manual_seed(0)
+        x = scale * torch.randn(12, 5, generator=noise)
+        self.points = TensorDataset(x, torch.arange(12) % 4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.points, batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.points, batch_size=12)
+
+    test_dataloader = val_dataloader
+
+
+class Classifier(StepModule):
+    """A model of a user: two layers, a batch norm, a head, a decaying learning rate."""
+
+    def __init__(self, learning_rate: float, optimizer: str = "adam", clip: float = 0.0) -> None:
+        super().__init__(gradient_clip=clip)
+        self.head = make_head("natural", 4)
+        # No bias before the batch norm: its gradient is 0 but for rounding, which Adam would scale.
+        first = nn.Linear(5, 6, bias=False)
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.learning_rate, self.optimizer = learning_rate, optimizer
+
+    def step_loss(self, batch: Any) -> Tensor:
+        x, label = batch
+        return -self.head(self.layers(x) * self.frozen).log_prob(label).mean()
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        optimizer = self.make_optimizer(kind, parameters, lr=self.learning_rate)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.step_loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/loss", self.step_loss(batch))
+
+
+def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
+    model, data = Classifier(rate, **options), Points(scale)
+    return batched.member(model, data, seed, trainer, options, {"scale": scale})
+
+
+def alone(one: batched.Member) -> StepModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(
+            max_steps=one.trainer["max_steps"], logger=False, enable_checkpointing=False, **QUIET
+        ).fit(one.model, datamodule=one.data)
+    return one.model
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_models_learn_what_each_would_learn_alone(optimizer: str, clip: float) -> None:
+    def members() -> list[batched.Member]:
+        options = {"optimizer": optimizer, "clip": clip}
+        settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
+        return [classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings]
+
+    together = members()
+    found = batched.Group(together).train(lambda line: None)
+    for one, other, metrics in zip(together, members(), found, strict=True):
+        expected, is_now = alone(other).state_dict(), one.model.state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert metrics["val/loss"] == pytest.approx(metrics["test/loss"])
+        assert metrics["fim/off_diagonal_mass"] == pytest.approx(0)
+        assert [step for step, _ in one.curve] == [3, 6, 7]
+
+
+def test_a_group_continues_from_its_last_validation(tmp_path: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop_late(line: str) -> None:
+        if "step 6" in line:
+            raise StopError
+
+    whole = batched.Group([classifier(1, 0.1), classifier(2, 0.05)]).train(print)
+    state = tmp_path / "state.pt"
+    with pytest.raises(StopError):
+        batched.Group([classifier(1, 0.1), classifier(2, 0.05)], state).train(stop_late)
+    lines: list[str] = []
+    members = [classifier(1, 0.1), classifier(2, 0.05)]
+    continued = batched.Group(members, state).train(lines.append)
+    assert len(lines) == 2  # at steps 6 and 7
+    for one, other in zip(whole, continued, strict=True):
+        assert other == pytest.approx(one)
+
+
+def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
+    members = [classifier(seed, rate) for seed in (1, 2) for rate in (0.1, 0.2)]
+    members.append(classifier(1, 0.1, clip=1.0))
+    assert [len(each) for each in batched.groups(members, 3)] == [3, 1, 1]
+
+
+def test_a_model_that_diverges_fails_alone() -> None:
+    members = [classifier(1, 0.1), classifier(2, 1e30)]
+    members[1].model.layers[0].weight.data.fill_(torch.nan)
+    found = batched.Group(members).train(lambda line: None)
+    assert found[0] and not members[0].failure
+    assert not found[1] and members[1].failure
+
+
+@pytest.mark.parametrize("head", ["softmax", "sparsemax", "sigmoid", "natural"])
+@pytest.mark.parametrize("kind", [MLPDiscreteVAE, GraphStructureLearner])
+def test_no_operation_falls_back_to_a_loop_over_the_models(head: str, kind: Any) -> None:
+    graphs = kind is GraphStructureLearner
+    batch: Any = torch.rand(5, 1, 28, 28)
+    if graphs:
+        batch = (torch.randn(5, 24, 4), torch.randn(5, 24, 2))
+    stack = batched.Stack([kind(head=head) for _ in range(2)], torch.device("cpu"), 10)
+    before = {name: each.detach().clone() for name, each in stack.parameters.items()}
+    torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stack.prepare_step(0)
+            losses = stack.step(batch, one_batch=True)
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    assert losses.shape == (2,) and losses[0] != losses[1]
+    assert all((each != before[name]).any() for name, each in stack.parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": torch.optim.RMSprop}, "Adam or SGD, got RMSprop"),
+        ({"weight_decay": 0.1}, "weight_decay 0, got 0.1"),
+    ],
+)
+def test_optimizers_that_are_not_known_are_refused(change: dict[str, Any], words: str) -> None:
+    class Other(Classifier):
+        def configure_optimizers(self) -> Any:
+            options = {"kind": torch.optim.Adam} | change
+            return options.pop("kind")(self.parameters(), **options)
+
+    with pytest.raises(ValueError, match=words):
+        batched.Stack([Other(0.1)], torch.device("cpu"), 1)

@@ -1,0 +1,125 @@
+"""Pictures of models: tiles, latents, edges."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from cases_callbacks import Memory, Small, fit, loader, quiet_trainer
+
+from catnat.callbacks import GraphFigures, VAEFigures
+from catnat.callbacks.images import heat_map, tile
+
+
+def test_tiles_and_heat_maps():
+    images = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3)
+    grid = tile(images, 2)
+    assert grid.shape == (4, 6, 1)
+    assert grid[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert grid[3, :, 0].tolist() == [2, 2, 2, 3, 3, 3]
+    assert torch.equal(tile(images[:, 0], 2), grid)
+    picture = heat_map(torch.tensor([[0.0, 1.0]]), cell=2)
+    assert picture.shape == (2, 4, 3)
+    assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
+
+
+class Recording(Memory):
+    """Keeps the pictures, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = {}
+
+    @property
+    def experiment(self):
+        return self
+
+    def add_image(self, tag, image, step, dataformats):
+        self.images[tag] = image
+
+
+def test_graph_figures_show_what_is_learned_beside_the_truth():
+    class Module(Small):
+        theta = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
+
+    class Data(L.LightningDataModule):
+        edge_probs = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+
+        def train_dataloader(self):
+            return loader()
+
+        val_dataloader = train_dataloader
+
+    logger = Recording()
+    trainer = quiet_trainer(
+        max_steps=1, val_check_interval=1, logger=logger, callbacks=[GraphFigures()]
+    )
+    trainer.fit(Module("softmax"), datamodule=Data())
+    picture = logger.images["graph/theta"]
+    assert picture.shape == (24, 60, 3)
+    middles = picture[6::12, 6::12, 0].tolist()  # two columns, a strip between, two columns
+    assert [row[:2] + row[3:] for row in middles] == [[0, 255, 255, 255], [128, 0, 0, 0]]
+    logger.images.clear()
+    GraphFigures().on_validation_end(trainer, Small("softmax"))
+    assert not logger.images, "a model without theta"
+
+
+class Coloured(Small):
+    """Reconstructs its input as it is, and dreams of red."""
+
+    def validation_step(self, batch, batch_idx):
+        self.head(torch.zeros(len(batch[0]), 2, self.head.num_scores))
+
+    def reconstruct(self, x):
+        return x
+
+    def sample_prior(self, n):
+        return torch.tensor([1.0, 0.0, 0.0])[:, None, None].expand(n, 3, 32, 32)
+
+
+def drawn(model, images, steps):
+    """The logger and the trainer of a run that validates these images after every step."""
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4)
+    figures, logger = VAEFigures(num_images=2), Recording()
+    return logger, fit(model, figures, logger=logger, val=data, max_steps=steps,
+                       val_check_interval=1)  # fmt: skip
+
+
+def test_colour_images_keep_their_colours():
+    images = torch.rand(4, 3, 32, 32)
+    logger, _ = drawn(Coloured("softmax"), images, steps=1)
+    picture = logger.images["images/reconstructions"]
+    assert picture.shape == (64, 64, 3)
+    pixels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    for row in (slice(0, 32), slice(32, 64)):  # inputs above, reconstructions below
+        assert (picture[row, :32] == pixels[0]).all() and (picture[row, 32:] == pixels[1]).all()
+    prior = logger.images["images/prior"]
+    assert prior.shape == (32, 64, 3)
+    assert prior.reshape(-1, 3).tolist() == [[255, 0, 0]] * (32 * 64)
+
+
+class Conditional(Coloured):
+    """Its reconstructions need more than images."""
+
+    def reconstruct(self, x, label):
+        return x
+
+
+def test_a_method_that_fails_costs_its_image_and_one_warning_only():
+    with pytest.warns(UserWarning, match="Conditional.reconstruct failed with TypeError") as told:
+        logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
+    assert trainer.global_step == 2
+    assert sum("no images/reconstructions: " in str(each.message) for each in told) == 1
+    assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
+
+
+def test_images_of_other_channels_are_shown_in_gray():
+    images = torch.stack([torch.zeros(2, 2), torch.ones(2, 2)])[None].expand(3, 2, 2, 2)
+    assert torch.equal(tile(images, 3), torch.full((2, 6, 1), 0.5))
+
+
+def test_figures_count_the_categories():
+    logger = Recording()
+    fit(Small("softmax"), VAEFigures(), logger=logger, val=loader(), max_steps=1,
+        val_check_interval=1)  # fmt: skip
+    usage = logger.images["latents/usage"]
+    assert usage.shape == (24, 72, 3)  # 2 latents, 6 categories, zero scores: uniform
+    assert abs(int(usage.mean()) - 255 // 6) <= 1

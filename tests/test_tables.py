@@ -1,0 +1,161 @@
+"""Tables, tests and figures from rows."""
+
+import csv
+import io
+import math
+
+import pytest
+import scipy.stats
+from cases_sweep import arguments, write_plan
+from torch.utils.tensorboard import SummaryWriter
+
+from catnat import head_names, make_head
+from experiments import figures, plan, runs, significance, tables
+
+HEADS = ("softmax", "sigmoid", "natural")
+NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2],
+       "natural": [100.1, 100.5, 100.6]}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A plan with rows: three heads, two sizes of which one has no rows."""
+    keys = {"grid": {"size": [8, 16], "head": list(HEADS)}, "seeds": [1, 2, 3], "columns": ["size"]}
+    path = write_plan(tmp_path, **keys, names={"size": "K"}, options={"x": 1})
+    found = plan.load(str(path))
+    rows = []
+    for head, values in NLL.items():
+        for seed, value in enumerate(values, 1):
+            run = found.run({"size": 8, "head": head}, {}, seed, "final")
+            rows.append(runs.made(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
+    runs.add(runs.path_of("tiny", tmp_path / "results"), rows)
+    return path
+
+
+def table(path, capsys, *more):
+    assert tables.main(arguments(path, *more)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
+    text = table(path, capsys)
+    assert "| softmax | 104.500 ± 0.500 | — |" in text
+    assert "| sigmoid | **100.200 ± 0.200** | — |" in text
+    assert "| natural | **100.400 ± 0.265** | — |" in text
+    assert "| 8 | softmax | 104.500 ± 0.500 |  | 3 | 1 collapsed |" in text
+    assert "0 of 3" in text
+
+
+def test_a_table_in_latex_and_as_csv(path, capsys, tmp_path):
+    text = table(path, capsys, "--format", "latex")
+    assert r"sigmoid & $\mathbf{100.200 \pm 0.200}$" in text and r"\bottomrule" in text
+    assert tables.main(arguments(path, "--format", "csv", "--out", str(tmp_path / "t.csv"))) == 0
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text())))
+    assert [each["bold"] for each in lines[:3]] == ["False", "True", "True"]
+    assert float(lines[0]["mean"]) == 104.5 and lines[3]["n"] == "0"
+
+
+def test_a_study_has_the_tables_of_its_plans_and_others_are_one_line(capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    assert tables.main(["games"]) == 0
+    assert capsys.readouterr().out.count("\n## ") >= 4
+    assert tables.main(["gamez"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_published_numbers_come_from_rows(capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    assert tables.main(["vae_adam", "--scale", "small"]) == 0
+    text = capsys.readouterr().out
+    assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **97.0 ± 0.3** (97.6, -0.6) |" in text
+    assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
+    assert tables.main(["gaps"]) == 0
+    gap = "| 10, 32 | binary | 83.2 ± 0.9 (0.001) | 76.9 ± 0.4 (0.001) | 77.6 ± 0.6 (0.001) |"
+    assert f"{gap} 6.2 [4.2, 8.3] | 3.0 | 0.0035 | 0.0023 |" in capsys.readouterr().out
+
+
+def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_path):
+    file = tmp_path / "results" / "tiny" / "runs.csv"
+    file.write_text(file.read_text().replace("104.5", "x"))
+    assert tables.main(arguments(path)) == 2
+    assert "runs.csv, line 4" in capsys.readouterr().err
+
+
+# -- significance ----------------------------------------------------------------------------------
+
+
+def test_welch_and_its_interval_are_scipy_s():
+    a, b = [1.0, 2.0, 4.0], [2.0, 5.0, 9.0, 1.0]
+    expected = scipy.stats.ttest_ind(a, b, equal_var=False)
+    assert significance.welch(a, b) == pytest.approx(expected.pvalue)
+    low, high = significance.interval(a, b)
+    assert low < -23 / 12 < high
+    assert significance.interval([1.0, 2.0, 3.0])[0] == pytest.approx(
+        2 - 4.3027 / math.sqrt(3), rel=1e-3
+    )
+    assert significance.welch([1.0], b) is None
+    assert significance.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_holm_multiplies_by_the_number_of_tests_that_are_left():
+    assert significance.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([[1.0, 1.1, 0.9], [5.0, 5.1, 4.9], [1.05, 1.15, 0.95]], [True, False, True]),
+        ([[1.0, 1.1, 0.9], [1.0, 50.0, 99.0]], [True, False]),  # its own spread hides it
+        ([[1.0, math.nan], [2.0, 2.1]], [False, True]),
+        ([[1.0, 2.0], []], [False, False]),  # nothing to compare with
+        ([[1.0], [2.0]], [True, False]),
+    ],
+)
+def test_bold_is_the_best_and_what_is_not_significantly_different(samples, expected):
+    assert significance.bold(significance.compare(samples, "lower")) == expected
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def test_every_head_has_one_color():
+    assert set(figures.COLORS) <= set(head_names())
+    others = [figures.color(each, ["a", "b"]) for each in ("a", "b")]
+    assert len({*figures.COLORS.values(), *others}) == len(figures.COLORS) + 2
+
+
+def test_bars_of_rows_and_their_lead_over_a_baseline(path, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures.Axes, "barh", lambda self, x, y, **k: drawn.append((y, k["xerr"])))
+    words = ["bars", *arguments(path), "--out", str(tmp_path / "f")]
+    assert figures.main([*words, "--only", "K=8"]) == 0
+    assert [y for y, _ in drawn] == pytest.approx([104.5, 100.2, 100.4])
+    drawn.clear()
+    assert figures.main([*words, "--only", "K=8", "--baseline", "head=softmax"]) == 0
+    assert [y for y, _ in drawn] == pytest.approx([4.3, 4.1])
+    low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
+    assert drawn[0][1] == [[pytest.approx(4.3 - low)], [pytest.approx(high - 4.3)]]
+    assert list((tmp_path / "f").glob("*.png")) and list((tmp_path / "f").glob("*.pdf"))
+    assert figures.main([*words, "--baseline", "head=other"]) == 2
+
+
+def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
+    words = ["curves", *arguments(path), "--out", str(tmp_path / "f")]
+    assert figures.main(words) == 2
+    assert "has val/elbo" in capsys.readouterr().err
+    found = plan.load(str(path))
+    run = found.run({"size": 8, "head": "natural"}, {}, 1, "final")
+    with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name / "version_0")) as writer:
+        for step in range(4):
+            writer.add_scalar("val/elbo", -step, step)
+    steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
+    assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
+    assert figures.main(words) == 0
+
+
+def test_landscapes_and_the_steps_that_heads_need(tmp_path, capsys):
+    needed = {name: figures.descend(make_head(name, 3), 1.0, 200).steps_needed for name in HEADS}
+    assert all(needed.values()) and needed["softmax"] == min(needed.values())
+    assert figures.main(["landscapes", "--out", str(tmp_path), "--steps", "5"]) == 0
+    assert (tmp_path / "landscapes.png").is_file()
+    assert figures.main(["landscapes", "--steps", "0"]) == 2
