@@ -11,7 +11,7 @@ EXAMPLES = ROOT / "examples"
 FAST = ("--steps", "3")  # every script takes --steps and --out
 INTRODUCTION = """# Gallery
 
-Each example is one script of at most 84 lines, which takes less than two minutes on two cores and
+Each example is one script of at most 86 lines, which takes less than two minutes on two cores and
 draws one picture. The pictures on this page were made by the build of the site, which runs every
 script as the notebook that you can load here.
 

@@ -1,4 +1,9 @@
-"""Pictures of the heads: how probability moves with a score, and the Fisher matrix."""
+"""Pictures of the heads: how probability moves with a score, and the Fisher matrix.
+
+The build of the site draws them. That of the README is committed, and drawn again by
+
+    python docs/tools/pictures.py
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +11,12 @@ from typing import Any
 from cache import fingerprint, is_fresh
 
 K = 8
-COLOURS = {"softmax": "C0", "sparsemax": "C1", "sigmoid": "C2", "natural": "C3"}
+COLOURS = {  # those of experiments/figures.py
+    "softmax": "#0072B2",
+    "sparsemax": "#E69F00",
+    "sigmoid": "#009E73",
+    "natural": "#D55E00",
+}
 
 
 def draw(folder: Path) -> list[Path]:
@@ -96,7 +106,7 @@ def _tails() -> Any:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 3, figsize=(9, 2.7))
-    for tail, colour in ((0, "C3"), (0.005, "C4"), (0.05, "C9")):
+    for tail, colour in ((0, COLOURS["natural"]), (0.005, "C4"), (0.05, "C9")):
         s, a, information = _two_categories("natural", tail=tail)
         line = {"color": colour, "label": f"tail {tail}" if tail else "no tail"}
         for axes, values in zip(panels, (a, a, information), strict=True):
@@ -135,6 +145,28 @@ def _matrices(names: tuple[str, ...]) -> Any:
     return figure
 
 
+def _two_fisher_matrices() -> Any:
+    """The README's picture: two heads at the same random batch of distributions."""
+    import matplotlib.pyplot as plt
+    import torch
+
+    from catnat import make_head
+
+    rng = torch.Generator().manual_seed(3)
+    scores = torch.randn(K, generator=rng) + torch.randn(64, K, generator=rng)
+    probs = torch.softmax(scores.double(), -1)  # (64, K)
+    figure, panels = plt.subplots(1, 2, figsize=(6.2, 2.9))
+    titles = {"softmax": "softmax: dense", "natural": "natural: diagonal"}
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        head = make_head(name, K)
+        fisher = head.mean_fisher(head.inverse(probs))
+        shown = axes.imshow(fisher / fisher.abs().max(), cmap="RdBu_r", vmin=-0.6, vmax=0.6)
+        axes.set(title=title, xticks=[], yticks=[])
+        axes.set_xlabel(f"{head.num_scores} scores")
+    figure.colorbar(shown, ax=panels, shrink=0.85, extend="max", label="entry / largest entry")
+    return figure
+
+
 def _tree() -> Any:
     """A tree over four categories, with the probabilities of the branches."""
     import matplotlib.pyplot as plt
@@ -158,3 +190,11 @@ def _tree() -> Any:
     axes.set(xlim=(-0.8, 6.8), ylim=(-0.3, 2.3))
     axes.axis("off")
     return figure
+
+
+if __name__ == "__main__":
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"figure.dpi": 120, "figure.constrained_layout.use": True}
+    _save(_two_fisher_matrices(), Path(__file__).resolve().parent.parent / "assets" / "fisher.png")

@@ -1,11 +1,11 @@
 """The page about the tags of a run, from the texts that TensorBoard shows."""
 
-from catnat.callbacks.tags import Kind, guide
+from catnat.callbacks.tensorboard import Kind, guide
 
 MODELS: dict[Kind, str] = {"vae": "Discrete VAEs", "graph": "Graphs", "policy": "PPO and A2C"}
 INTRODUCTION = """# Tags of a run
 
-Every tag is a card in TensorBoard and a curve in a report; see [the dashboard](dashboard.md).
+Every tag is a card in TensorBoard; see [the dashboard](dashboard.md).
 [Fisher diagnostics](fisher.md#what-each-tag-means) says more about the first ones."""
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from compare_table import draw, write_table
 from language_model import TextData
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from catnat.training.main import main as catnat
-from catnat.training.recorded_run import read_run
+from catnat.cli.main import main as catnat
 
 TREES = {"sigmoid": ["--head=sigmoid"], "natural": ["--head=natural", "--tail=0"]}
 TREES["natural, tail"] = ["--head=natural", "--tail=0.05"]
@@ -27,11 +27,6 @@ OUTPUTS["adaptive softmax, one cutoff"] = ["--output=adaptive", "--cutoffs=[{qua
 for _head, _options in TREES.items():
     for _order in ("frequency", "cooccurrence"):
         OUTPUTS[f"tree, {_order}, {_head}"] = [*_options, f"--order={_order}"]
-    OUTPUTS[f"tree, rebuilt, {_head}"] = [
-        *_options,
-        "--order=cooccurrence",
-        "--rebuild_at={rebuild}",
-    ]
 
 
 class Run(NamedTuple):
@@ -50,15 +45,14 @@ class Run(NamedTuple):
 
 def command(run: Run, given: argparse.Namespace) -> list[str]:
     """The words after ``catnat`` for a run."""
-    every, places = max(1, run.steps // 20), {"rebuild": int(given.rebuild * run.steps)}
-    places["quarter"] = given.vocabulary // 4
+    every, quarter = max(1, run.steps // 20), given.vocabulary // 4
     return [
         *("--model=language_model.LanguageModel", "--data=language_model.TextData"),
-        *(each.format(**places) for each in OUTPUTS[run.output]),
+        *(each.format(quarter=quarter) for each in OUTPUTS[run.output]),
         *(f"--learning_rate={run.rate}", f"--seed={run.seed}", f"--max_steps={run.steps}"),
         *(f"--warmup={max(1, run.steps // 10)}", f"--val_check_interval={every}"),
         *("--limit_val_batches=8", "--num_sanity_val_steps=0", "--enable_checkpointing=false"),
-        *("--sparse=false", "--fisher.num_samples=0", f"--fisher_every_n_steps={2 * run.steps}"),
+        *("--fisher.num_samples=0", f"--fisher_every_n_steps={2 * run.steps}"),
         *(f"--path={given.path}", f"--vocabulary={given.vocabulary}", f"--width={given.width}"),
         *(f"--layers={given.layers}", f"--batch_size={given.rows}", f"--length={given.length}"),
         *(f"--cache={given.out / 'tokens'}", f"--accelerator={given.accelerator}"),
@@ -90,8 +84,15 @@ def result(run: Run, out: Path) -> dict[str, Any] | None:
         return None
     kept = found[-1].with_name("curve.json")
     if not kept.is_file():
-        kept.write_text(json.dumps(read_run(found[-1].parent).curves))
+        kept.write_text(json.dumps(curves(found[-1].parent)))
     return {**json.loads(found[-1].read_text()), "curves": json.loads(kept.read_text())}
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The scalars in a run's event files by tag, as (step, value)."""
+    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}
 
 
 class Comparison:
@@ -161,7 +162,7 @@ class Comparison:
         self.do(Run(o, chosen[o], seed, n) for seed in seeds for o, n in steps.items() if n)
 
     def speeds(self) -> dict[str, dict[str, float]]:
-        """What --speed has measured: seconds of a step, and seconds that a run needs once."""
+        """What --speed has measured: seconds of a step, and tokens a second."""
         path = self.given.out / "speed.json"
         return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -170,14 +171,14 @@ class Comparison:
         known = {o: each for o, each in self.speeds().items() if o in self.given.outputs}
         if len(known) < len(self.given.outputs):
             return {}
-        time_of_all = min(self.given.steps * s["step"] + s["once"] for s in known.values())
-        return {o: int((time_of_all - s["once"]) / s["step"]) for o, s in known.items()}
+        fastest = min(each["step"] for each in known.values())
+        return {o: int(self.given.steps * fastest / each["step"]) for o, each in known.items()}
 
     def speed(self) -> None:
         """Measure the time of steps, one output after the other, in this process."""
         found, tokens = self.speeds(), self.given.rows * self.given.length
         given = argparse.Namespace(**vars(self.given) | {"out": self.given.out / "speed"})
-        short = ("--limit_val_batches=0", "--limit_test_batches=0", "--log_every_n_steps=20")
+        short = ("--limit_val_batches=1", "--limit_test_batches=1", "--log_every_n_steps=20")
         for output in self.given.outputs:
             run = Run(output, min(self.given.rates), 0, self.given.speed)
             if result(run, given.out) is None:
@@ -185,8 +186,7 @@ class Comparison:
             curve = result(run, given.out)["curves"]["train/tokens_per_second"]
             seconds = [20 * tokens / rate for _, rate in curve[1:]]  # the first steps are slower
             usual = statistics.median(seconds)
-            once = sum(seconds) - len(seconds) * usual if "rebuilt" in output else 0.0
-            found[output] = {"step": usual / 20, "once": once, "tokens/s": 20 * tokens / usual}
+            found[output] = {"step": usual / 20, "tokens/s": 20 * tokens / usual}
             print(
                 output, {name: float(f"{x:.4g}") for name, x in found[output].items()}, flush=True
             )
@@ -205,7 +205,6 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[0.002, 0.004, 0.008, 0.016, 0.032]
     )
-    parser.add_argument("--rebuild", type=float, default=0.2, help="after this share of the steps")
     parser.add_argument("--accelerator", default="auto")
     sizes = {"seeds": 3, "steps": 1000, "vocabulary": 32768, "width": 512, "layers": 2}
     for name, default in (sizes | {"rows": 256, "length": 32}).items():
@@ -226,7 +225,7 @@ def main(words: list[str] | None = None) -> int:
         comparison.speed() if given.speed else comparison.all()
         return 0
     except (KeyboardInterrupt, TimeoutError) as stopped:
-        print(f"stopped ({type(stopped).__name__}); the same command goes on from here")
+        print(f"stopped ({type(stopped).__name__}); the same command resumes")
         return 130
     finally:
         write_table(comparison)

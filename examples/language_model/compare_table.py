@@ -106,10 +106,7 @@ def draw(comparison: Comparison) -> None:
                 style = {"softmax": "k-", "adaptive softmax": "k--"}.get(output, "-")
                 left.plot(steps, values, style, label=output)
                 if output in speeds:
-                    step, once = speeds[output]["step"], speeds[output]["once"]
-                    rebuilt = comparison.given.rebuild * comparison.given.steps
-                    seconds = [n * step + (once if n > rebuilt else 0.0) for n in steps]
-                    right.plot(seconds, values, style)
+                    right.plot([n * speeds[output]["step"] for n in steps], values, style)
     left.set(xlabel="steps", ylabel="validation perplexity, one seed", yscale="log")
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter("{x:g}")

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from catnat.orders import by_cooccurrence
+from catnat.orders import by_embedding
 
 WORD = re.compile(r"\w+|[^\w\s]")
 PIECE = 20_000  # characters: longer documents are cut, so that each split has parts of them
@@ -94,7 +94,7 @@ class TextData(LightningDataModule):
     def order(self) -> Tensor:
         """The order of the tokens by what comes before them, see ``catnat.orders``."""
         stream, K = self.stream["train"], self.hparams.vocabulary
-        return self._kept("order", lambda: {"order": by_cooccurrence(stream, K)})["order"]
+        return self._kept("order", lambda: {"order": by_embedding(vectors_of(stream, K))})["order"]
 
     def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the cache has under this name; made and put there if the cache has none."""
@@ -174,3 +174,28 @@ class TextData(LightningDataModule):
         if self.trainer is not None:  # all tokens go to the device at once, and no batch waits
             stream = stream.to(self.trainer.strategy.root_device)
         return DataLoader(Windows(stream, self.hparams.batch_size, self.hparams.length), None)
+
+
+def vectors_of(tokens: Tensor, vocabulary: int, dims: int = 64, seed: int = 0) -> Tensor:
+    """Vectors (K, dims) that are near for words which follow the same words.
+
+    They are the leading left singular vectors, times the roots of the singular values, of the
+    matrix of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where it is
+    positive, between a word b and the word a before it; by random projection with power iterations
+    (Halko et al., 2011).
+    """
+    K, device = vocabulary, tokens.device
+    pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
+    after, before = pairs // K, pairs % K
+    of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
+    of_before = torch.zeros(K, device=device).index_add_(0, before, counts.float())
+    information = torch.log(counts * counts.sum() / (of_after[after] * of_before[before]))
+    given = (torch.stack((after, before)), information.clamp_min(0), (K, K))
+    there = torch.sparse_coo_tensor(*given, check_invariants=False).coalesce()
+    back = there.mT.coalesce()
+    generator = torch.Generator(device).manual_seed(seed)
+    basis = torch.randn(K, min(K, dims + 8), device=device, generator=generator)
+    for _ in range(3):
+        basis = torch.linalg.qr(back @ torch.linalg.qr(there @ basis)[0])[0]
+    left, singular, _ = torch.linalg.svd(there @ basis, full_matrices=False)
+    return left[:, :dims] * singular[:dims].sqrt()

@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from catnat import CatnatHead, TreeLinear, make_head
-from catnat.optim import RowAdam
-from catnat.orders import by_embedding
-
-SAMPLED_STEPS, SAMPLED_TOKENS = 16, 8192  # hidden states for which a rebuilt tree is fitted
 
 
 def head_options(head: str, tail: float | None) -> dict[str, float]:
@@ -99,8 +95,6 @@ class LanguageModel(LightningModule):
         dropout: before and between layers.
         learning_rate: its peak.
         warmup: steps to the peak; the rate then falls linearly to 0.
-        sparse: sparse gradients of a tree, for the rows in use.
-        rebuild_at: step at which the tree is built anew from what it has learned; 0 for never.
         fisher_every_n_steps: how often a tree's Fisher diagonal is shown to the monitor.
         fisher_rows: of how many tokens.
         accuracy_rows: tokens of each batch for which the likeliest word is looked for.
@@ -121,8 +115,6 @@ class LanguageModel(LightningModule):
         dropout: float = 0.1,
         learning_rate: float = 2e-3,
         warmup: int = 100,
-        sparse: bool = True,
-        rebuild_at: int = 0,
         fisher_every_n_steps: int = 50,
         fisher_rows: int = 16,
         accuracy_rows: int = 256,
@@ -141,7 +133,7 @@ class LanguageModel(LightningModule):
             )
         elif isinstance(make_head(head, 2, **options), CatnatHead):
             first = range(vocabulary)  # until setup knows the text
-            self.output = TreeOutput(width, vocabulary, head, first, sparse=sparse, **options)
+            self.output = TreeOutput(width, vocabulary, head, first, **options)
         else:
             self.output = LinearOutput(width, vocabulary, head)
 
@@ -167,22 +159,16 @@ class LanguageModel(LightningModule):
         checkpoint["memory"] = self._memory.get(True)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where the text was left."""
+        """Resume the text where it was left."""
         self._memory[True] = checkpoint["memory"]
 
     def on_train_start(self) -> None:
         """Start the clock."""
         self._clock, self._tokens = time.perf_counter(), 0
-        self._sample: list[Tensor] = []  # hidden states of the steps before the tree is rebuilt
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of a batch (B, T + 1)."""
         hidden, target = self.hidden(batch[:, :-1], batch_idx), batch[:, 1:].flatten()
-        if 0 <= self.hparams.rebuild_at - self.global_step < SAMPLED_STEPS:
-            self._sample.append(hidden.detach())
-            if self.global_step == self.hparams.rebuild_at > 0:
-                sample = self.all_gather(torch.cat(self._sample))  # of all processes: one tree
-                self.rebuild(sample.reshape(-1, hidden.shape[-1])[-SAMPLED_TOKENS:])
         loss = self.output.nll(hidden, target)
         self._tokens += target.numel()
         self._show(hidden)
@@ -192,21 +178,6 @@ class LanguageModel(LightningModule):
             self._clock, self._tokens = now, 0
             self.log_dict({"train/loss": loss.detach(), "train/tokens_per_second": rate})
         return loss
-
-    @torch.no_grad()
-    def rebuild(self, hidden: Tensor) -> None:
-        """Build the tree anew: words that the tree finds likely in the same places are neighbours.
-
-        The vector of a word is its log-probability at some hidden states, in 64 dimensions. The
-        input embedding is no such vector: rare words have hardly left their random start there.
-        """
-        logs = self.output.log_probs(hidden[-1024:]).float()  # (places, K)
-        logs -= logs.mean(0)
-        main = torch.linalg.eigh(logs @ logs.mT).eigenvectors[:, -64:]
-        self.output.reorder(by_embedding(logs.mT @ main), hidden)
-        self._sample = []
-        for parameter in self.output.parameters():
-            self.optimizers(use_pl_optimizer=False).state.pop(parameter, None)
 
     def _show(self, hidden: Tensor) -> None:
         """Call the head of a tree on few tokens: the Fisher monitor looks at such calls."""
@@ -245,8 +216,8 @@ class LanguageModel(LightningModule):
         self.log(f"{split}/perplexity", torch.exp(per_token / words_per_token))
 
     def configure_optimizers(self) -> Any:
-        """RowAdam, with a rate that rises and falls linearly."""
-        optimizer = RowAdam(self.parameters(), self.hparams.learning_rate)
+        """Adam, with a rate that rises and falls linearly."""
+        optimizer = torch.optim.Adam(self.parameters(), self.hparams.learning_rate)
         steps, warmup = self.trainer.estimated_stepping_batches, self.hparams.warmup
 
         def rate(step: int) -> float:
