@@ -229,6 +229,8 @@ class LastCheckpoint(Checkpoint):
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or (step == trainer.max_steps != self._saved_step)
         if not _validation_follows(trainer):
+            if self._due:  # Lightning logs a step after this hook: a kill in between would lose it
+                trainer._logger_connector.update_train_step_metrics()
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -266,6 +268,8 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         self._due = False
         self._saved_step = trainer.global_step
+        for logger in trainer.loggers:  # values of steps that a resumed run does not take again
+            logger.save()
         trainer.save_checkpoint(self.path)
 
     def _must_stop(self, trainer: Trainer) -> bool:

@@ -99,6 +99,7 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: s
     extent = (0.5, S + 0.5, S + 0.5, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
     image = axes.imshow(_thinned(values), "RdBu_r", norm, extent=extent, interpolation="nearest")
+    axes.grid(visible=False)  # lines of a user's style would hide entries
     ends = [limit / 10**n for n in range(3)]
     ticks = [-each for each in ends] + [0.0] + ends[::-1]
     beyond = "both" if np.abs(values).max() > limit * (1 + 1e-6) else "neither"

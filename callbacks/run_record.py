@@ -71,6 +71,7 @@ class RunLogger(TensorBoardLogger):
     """
 
     resumed_at: int | None = None  # the step from which the run resumes
+    _latest: tuple[int | None, dict[str, float]] = (None, {})
 
     @property
     @rank_zero_experiment
@@ -83,9 +84,11 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write scalars, but not the epoch, which Lightning adds to every call."""
+        """Write scalars once, but not the epoch, which Lightning adds to every call."""
         kept = {name: value for name, value in metrics.items() if name != "epoch"}
-        super().log_metrics(kept, step)
+        if (step, kept) != self._latest:  # a step that is saved is logged before that, and after
+            super().log_metrics(kept, step)
+            self._latest = (step, kept)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -65,16 +65,17 @@ _LABELS = {
 def main(argv: list[str] | None = None) -> int:
     """Draw one figure."""
     args = build_parser().parse_args(argv)
-    try:
-        figure, name = args.draw(args)
-    except ValueError as error:
-        print(f"figures.py: {error}", file=sys.stderr)
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    for path in (args.out / f"{name}.png", args.out / f"{name}.pdf"):
-        figure.savefig(path, dpi=200)
-        print(path)
-    plt.close(figure)
+    with plt.rc_context(_STYLE):
+        try:
+            figure, name = args.draw(args)
+        except ValueError as error:
+            print(f"figures.py: {error}", file=sys.stderr)
+            return 2
+        args.out.mkdir(parents=True, exist_ok=True)
+        for path in (args.out / f"{name}.png", args.out / f"{name}.pdf"):
+            figure.savefig(path, dpi=200)
+            print(path)
+        plt.close(figure)
     return 0
 
 
@@ -115,7 +116,6 @@ def color(head: str, heads: Iterable[str] = ()) -> str:
 
 def panels(count: int, width: float = 2.7, height: float = 2.3) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, four in a row."""
-    plt.rcParams.update(_STYLE)
     columns = min(4, count)
     rows = math.ceil(count / columns)
     size = (width * columns + 0.3, height * rows + 0.5)

@@ -168,7 +168,11 @@ class StepModule(LightningModule):
             self._stop_replaying()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks."""
+        """Save the random states of all ranks; log what a resumed run will not take again."""
+        if self._replay is not None:
+            self._replay.finish()
+            for logger in self.loggers:
+                logger.save()
         checkpoint["noise"] = noise_state(self.device, self.all_gather)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from cases import slow
 from cases_cli import ROOT, last, one_line, run, same_weights
 from cases_fresh import Fresh, one_server
 from cases_sweep import wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from catnat.callbacks.checkpoints import AtomicCheckpointIO
 from catnat.lit_modules import DiscreteVAE
 
 FOLDER = Path("runs/vae/natural/version_0")
@@ -29,8 +31,6 @@ def config(folder=FOLDER):
 
 def outcome(root):
     """What a run validated, what it logged and at which steps, its best step and loss."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = Path(root, "vae", "natural", "version_0")
     events = EventAccumulator(str(folder)).Reload()
     curves = [[(e.step, e.value) for e in events.Scalars(f"{part}/loss")]
@@ -257,6 +257,21 @@ def test_an_interrupt_before_the_first_step_is_one_line(workspace, capfd, monkey
         signal.signal(signal.SIGINT, usual)  # Lightning ignores it after an interrupt
     assert "interrupted" in capfd.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
+
+
+def test_what_a_checkpoint_has_seen_is_in_the_event_file(workspace, monkeypatch):
+    """A kill right after a save loses no value: a resumed run does not take these steps again."""
+    found, save = {}, AtomicCheckpointIO.save_checkpoint
+
+    def save_and_look(self, checkpoint, path, storage_options=None):
+        save(self, checkpoint, path, storage_options)
+        events = EventAccumulator(str(FOLDER)).Reload()
+        found[checkpoint["global_step"]] = [each.step for each in events.Scalars("train/loss")]
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_and_look)
+    options = ["--max_steps=7", "--save_every=2", "--log_every_n_steps=1", "--val_check_interval=4"]
+    assert run(*workspace, *options) == 0
+    assert found == {step: list(range(step)) for step in (2, 4, 6, 7)}
 
 
 @one_server
