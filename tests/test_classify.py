@@ -23,13 +23,16 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     heads = ["softmax", "sparsemax", "sigmoid", "natural", "natural, tail 0.05"]
     assert [line[:20].strip() for line in lines[1:]] == heads
     assert (tmp_path / "digits.png").stat().st_size > 10_000
+    assert len((tmp_path / "digits.csv").read_text().splitlines()) == 1 + len(example.RATES) * len(
+        heads
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--out", "no/such/x.png"], "in a folder that exists, got 'no/such/x.png'"),
+        (["--seeds", "0"], "--seeds and --steps must be at least 1, got 0, 600"),
+        (["--out", "no/such/x.png"], "in a folder that exists, got no/such/x.png"),
     ],
 )
 def test_bad_input_is_refused_before_the_training(example, arguments, said, monkeypatch, capsys):
