@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from catnat import CategoricalHead, HeadProbe
+from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     Report,
@@ -31,6 +29,7 @@ from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least, require_within
 
 _MOST_STEPS = 200  # that are written at once
+_MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
@@ -76,7 +75,8 @@ class FisherMonitor(Callback):
     exception that ends the run writes the steps before it, too, if there is one rank.
 
     A number that cannot be computed is NaN, with one warning for each head: observing never ends
-    a run.
+    a run. A head with more than 8192 scores gets no draws, and no tags at all if its G is not
+    diagonal: the matrices would be too large.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
@@ -118,12 +118,10 @@ class FisherMonitor(Callback):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        # A block is a number of steps that are written together: a history for each head, by name.
+        # Steps that are written together are a block: a history for each head, by name.
         self._block: dict[str, HeadHistory] = {}
         self._steps_in_block = 0
         self._steps_per_block = _MOST_STEPS
-        self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
-        self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
         self._warned: set[str] = set()  # heads for which a warning was given
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
@@ -159,8 +157,8 @@ class FisherMonitor(Callback):
         observers = _observers(pl_module)
         usual = 50 if observers is None else _MOST_STEPS  # a replayed step waits for the host
         at_once = self.write_every_n_steps or usual
-        numbers = sum(map(self._numbers_per_step, self._probe.heads.values()))
-        self._steps_per_block = max(1, min(at_once, int(_MAX_RESULTS / numbers)))  # on all ranks
+        numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
+        self._steps_per_block = max(1, min(at_once, _MAX_RESULTS // numbers))  # on all ranks
         if observers is not None:
             observers.append(self)
 
@@ -183,7 +181,7 @@ class FisherMonitor(Callback):
             self._keep(step, self.look())
             if self._step > step:  # not while gradients accumulate
                 self._end_step()
-        if self._complete:
+        if self._steps_in_block >= self._steps_per_block:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
@@ -234,66 +232,39 @@ class FisherMonitor(Callback):
 
     # -- from scores to rows -----------------------------------------------------------------------
 
-    def _numbers_per_step(self, head: CategoricalHead) -> float:
-        """How many numbers of a head are kept on the device for a step, on average."""
-        S = head.num_scores
-        sampled = 2 * S**2 / self.sampled_every_n_steps if self.num_samples else 0
-        return sampled + (S if head.fisher_is_diagonal else S**2)
-
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Add the scores of a batch to the block."""
         assert self._probe is not None
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
+            head = self._probe.heads[name]
+            too_large = head.num_scores**2 > _MAX_MATRIX
+            if too_large and not head.fisher_is_diagonal:
+                continue
             if name not in self._block:
-                head, seed = self._probe.heads[name], f"{self.seed} {self._rank} {name}"
-                self._block[name] = HeadHistory(head, seed)
-            self._block[name].add(step, each, draws)
+                self._block[name] = HeadHistory(head, f"{self.seed} {self._rank} {name}")
+            self._block[name].add(step, each, 0 if too_large else draws)
 
     def _end_step(self) -> None:
         self._steps_in_block += 1
-        if self._steps_in_block == self._steps_per_block:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        """Compute the diagnostics of the block; a block has the same steps on every rank."""
-        if self._steps_in_block and not self._block and "" not in self._warned:
-            self._warned.add("")
-            assert self._probe is not None
-            try:
-                list(self._probe)  # raises, and says why no head was seen
-            except RuntimeError as error:
-                warnings.warn(f"FisherMonitor observes nothing: {error}", stacklevel=2)
         for history in self._block.values():
-            history.compute()
-        if self._block:
-            self._warned.add("")
-            self._complete.append(self._block)
+            history.end_step()
+
+    def _write(self, trainer: Trainer) -> None:
+        """Write the diagnostics of the block; a block has the same steps on every rank."""
+        if self._steps_in_block and not self._block and "" not in self._warned:
+            limit = int(_MAX_MATRIX**0.5)
+            what = f"no head of at most {limit} scores was called in training as head(scores)"
+            warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
+        self._warned.add("")
+        for name in sorted(self._block):
+            self._write_report(trainer, name, self._block[name].report(trainer))
         self._block, self._steps_in_block = {}, 0
 
     def _write_everything(self, trainer: Trainer) -> None:
-        self._end_block()
-        self._write(trainer, wait=True)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.flush()  # its writer keeps values for two minutes
-
-    def _write(self, trainer: Trainer, wait: bool = False) -> None:
-        """Start to copy complete blocks to the host, and write the blocks copied before.
-
-        Args:
-            trainer: the trainer, with the loggers.
-            wait: wait for the copies that start now, and write these blocks as well.
-        """
-        arrived, self._on_the_way = self._on_the_way, []
-        for block in self._complete:
-            self._on_the_way.append({name: block[name].send(trainer) for name in sorted(block)})
-        self._complete = []
-        if wait or not _copies_take_time(trainer):
-            arrived, self._on_the_way = arrived + self._on_the_way, []
-        for reports in arrived:
-            for name, receive in reports.items():
-                self._write_report(trainer, name, receive())
+        self._write(trainer)
+        for logger in trainer.loggers:
+            logger.save()  # TensorBoard's writer keeps values for two minutes
 
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
         assert self._probe is not None
@@ -348,11 +319,6 @@ class FisherMonitor(Callback):
         reason = f": {problem}" if problem else ""
         message = f"{', '.join(lost[step])} at step {step} could not be computed{reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _copies_take_time(trainer: Trainer) -> bool:
-    """Whether a copy to the host arrives later: waiting for the copy would idle the device."""
-    return trainer.strategy.root_device.type != "cpu"
 
 
 def _observers(module: LightningModule) -> list[Any] | None:
