@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
+from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
@@ -163,17 +164,21 @@ class HeadHistory:
             if self._has_state or len(self._kept) * scores.numel() * max(1, draws) > most:
                 self._compute()
 
-    def report(self, trainer: Trainer) -> Report:
-        """The diagnostics of all steps, over all ranks."""
+    def send(self, trainer: Trainer) -> Callable[[], Report]:
+        """Start to copy the diagnostics of all ranks to the host; call the result to get them."""
         self._compute()
-        S, steps, exact = self.head.num_scores, self._exact.steps, self._exact.over_ranks(trainer)
-        exact = exact.cpu()
-        rows = dict(zip(steps, exact_rows(self.head, exact), strict=True))
-        drawn: dict[int, list[float]] = {}
-        if self._sampled.steps:
-            pairs = self._sampled.over_ranks(trainer).unflatten(-1, (2, S, S))
-            drawn = dict(zip(self._sampled.steps, sampled_sums(pairs).tolist(), strict=True))
-        return Report(steps, exact, rows, drawn, self.problem)
+        S, exact = self.head.num_scores, send(self._exact.over_ranks(trainer))
+        # Three numbers of a step instead of two matrices: most of the copy, and of the host's work.
+        pairs = self._sampled.over_ranks(trainer).reshape(-1, 2, S, S)
+        sampled = send(sampled_sums(pairs))
+
+        def receive() -> Report:
+            found, steps = exact(), self._exact.steps
+            rows = dict(zip(steps, exact_rows(self.head, found), strict=True))
+            drawn = dict(zip(self._sampled.steps, sampled().tolist(), strict=True))
+            return Report(steps, found, rows, drawn, self.problem)
+
+        return receive
 
     def _compute(self) -> None:
         """Compute with what was kept, all steps with equally many rows and draws at once."""
@@ -232,12 +237,12 @@ class _Means:
         """Add T steps with equally many rows on this rank, whose means are (T, D)."""
         self.steps += steps
         self._rows += [rows] * len(steps)
-        self._means.append(means.detach())
+        self._means.append(means)
 
     def over_ranks(self, trainer: Trainer) -> Tensor:
         """The means of all steps, (T, D)."""
-        means = torch.cat(self._means)
-        if trainer.world_size == 1:
+        means = torch.cat(self._means) if self.steps else torch.empty(0)
+        if trainer.world_size == 1 or not self.steps:
             return means
         rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
         sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN

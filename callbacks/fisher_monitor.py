@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,13 +19,7 @@ from catnat.callbacks.fisher_diagnostics import (
     matrix_of,
     require_pairs,
 )
-from catnat.callbacks.images import (
-    MAX_PICTURE,
-    add_image,
-    fisher_picture,
-    is_drawn,
-    picture_limit,
-)
+from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least, require_within
 
@@ -47,8 +42,8 @@ class FisherMonitor(Callback):
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
       that a mask decides do not count;
     - ``fim/picture``: G as a picture, red positive, blue negative, with the levels of the tree of a
-      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step; all
-      pictures of a run have one color scale;
+      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step, with
+      one color scale for all matrices whose entries are at most 1/4;
     - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
     - ``fim_sampled/off_diagonal_mass_fro``: the Frobenius ratio again, from ``num_samples``
       categories drawn at each row of every step, without the closed form; it is the root of the
@@ -113,7 +108,6 @@ class FisherMonitor(Callback):
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._step = self._rank = 0
-        self._limits: dict[str, float] = {}  # the color scale of each head's pictures
         self._shares: dict[str, SampledShare] = {}  # of each head
         self._start_anew()
 
@@ -122,6 +116,7 @@ class FisherMonitor(Callback):
         self._block: dict[str, HeadHistory] = {}
         self._steps_in_block = 0
         self._steps_per_block = _MOST_STEPS
+        self._sent: list[tuple[str, Callable[[], Report]]] = []  # the block before, by head
         self._warned: set[str] = set()  # heads for which a warning was given
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
@@ -134,19 +129,17 @@ class FisherMonitor(Callback):
         return self._generate_state_key(**{name: getattr(self, name) for name in options})
 
     def state_dict(self) -> dict[str, Any]:
-        """The color scale of the pictures, and the sums of the sampled shares."""
-        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
-        return {"limits": dict(self._limits), "shares": shares}
+        """The sums of the sampled shares."""
+        return {"shares": {name: [each.off, each.total] for name, each in self._shares.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the color scale and the sums."""
-        self._limits = dict(state_dict["limits"])
+        """Restore the sums."""
         self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; a checkpoint restores the state of this run."""
         if stage == "fit":
-            self._limits, self._shares = {}, {}
+            self._shares = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
@@ -250,19 +243,29 @@ class FisherMonitor(Callback):
         for history in self._block.values():
             history.end_step()
 
-    def _write(self, trainer: Trainer) -> None:
-        """Write the diagnostics of the block; a block has the same steps on every rank."""
-        if self._steps_in_block and not self._block and "" not in self._warned:
-            limit = int(_MAX_MATRIX**0.5)
-            what = f"no head of at most {limit} scores was called in training as head(scores)"
-            warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
-        self._warned.add("")
-        for name in sorted(self._block):
-            self._write_report(trainer, name, self._block[name].report(trainer))
+    def _write(self, trainer: Trainer, wait: bool = False) -> None:
+        """Copy the block to the host, and write the block before: waiting would idle a GPU.
+
+        Args:
+            trainer: the trainer, with the loggers. A block has the same steps on every rank.
+            wait: wait for the copy, and write this block, too.
+        """
+        if self._steps_in_block and "" not in self._warned:
+            self._warned.add("")
+            if not self._block:
+                limit = int(_MAX_MATRIX**0.5)
+                what = f"no head of at most {limit} scores was called in training as head(scores)"
+                warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
+        arrived = self._sent
+        self._sent = [(name, self._block[name].send(trainer)) for name in sorted(self._block)]
         self._block, self._steps_in_block = {}, 0
+        if wait:
+            arrived, self._sent = arrived + self._sent, []
+        for name, receive in arrived:
+            self._write_report(trainer, name, receive())
 
     def _write_everything(self, trainer: Trainer) -> None:
-        self._write(trainer)
+        self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
 
@@ -305,8 +308,7 @@ class FisherMonitor(Callback):
         if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
             return
         matrix = matrix_of(head, diagnostics)
-        limit = self._limits.setdefault(name, picture_limit(matrix))
-        picture = fisher_picture(matrix, head, limit, f"mean Fisher matrix, step {step}")
+        picture = fisher_picture(matrix, head, f"mean Fisher matrix, step {step}")
         add_image(trainer.loggers, self._tag(name, "fim/picture"), picture, step)
 
     def _warn_of_nan(self, name: str, rows: dict[int, Row], problem: str) -> None:
