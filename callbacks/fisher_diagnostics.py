@@ -56,30 +56,22 @@ def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.unflatten(-1, (S, S))
 
 
-def exact_tags(head: CategoricalHead) -> tuple[str, ...]:
-    """The tags of a head that need no draws; those of a 1 x 1 matrix that are not constant."""
-    mass, more = "fim/off_diagonal_mass", ("fim/off_diagonal_mass_fro", "fim/saturated")
-    if head.num_scores == 1:
-        return (mass, "fim/saturated")
-    return (mass, *more, "fim_spectrum/condition_number")
-
-
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
-    values = {"fim/saturated": diagnostics[:, -2] / diagnostics[:, -1].clamp_min(1e-30)}
+    exact, (saturated, free) = diagnostics[:, :-2], diagnostics[:, -2:].unbind(-1)
     if head.fisher_is_diagonal:
-        exact = diagnostics[:, :-2]
-        values["fim/off_diagonal_mass"] = 0 * exact.sum(-1)  # NaN stays NaN
-        values["fim/off_diagonal_mass_fro"] = values["fim/off_diagonal_mass"]
-        values["fim_spectrum/condition_number"] = condition_of_spectrum(exact)
+        mass = frobenius = 0 * exact.sum(-1)  # NaN stays NaN
+        condition = condition_of_spectrum(exact)
     else:
-        exact = matrix_of(head, diagnostics)
-        values["fim/off_diagonal_mass"] = off_diagonal_mass(exact)
-        values["fim/off_diagonal_mass_fro"] = off_diagonal_mass(exact, "fro")
-        values["fim_spectrum/condition_number"] = condition_number(exact)
-    tags = exact_tags(head)
-    columns = (values[tag].tolist() for tag in tags)
-    return [dict(zip(tags, row, strict=True)) for row in zip(*columns, strict=True)]
+        G = matrix_of(head, diagnostics)
+        mass, frobenius = off_diagonal_mass(G), off_diagonal_mass(G, "fro")
+        condition = condition_number(G)
+    values = {"fim/off_diagonal_mass": mass, "fim/saturated": saturated / free.clamp_min(1e-30)}
+    if head.num_scores > 1:  # otherwise these are constant
+        values["fim/off_diagonal_mass_fro"] = frobenius
+        values["fim_spectrum/condition_number"] = condition
+    columns = (column.tolist() for column in values.values())
+    return [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def sampled_sums(pairs: Tensor) -> Tensor:
@@ -190,39 +182,33 @@ class HeadHistory:
     def _compute_together(self, steps: Sequence[int], scores: Tensor, draws: int) -> None:
         """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
         head, (T, B, S) = self.head, scores.shape
-
-        def exact() -> Tensor:
-            return exact_diagnostics(head, scores)
-
-        def pairs() -> Tensor:
-            uniforms = self._uniforms(steps, draws, scores).movedim(1, 0)  # (M, T, B)
-            return paired_mean_fishers(head, scores, uniforms).movedim(0, 1).flatten(1)
-
         size = S + 2 if head.fisher_is_diagonal else S**2 + 2
-        self._exact.add(steps, B, self._attempt(exact, (T, size), scores.device))
+        exact = self._attempt((T, size), scores, lambda: exact_diagnostics(head, scores))
+        self._exact.add(steps, B, exact)
         if draws:
-            self._sampled.add(steps, B, self._attempt(pairs, (T, 2 * S**2), scores.device))
+            pairs = self._attempt((T, 2 * S**2), scores, lambda: self._pairs(steps, scores, draws))
+            self._sampled.add(steps, B, pairs)
 
-    def _uniforms(self, steps: Sequence[int], draws: int, scores: Tensor) -> Tensor:
-        """Numbers in [0, 1) that decide the draws at T steps, (T, draws, B)."""
+    def _pairs(self, steps: Sequence[int], scores: Tensor, draws: int) -> Tensor:
+        """Two estimates of the Fisher matrix of each of T steps, (T, 2, S, S)."""
         self._generator = self._generator or torch.Generator(scores.device)
-        uniforms = []
-        for step in steps:
+        uniforms = torch.empty(
+            (len(steps), draws, scores.shape[1]), dtype=torch.float64, device=scores.device
+        )
+        for step, numbers in zip(steps, uniforms, strict=True):
             self._generator.manual_seed(random.Random(f"{self.seed} {step} 0").getrandbits(63))
-            size = (draws, scores.shape[1])
-            drawn = torch.empty(size, dtype=torch.float64, device=scores.device)
-            uniforms.append(drawn.uniform_(generator=self._generator))
-        return torch.stack(uniforms)
+            numbers.uniform_(generator=self._generator)
+        return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
 
     def _attempt(
-        self, compute: Callable[[], Tensor], shape: tuple[int, int], device: torch.device
+        self, shape: tuple[int, int], scores: Tensor, compute: Callable[[], Tensor]
     ) -> Tensor:
-        """The result of a computation, or NaN where it fails."""
+        """The result of a computation in this shape, or NaN where it fails."""
         try:
             return compute().reshape(shape)
         except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
-            return torch.full(shape, torch.nan, device=device)
+            return torch.full(shape, torch.nan, device=scores.device)
 
 
 class _Means:
