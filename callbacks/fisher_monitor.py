@@ -236,7 +236,8 @@ class FisherMonitor(Callback):
                 continue
             if name not in self._block:
                 self._block[name] = HeadHistory(head, f"{self.seed} {self._rank} {name}")
-            self._block[name].add(step, each, 0 if too_large else draws)
+            no_draws = too_large or head.num_scores == 1  # one score has no off-diagonal entries
+            self._block[name].add(step, each, 0 if no_draws else draws)
 
     def _end_step(self) -> None:
         self._steps_in_block += 1
@@ -270,11 +271,10 @@ class FisherMonitor(Callback):
             logger.save()  # TensorBoard's writer keeps values for two minutes
 
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
-        assert self._probe is not None
-        head, rows = self._probe.heads[name], report.rows
+        rows = report.rows
         share = self._shares.setdefault(name, SampledShare())
         for step, sums in report.drawn.items():
-            rows[step] |= share.row(*sums) if head.num_scores > 1 else {}
+            rows[step] |= share.row(*sums)
         rows = {
             step: {self._tag(name, tag): value for tag, value in row.items()}
             for step, row in rows.items()

@@ -23,18 +23,14 @@ def observed(model, **options):
     return logger.rows, told
 
 
-@pytest.mark.parametrize(
-    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "paired_mean_fishers"]
-)
+@pytest.mark.parametrize("place", ["head.diagnostics", "eigvalsh", "paired_mean_fishers"])
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
 
     def fails(*_, **__):
         raise torch.linalg.LinAlgError("did not converge")
 
-    if place == "head.fisher":  # of a head without closed forms
-        model.head = type("Own", (SoftmaxHead,), {"fisher": fails, "diagnostics": _base})(6)
-    elif place == "head.diagnostics":
+    if place == "head.diagnostics":
         monkeypatch.setattr(SoftmaxHead, "diagnostics", fails)
     elif place == "eigvalsh":
         monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
@@ -52,12 +48,6 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
             assert nan == {tag for tag in row if not tag.startswith("fim_sampled/")}
     assert len(told) == 1 and " at step 0 could not be computed" in told[0]
     assert place == "eigvalsh" or "did not converge" in told[0]
-
-
-def _base(self, scores):
-    """The diagnostics of heads without closed forms, through their Fisher matrix."""
-    fisher = self.fisher(scores).mean(-3)
-    return torch.cat((fisher.flatten(-2), torch.zeros(*fisher.shape[:-2], 1)), -1)
 
 
 def test_scores_that_are_nan_do_not_end_a_run():
