@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases_callbacks import Small, fit
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, StopSignals, load_checkpoint
+from catnat.callbacks.checkpoints import (
+    AtomicCheckpointIO,
+    LastCheckpoint,
+    StopSignals,
+    load_checkpoint,
+)
 
 
 class Color(enum.Enum):
@@ -72,3 +78,10 @@ def test_a_signal_stops_one_run_and_not_the_next():
     assert signals.signum == signal.SIGTERM
     signals.give_back()
     assert signals.signum == 0
+
+
+def test_a_run_gives_the_signals_back(tmp_path):
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in names]
+    fit(Small(), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    assert [signal.getsignal(each) for each in names] == before
