@@ -56,6 +56,7 @@ def main() -> None:
         parser.error(f"--seeds and --steps must be at least 1, got {args.seeds}, {args.steps}")
     if not (args.out.parent.is_dir() and args.out.suffix in (".png", ".pdf", ".svg")):
         parser.error(f"--out must be a .png, .pdf or .svg in a folder that exists, got {args.out}")
+    torch.set_num_threads(1)  # small matrices
     pixels, digits = map(torch.as_tensor, mnist_data())
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
     x, y = pixels[order].float() / 255, digits[order].long()
@@ -74,9 +75,8 @@ def main() -> None:
             place = label.replace(", ", ",\n")
             axes.bar(place, float(values.mean()), color="#9ecae1")
             axes.plot([place] * args.seeds, values.tolist(), "o", color="black", markersize=4)
-    for axes, title in zip(panels, MEASURES, strict=True):
-        axes.set(title=title)
-    panels[0].set_yscale("log")
+    for axes, title, scale in zip(panels, MEASURES, ("log", "linear", "linear"), strict=True):
+        axes.set(title=title, yscale=scale)
     figure.savefig(args.out, dpi=110)
     with open(args.out.with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows(rows)
