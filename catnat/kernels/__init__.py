@@ -9,7 +9,7 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 - ``reference.py``, plain torch: any device and dtype, torch.func, torch.compile, differentiable any
   number of times;
 - ``cpu.py``, the C kernels of ``cpu.c``: CPU, float32, one pass forward and one backward;
-- ``triton_tree.py``, ``triton_path.py`` with ``triton_activations.py``, and
+- ``triton_heads.py``, which launches the kernels of ``triton_tree.py``, ``triton_path.py`` and
   ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass.
 
 Softmax is torch's own on every device.
