@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation
 from catnat.kernels import cpu, reference
-from catnat.numerics import common_shape, floored, is_plain, safe_log
+from catnat.numerics import common_shape, is_plain, safe_log
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TREE_TRITON_LIMIT = 32768
@@ -96,15 +96,6 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
         return safe_log(reference.sparsemax_probs(scores))
     out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
     return out
-
-
-def softmax_log_probs(scores: Tensor) -> Tensor:
-    """Log-probabilities of softmax by torch, (*, K) -> (*, K); those at the floor get no gradient.
-
-    The log-probability of a score of -inf, which a mask gives, is that of every impossible
-    category.
-    """
-    return floored(torch.log_softmax(scores, -1))
 
 
 def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
