@@ -49,7 +49,8 @@ class Activation(ABC):
         _, (left, right) = jax.jvp(
             lambda s: self.log_activation(s, constants), (scores,), (jnp.ones_like(scores),)
         )
-        return -left * right
+        information: Array = -left * right
+        return information
 
 
 @dataclass(frozen=True)

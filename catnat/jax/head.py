@@ -188,7 +188,7 @@ def _array(name: str, x: Any, size: int | None = None) -> Array:
     """``x`` as a JAX array, with ``size`` numbers in the last dimension if that is given."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | int):
         raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}")
-    x = jnp.asarray(x)
-    if size is not None and x.shape[-1:] != (size,):
-        raise ValueError(f"{name} must have {size} in the last dimension, got shape {x.shape}")
-    return x
+    out: Array = jnp.asarray(x)
+    if size is not None and out.shape[-1:] != (size,):
+        raise ValueError(f"{name} must have {size} in the last dimension, got shape {out.shape}")
+    return out

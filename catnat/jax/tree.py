@@ -23,17 +23,16 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     Returns:
         Sums at the internal nodes, (*, K-1), and at the leaves, (*, K).
     """
-    K, first = left.shape[-1] + 1, 1
-    here = jnp.zeros_like(left[..., :1])  # values at heap nodes first..2*first-1
+    below_root = [2**level - 1 for level in range(1, left.shape[-1].bit_length())]
+    levels = (jnp.split(each, below_root, -1) for each in (left, right))
+    here = jnp.zeros_like(left[..., :1])  # values at the nodes and leaves of a level
     nodes = []
-    while first < K:
-        last = min(2 * first, K)  # the nodes of this level are first..last-1
-        inner, leaves = here[..., : last - first], here[..., last - first :]
+    for low, high in zip(*levels, strict=True):
+        inner, leaves = jnp.split(here, [low.shape[-1]], -1)
         nodes.append(inner)
-        edges = jnp.stack((left[..., first - 1 : last - 1], right[..., first - 1 : last - 1]), -1)
-        children = (inner[..., None] + edges).reshape(*inner.shape[:-1], 2 * (last - first))
+        children = jnp.stack((inner + low, inner + high), -1)
+        children = children.reshape(*inner.shape[:-1], 2 * inner.shape[-1])
         here = jnp.concatenate((leaves, children), -1)
-        first *= 2
     return jnp.concatenate(nodes, -1), here
 
 
@@ -60,6 +59,7 @@ def right_shares(num_categories: int) -> np.ndarray:
     """
     K = num_categories
     heap = np.arange(K, 2 * K)  # the leaves, then their ancestors
-    below = sum(np.bincount(heap >> up, minlength=2 * K) for up in range(K.bit_length() + 1))
+    levels = (np.bincount(heap >> up, minlength=2 * K) for up in range(K.bit_length() + 1))
+    below = sum(levels, start=np.zeros(2 * K))  # leaves below every heap number
     share: np.ndarray = below[3::2] / below[1:K]
     return share

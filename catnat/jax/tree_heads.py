@@ -13,7 +13,12 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import checked_order, require_finite, require_tail, require_within
-from catnat.jax.activations import Activation, NaturalActivation, SigmoidActivation
+from catnat.jax.activations import (
+    Activation,
+    Constants,
+    NaturalActivation,
+    SigmoidActivation,
+)
 from catnat.jax.head import CategoricalHead
 from catnat.jax.numerics import LOG_ZERO, pick, uniform
 from catnat.jax.tree import path_sums, right_shares, subtree_sums
@@ -168,7 +173,7 @@ class CatnatHead(CategoricalHead):
 
     def _log_activation(self, scores: Array, index: Array | None = None) -> tuple[Array, Array]:
         """log(1 - a) and log a of all nodes, or of the nodes with these score indices, (*, H)."""
-        constants = _constants(self, scores.dtype)
+        constants: Constants = _constants(self, scores.dtype)
         if index is not None:
             scores = pick(scores, index)
             constants = constants if constants.shape[-1] == 1 else jnp.asarray(constants)[:, index]

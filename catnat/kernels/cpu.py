@@ -171,7 +171,9 @@ def _run(
         tensors[key] = plain = _plain_memory(x)  # kept until the kernel has returned
         setattr(job, key, plain.data_ptr())
     if activation is not None:
-        job.activation, job.categories = _settings(activation), S + 1
+        job.categories = S + 1
+    if isinstance(activation, NaturalActivation):
+        job.activation = _settings(activation)
     if constants is not None:
         job.constants, job.constant_rows = constants.data_ptr(), len(constants)
     if paths is not None:
@@ -183,9 +185,7 @@ def _run(
 
 
 @functools.cache
-def _settings(activation: Activation) -> _Activation:
-    if not isinstance(activation, NaturalActivation):
-        return _Activation(kind=0)
+def _settings(activation: NaturalActivation) -> _Activation:
     tail = (activation.joint, activation.steepness, activation.log_at_edge)
     kind = 2 if activation.tail else 1
     return _Activation(kind, activation.rate, *activation.half_width(torch.float32), *tail)
