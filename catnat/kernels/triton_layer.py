@@ -23,11 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.activations import Activation, NaturalActivation, SigmoidActivation
-from catnat.kernels.triton_activations import (
-    _log_activation,
-    _slopes,
-    activation_arguments,
-)
+from catnat.kernels.triton_activations import _log_activation, _slopes, activation_arguments
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul
