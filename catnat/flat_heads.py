@@ -11,9 +11,9 @@ from torch import Tensor
 
 from catnat.checks import require_choice, require_within
 from catnat.head import _ALIASES, _REGISTRY, CategoricalHead
-from catnat.kernels import softmax_log_probs, sparsemax_log_probs
+from catnat.kernels import sparsemax_log_probs
 from catnat.mixed_head import MixedHead
-from catnat.numerics import LOG_ZERO, safe_log
+from catnat.numerics import LOG_ZERO, floored, safe_log
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 
@@ -27,8 +27,8 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     """
 
     def log_probs(self, scores: Tensor) -> Tensor:
-        """Normalized log-probabilities, (*, K) -> (*, K)."""
-        return softmax_log_probs(self._checked(scores))
+        """Normalized log-probabilities, (*, K) -> (*, K); those at the floor get no gradient."""
+        return floored(torch.log_softmax(self._checked(scores), -1))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""
