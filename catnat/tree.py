@@ -17,7 +17,8 @@ For any other K the tree is the complete one with heap numbers, which is the sam
 
 If K is not a power of two, the leaves have different depths, and a = 1/2 at every node is not the
 uniform distribution. Each node therefore has a center C such that zero scores give the uniform
-distribution (an option of the heads turns this off): its split is then :func:`right_shares`.
+distribution (an option of the heads turns this off): a is then the share of its leaves that lie
+below its bit-1 child.
 
 Example, K = 5: node 1 has the children 2 and 3, node 2 the children 4 and 5, node 3 the leaves 6
 and 7, node 4 the leaves 8 and 9; leaves 5, 6, 7, 8, 9 are the categories 0, 1, 2, 3, 4.
@@ -92,15 +93,3 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
         sums = left[-1] + right[-1]
         here = torch.cat((sums, here.narrow(-1, 0, shallow)), -1) if shallow else sums
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
-
-
-def right_shares(num_categories: int, device: torch.device | str = "cpu") -> Tensor:
-    """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
-
-    These are the a of the uniform distribution; all 1/2 where K is a power of two.
-
-    >>> right_shares(3)
-    tensor([0.3333, 0.5000], dtype=torch.float64)
-    """
-    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device=device))
-    return right / (left + right)
