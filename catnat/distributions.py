@@ -65,8 +65,8 @@ class HeadCategorical(Categorical):
     """
 
     arg_constraints = {"logits": constraints.real_vector}
-    _head: CategoricalHead | None = None  # which gives the log-probabilities of these scores
-    _scores: Tensor
+    # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
+    _source: tuple[CategoricalHead, Tensor] | None = None
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class HeadCategorical(Categorical):
     ) -> None:
         if source is not None:
             # A copy makes this the distribution of the moment: parameters change in place later.
-            self._head, self._scores = source[0], source[1].clone()
+            self._source = source[0], source[1].clone()
             self._num_events = source[0].num_categories
-            given, normalized = self._scores, True
+            given, normalized = self._source[1], True
         elif log_probs is None or log_probs.ndim == 0 or log_probs.shape[-1] == 0:
             shape = None if log_probs is None else tuple(log_probs.shape)
             raise ValueError(f"log_probs need categories last, got shape {shape}")
@@ -88,6 +88,7 @@ class HeadCategorical(Categorical):
             self._num_events = log_probs.shape[-1]
             self.logits = at_least_float32(log_probs)
             given = log_probs
+        self._batch_shape = given.shape[:-1]
         if validate_args is None:
             validate_args = Distribution._validate_args and can_branch_on(given)
         broken = validate_args and bool(given.isnan().any())
@@ -107,9 +108,10 @@ class HeadCategorical(Categorical):
     @lazy_property
     def logits(self) -> Tensor:
         """Log-probabilities, (*, K), finite."""
-        if self._head is None:
+        if self._source is None:
             raise AttributeError("logits")
-        return self._head.log_probs(self._scores)
+        head, scores = self._source
+        return head.log_probs(scores).expand(*self._batch_shape, self._num_events)
 
     def __repr__(self) -> str:
         """Shapes, which are there before probabilities are computed."""
@@ -135,9 +137,7 @@ class HeadCategorical(Categorical):
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)
-        new._head, new._num_events = self._head, self._num_events
-        if self._head is not None:
-            new._scores = self._scores.expand(*batch_shape, self._scores.shape[-1])
+        new._source, new._num_events = self._source, self._num_events
         if "logits" in vars(self):
             new.logits = self.logits.expand(*batch_shape, self._num_events)
         Distribution.__init__(new, batch_shape, validate_args=False)
@@ -150,26 +150,30 @@ class HeadCategorical(Categorical):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities of categories, which broadcast with the batch shape."""
-        if self._head is None or "logits" in vars(self):
+        if self._source is None or "logits" in vars(self):
             out: Tensor = super().log_prob(value)  # type: ignore[no-untyped-call]
             return out
         if self._validate_args:
             self._validate_sample(value)
-        return self._head._log_prob(self._scores, value.long())
+        head, scores = self._source
+        shape = common_shape(value.shape, self._batch_shape)
+        return head._log_prob(scores, value.long().expand(shape))
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
         sample_shape = torch.Size(sample_shape)
-        if self._head is None:
+        if self._source is None:
             return draw(self.probs.detach(), sample_shape, generator)
-        return self._head._sample(self._scores.detach(), sample_shape, generator)
+        head, scores = self._source
+        scores = scores.detach().expand(*self._batch_shape, -1)
+        return head._sample(scores, sample_shape, generator)
 
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
         index = self.sample(sample_shape, generator)
-        dtype = (self.logits if self._head is None else self._scores).dtype
+        dtype = (self.logits if self._source is None else self._source[1]).dtype
         # new_zeros, not zeros: inside vmap they are then batched like the index.
         zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
         return zeros.scatter(-1, index[..., None], 1)
@@ -198,7 +202,9 @@ class HeadCategorical(Categorical):
         (tensor(0.1306), tensor(0.1306))
         """
         ours, theirs = self._path_logs(value), other._path_logs(value)
-        if ours is None or theirs is None or self._order() != other._order():
+        orders = [q._source and getattr(q._source[0], "order", None) for q in (self, other)]
+        other_leaves = self._num_events != other._num_events or orders[0] != orders[1]
+        if ours is None or theirs is None or other_leaves:
             return _exact(_kl(self, other), value)
         terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
         return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
@@ -215,11 +221,7 @@ class HeadCategorical(Categorical):
         return _path_sum(-_binary_mean(ours, ours), ours[0])
 
     def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        return None if self._head is None else self._head._path_logs(self._scores, value.long())
-
-    def _order(self) -> Any:
-        """What two trees have in common if a category has the same path in both."""
-        return self._num_events, getattr(self._head, "order", None)
+        return self._source and self._source[0]._path_logs(self._source[1], value.long())
 
     def rsample(
         self,
@@ -384,18 +386,13 @@ def _kl_one_hot(p: OneHotCategorical, q: OneHotCategorical) -> Tensor:
     return kl_divergence(p._categorical, q._categorical)
 
 
-_HEAD = HeadCategorical(torch.zeros(1))
-_PAIRS = [
-    (pair, formula)
-    for ours, torchs, formula in (
-        (_HEAD, Categorical(logits=torch.zeros(1)), _kl),
-        (_HEAD.one_hot(), OneHotCategorical(logits=torch.zeros(1)), _kl_one_hot),
-    )
-    for pair in ((ours, ours), (ours, torchs), (torchs, ours))
-]
-for (_p, _q), _formula in _PAIRS:
-    register_kl(type(_p), type(_q))(_formula)
+_OURS = HeadCategorical(torch.zeros(1)).one_hot()
+_TORCHS = OneHotCategorical(logits=torch.zeros(1))
+_PAIRS = ((_OURS, _OURS), (_OURS, _TORCHS), (_TORCHS, _OURS))
+for _p, _q in _PAIRS:
+    register_kl(type(_p), type(_q))(_kl_one_hot)
+    register_kl(type(_p._categorical), type(_q._categorical))(_kl)
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.
-for (_p, _q), _ in _PAIRS:
+for _p, _q in _PAIRS:
     kl_divergence(_p, _q)

@@ -99,6 +99,8 @@ class MixedHead(CategoricalHead):
         return self.inner._masked(scores, mask)
 
     def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        if not self._has_paths:
+            return super()._log_prob(scores, value)
         inner, allowed = self.inner._log_prob(scores, value), self.allowed(scores)
         index = value.clamp(0, self.num_categories - 1).expand(inner.shape)[..., None]
         possible = take(allowed, index)[..., 0]

@@ -93,3 +93,23 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
         sums = left[-1] + right[-1]
         here = torch.cat((sums, here.narrow(-1, 0, shallow)), -1) if shallow else sums
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
+
+
+def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes above leaves, root first: score indices, bits, and whether there is such a node.
+
+    A leaf (*) has H entries in each, (*, H). If K is not a power of two, some leaves have H - 1
+    nodes above them: the last entry is then the root again, and not inside.
+
+    >>> nodes, bits, inside = leaf_paths(torch.tensor(3), 5)
+    >>> nodes.tolist(), bits.tolist(), inside.tolist()
+    ([0, 1, 3], [False, False, False], [True, True, True])
+    """
+    K, H = num_categories, (num_categories - 1).bit_length()
+    heap = leaf[..., None] + K
+    depth = torch.where(heap >= 2**H, H, H - 1)
+    shift = depth - torch.arange(H, device=leaf.device)
+    nodes = heap >> shift
+    inside = nodes < K
+    bits = ((heap >> (shift - 1).clamp_min(0)) & 1).bool()
+    return torch.where(inside, nodes - 1, 0), bits, inside
