@@ -57,24 +57,13 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
         raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
     error, distance = at_least_float32(error.detach()), at_least_float32(distance.detach())
     error, distance = error.mean(1), distance.mean(0)  # (M,), (M, M)
-    weight = leave_one_out_weights(error, distance.sum(1), distance.sum())
+    others = (error.sum() - error) / (M - 1)  # b_m
+    own = distance.sum(1)  # r_m
+    pairs = (distance.sum() - 2 * own) / ((M - 1) * (M - 2))  # p_m
+    weight = (error - others - own / (M - 1) + pairs) / M  # c_m
     with torch.autocast(weight.device.type, enabled=False):
         direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
-
-
-def leave_one_out_weights(error: Tensor, own: Tensor, total: Tensor) -> Tensor:
-    """The weights c_m of :func:`score_function_direction`, (*, M).
-
-    Args:
-        error: |f_m - y|, (*, M).
-        own: r_m, (*, M).
-        total: S, which broadcasts with r_m.
-    """
-    M = error.shape[-1]
-    others = (error.sum(-1, keepdim=True) - error) / (M - 1)
-    pairs = (total - 2 * own) / ((M - 1) * (M - 2))
-    return (error - others - own / (M - 1) + pairs) / M
 
 
 @torch.no_grad()

@@ -297,7 +297,9 @@ class CategoricalHead(nn.Module, ABC):
         if scores.dtype in (torch.float32, torch.float64):
             return scores
         wide = at_least_float32(scores)
-        if wide.requires_grad and is_plain(scores) and not _may_be_scaled(scores):
+        # A GradScaler, which may have scaled the loss, has to see that gradients overflow.
+        scaled = scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
+        if wide.requires_grad and is_plain(scores) and not scaled:
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
@@ -360,11 +362,6 @@ class CategoricalHead(nn.Module, ABC):
                 f"got shape {tuple(x.shape)}"
             )
         return x.double()
-
-
-def _may_be_scaled(scores: Tensor) -> bool:
-    """Whether a GradScaler may have scaled the loss: it has to see that gradients overflow."""
-    return scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
 
 
 def _identity(cls: type) -> str:
