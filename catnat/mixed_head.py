@@ -74,6 +74,10 @@ class MixedHead(CategoricalHead):
         with torch.autocast(root.device.type, enabled=False):
             return root.mT @ root
 
+    def fisher_diagonal(self, scores: Tensor) -> Tensor:
+        """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
+        return self._fisher_root(scores).square().sum(-2)
+
     def _mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over B rows, a few rows at a time."""
         if scores.dim() > 2:
