@@ -24,13 +24,7 @@ from cases import make as make_case
 from entmax import sparsemax
 from torch import Tensor
 
-from catnat import (
-    CategoricalHead,
-    HeadProbe,
-    NaturalHead,
-    SigmoidHead,
-    make_head,
-)
+from catnat import CategoricalHead, NaturalHead, SigmoidHead, make_head
 from catnat.numerics import LOG_ZERO, safe_log
 
 
@@ -163,15 +157,6 @@ def test_compiled_batched_and_under_autocast_it_is_the_same(kind):
     assert torch.allclose(torch.func.vmap(log_probs)(scores, mask), want, rtol=1e-4, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(log_probs(scores, mask), want)
-
-
-def test_a_probe_keeps_the_masked_scores():
-    head = make_head("natural", 4)
-    scores, mask = random_scores(head), random_mask(4, 4)
-    with HeadProbe(head) as probe:
-        head(scores, mask=mask)
-    ((_, _, seen),) = probe
-    assert torch.equal(seen, head.masked(scores, mask))
 
 
 # -------------------------------------------------------------------------------------- errors
