@@ -47,7 +47,7 @@ def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
     """
     free = scores.isfinite()
     counts = torch.stack((head.saturated(scores) & free, free), -1).sum(-2, dtype=torch.float32)
-    return torch.cat((head.diagnostics(scores)[:, :-1], counts.mean(1)), -1)
+    return torch.cat((head.step_fishers(scores), counts.mean(1)), -1)
 
 
 def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
