@@ -195,7 +195,7 @@ def test_a_full_disk_is_one_line_with_the_file_and_leaves_what_was_there(
     workspace, capfd, monkeypatch
 ):
     assert run(*workspace) == 0
-    before, options = last(), config()
+    before = last()
     capfd.readouterr()
     usual = os.fsync
 
@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_line_with_the_file_and_leaves_what_was_there(
     assert run(*workspace, "--max_steps=6", "--ckpt_path=last") == 1
     line = one_line(capfd)
     assert "No space left on device" in line and "last.ckpt" in line
-    assert same_weights(last(), before) and config() == options
+    assert same_weights(last(), before)
     assert [path.name for path in (FOLDER / "checkpoints").glob(".*")] == []
 
 

@@ -1,4 +1,4 @@
-"""train.py with an environment that has masks of actions, and with more than one device."""
+"""train.py with an environment that has masks of actions."""
 
 from pathlib import Path
 
@@ -85,14 +85,3 @@ def test_masks_that_are_asked_for_and_missing_are_one_clear_line(capfd):
     assert run("--env=CartPole-v1", "--masks=true") == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "masks is True, but the environment has no method action_masks()" in line
-
-
-@pytest.mark.parametrize("model", ["ppo", "a2c"])
-@pytest.mark.parametrize("option", ["--devices=2", "--trainer.devices=2", "--devices=0,1"])
-def test_several_devices_are_one_clear_line(model, option, capfd):
-    argv = [f"--model={model}", "--env=CartPole-v1", option]
-    assert train.main(argv) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    asked = option.partition("=")[2]
-    assert f"devices must be 1, got {asked}: Stable-Baselines3 trains a policy on one dev" in line
-    assert "experiments/sweep.py" in line
