@@ -96,14 +96,16 @@ def test_steps_go_by_two_names_and_may_be_written_with_an_exponent(option, capsy
 # -- runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model", ["ppo", "a2c"])
 @pytest.mark.parametrize("head", HEADS)
-def test_every_head_trains(head, capfd):
-    assert run(*QUICK, head=head) == 0
+def test_every_head_trains(head, model, capfd):
+    assert run(*QUICK, head=head, model=model) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert re.search(r"^step 64 .* eval/return ", out, re.MULTILINE)
-    assert "test/return" in out and "tensorboard --logdir runs" in out
-    folder = Path("runs/ppo", head, "version_0")
+    assert "test/return" in out and "fim/off_diagonal_mass" in out
+    assert out.splitlines()[-1] == f"tensorboard --logdir runs/{model}"
+    folder = Path("runs", model, head, "version_0")
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "metrics.json", "checkpoints"} <= names
     saved = {path.name for path in (folder / "checkpoints").iterdir()}
@@ -128,7 +130,8 @@ def test_options_that_stable_baselines_has(capfd):
 
 @one_server
 def test_environments_in_processes_of_their_own():
-    done = run_fresh(ROOT / "train.py", "--model=ppo", *QUICK, "--subprocesses=true")
+    argv = [*QUICK, "--num_envs=2", "--subprocesses=true", "--eval_every=0"]
+    done = run_fresh(ROOT / "train.py", "--model=ppo", *argv)
     assert done.returncode == 0, done.stderr
 
 

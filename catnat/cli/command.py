@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
@@ -18,7 +19,7 @@ from catnat.callbacks.checkpoints import Stopped, load_checkpoint
 from catnat.cli import report
 from catnat.cli.errors import RunFailed, UsageError, check_choice, is_mistake, one_line
 from catnat.cli.folders import RunFolder
-from catnat.cli.names import command_words, import_module, read_names, read_yaml
+from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
 from catnat.cli.options import Parser, arguments, full_names
 from catnat.flat_heads import head_names, make_head
 
@@ -29,6 +30,7 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 _MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
                "trainer.callbacks", "trainer.logger", "trainer.log_formats", "trainer.profiler",
                "save_every", "fisher", "import", "data.root", "data.download")  # fmt: skip
+_LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 _MUST_NOT = ("model.class_path", "model.head", "model.head_options", "data.num_actions",
              "data.normalize")  # fmt: skip
 
@@ -45,6 +47,7 @@ class RunCLI(LightningCLI):
         options: of LightningCLI.
     """
 
+    recipe: Recipe  # how the model is trained by default
     in_checkpoints: str  # a name that every checkpoint has
     data_path: str | None = None  # of the data's class, where that is an option
     short: dict[str, str]  # full names of options by their short ones
@@ -80,10 +83,6 @@ class RunCLI(LightningCLI):
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults of this model and these data, as words of a command line."""
-        raise NotImplementedError
-
-    def set_length(self) -> None:
-        """Set the number of steps where nobody has."""
         raise NotImplementedError
 
     @property
@@ -143,7 +142,7 @@ class RunCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Set the number of steps and the folder; compare with the run that is resumed."""
         names = self.names
-        self.set_length()
+        self._set_length()
         self.head = (self.config.model.get("init_args") or {}).get("head")
         home = Path(names.root, names.model, self.head or "no_head")
         self.folder = RunFolder(home, names.ckpt_path, names.command == "fit")
@@ -152,6 +151,18 @@ class RunCLI(LightningCLI):
         self.title = f"{names.command} {names.model}{f' with {self.head}' if self.head else ''}"
         if self.checkpoint:
             self.remark = self._compare(_flat(yaml.safe_load(self.options)))
+
+    def _set_length(self) -> None:
+        """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
+        trainer, recipe = self.config.trainer, self.recipe
+        if any(trainer.get(name) not in (None, -1) for name in _LENGTHS):
+            return
+        device = trainer.get("accelerator") or trainer.get("device")
+        on_cpu = device == "cpu" or not torch.accelerator.is_available()
+        steps = recipe.steps_on_cpu if on_cpu else recipe.steps
+        self.config[self.short["max_steps"]] = steps
+        if steps < recipe.steps and not trainer.get("fast_dev_run"):
+            self.remark = f", {steps} steps on this CPU; the recipe: --max_steps {recipe.steps}"
 
     def _compare(self, now: Mapping[str, Any]) -> str:
         """A remark about the run that is resumed: its step, and options that differ now.

@@ -48,7 +48,7 @@ class CatnatCLI(RunCLI):
     def find_classes(self) -> None:
         """Find the classes of model and data; a subclass of one of our models has its recipe."""
         model = load(self.names.path, "--model")
-        ours = {load(recipe.model): recipe for recipe in RECIPES.values()}
+        ours = {load(recipe.model): recipe for recipe in RECIPES.values() if recipe.data}
         bases = getattr(model, "__mro__", ())
         self.recipe = next((ours[each] for each in bases if each in ours), Recipe())
         usual = DATA[self.recipe.data[0]] if self.recipe.data else None
@@ -81,24 +81,14 @@ class CatnatCLI(RunCLI):
             names = (f"data.init_args.{source}", f"model.init_args.{target}")
             parser.link_arguments(*names, compute_fn=function)
 
-    def set_length(self) -> None:
-        """Train as long as the recipe says, on a CPU not as long."""
-        trainer, recipe = self.config.trainer, self.recipe
-        if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
-            on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
-            trainer.max_steps = recipe.steps_on_cpu if on_cpu else recipe.steps
-            if trainer.max_steps < recipe.steps and not trainer.fast_dev_run:
-                few = f"{trainer.max_steps} steps on this CPU"
-                self.remark = f", {few}; the recipe: --max_steps {recipe.steps}"
-        if str(trainer.strategy).endswith("fork"):
-            torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
-
     # -- the Trainer ---------------------------------------------------------------------------
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
         set_validation_interval(options)
+        if str(options["strategy"]).endswith("fork"):
+            torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
         own = _as_list(options["callbacks"])
         self.fisher = next(
             (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher

@@ -60,16 +60,17 @@ RECIPES = {
             ("out_features", "out_features", None),
         ),
     ),
+    "ppo": Recipe("catnat.cli.rl_options.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
+    "a2c": Recipe("catnat.cli.rl_options.A2C", steps=8_000_000, steps_on_cpu=30_000),
 }
-RL_MODELS = {"ppo": "catnat.cli.rl_options.PPO", "a2c": "catnat.cli.rl_options.A2C"}
-MODELS = (*RECIPES, *RL_MODELS)
+RL_MODELS = ("ppo", "a2c")
+MODELS = tuple(RECIPES)
 DATA = {
     "mnist": "catnat.datamodules.MNISTDataModule",
     "fashion-mnist": "catnat.datamodules.FashionMNISTDataModule",
     "kmnist": "catnat.datamodules.KMNISTDataModule",
     "community-graph": "catnat.datamodules.CommunityGraphDataModule",
 }
-_PATHS = {name: recipe.model for name, recipe in RECIPES.items()} | RL_MODELS
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Names:
     @property
     def path(self) -> str:
         """The path of the model's class."""
-        return _PATHS.get(self.model, self.model)
+        return RECIPES[self.model].model if self.model in RECIPES else self.model
 
     @property
     def is_rl(self) -> bool:
@@ -162,7 +163,7 @@ def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
 
 def _name(model: str | None) -> str:
     """The short name of a model, where it has one."""
-    return next((name for name, path in _PATHS.items() if path == model), model or "vae")
+    return next((name for name in RECIPES if RECIPES[name].model == model), model or "vae")
 
 
 def _data_path(data: str | None, model: str) -> str | None:

@@ -117,6 +117,5 @@ def silence() -> None:
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric
         ".*GPU available but not used",  # after --accelerator cpu
-        "actions are not masked: HeadA2C",  # the command line says it in a line of its own
     ):
         warnings.filterwarnings("ignore", message)

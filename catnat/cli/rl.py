@@ -10,7 +10,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -24,7 +23,7 @@ from catnat.callbacks.run_record import open_writer, write_hparams, write_layout
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.checks import require_at_least
 from catnat.cli.command import RunCLI
-from catnat.cli.names import load
+from catnat.cli.names import RECIPES, Recipe, load
 from catnat.cli.options import short_names
 from catnat.cli.rl_options import Algorithm, Environments, Training
 from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
@@ -36,10 +35,8 @@ from catnat.sb3 import (
     MaskedPlayer,
     NonFinite,
 )
-from catnat.sb3.masks import has_masks
 from catnat.sb3.run_state import load_state
 
-ATARI_STEPS, ATARI_STEPS_ON_CPU, OTHER_STEPS = 8_000_000, 30_000, 50_000
 _EVALUATION = 10**9  # added to the seed of a run: the games of evaluations are others
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 
@@ -65,6 +62,7 @@ class RLCLI(RunCLI):
 
     def find_classes(self) -> None:
         """Find the class of the algorithm."""
+        self.recipe = RECIPES[self.names.model]
         self.algorithm: type[Algorithm] = load(self.names.path, "--model")
         self.short = short_names(self.algorithm, Environments, Training, {})
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
@@ -82,27 +80,17 @@ class RLCLI(RunCLI):
         """Defaults that depend on the environment and on the length of the run."""
         asked = [word for word in given if not word.startswith("--print_config")]
         first = self.parser.parse_args([*self._classes(), *asked])
-        usual = {} if is_atari(first.data.env) else dict(self.algorithm.not_atari)
+        usual = {}
+        if not is_atari(first.data.env):
+            usual = dict(self.algorithm.not_atari)
+            self.recipe = Recipe(steps=50_000, steps_on_cpu=50_000)
         if (most := self.algorithm.monitor_every) > 1:
             # The monitor looks at a few of many short rollouts, at one in the last tenth of a run.
             rollout = max(first.model.init_args.num_steps * first.data.num_envs, 1)
-            often = int(first.trainer.total_steps or OTHER_STEPS) // rollout // 10
+            often = int(first.trainer.total_steps or self.recipe.steps_on_cpu) // rollout // 10
             usual["fisher.every_n_rollouts"] = max(1, min(most, often))
             usual["fisher.image_every_n_rollouts"] = 20 * most
         return [f"--{name}={value}" for name, value in usual.items()]
-
-    def set_length(self) -> None:
-        """Train as long as CleanRL in Atari games, on a CPU not as long."""
-        trainer = self.config.trainer
-        if trainer.total_steps is not None:
-            return
-        on_cpu = trainer.device == "cpu" or not torch.cuda.is_available()
-        trainer.total_steps = ATARI_STEPS_ON_CPU if on_cpu else ATARI_STEPS
-        if not is_atari(self.config.data.env):
-            trainer.total_steps = OTHER_STEPS
-        elif on_cpu:
-            few = f", {ATARI_STEPS_ON_CPU} steps on this CPU"
-            self.remark = f"{few}; the recipe: --total_steps {ATARI_STEPS}"
 
     def instantiate_classes(self) -> None:
         """Make environments, model and callbacks."""
@@ -156,7 +144,8 @@ class RLCLI(RunCLI):
     def fit(self) -> dict[str, Any]:
         """Learn, play, write a GIF."""
         model, training, folder = self.model, self.training, str(self.folder.path)
-        self._say_masks()
+        if self._masked:
+            print(f"actions are masked: {self.environments.env} has action_masks()", flush=True)
         self.folder.begin(self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         writer = open_writer(folder, resumed_at)
@@ -229,15 +218,6 @@ class RLCLI(RunCLI):
     @property
     def _masked(self) -> bool:
         return getattr(self.model, "uses_masks", False)
-
-    def _say_masks(self) -> None:
-        """One line about masks, if the environment has any."""
-        name = self.environments.env
-        if self._masked:
-            print(f"actions are masked: {name} has action_masks()", flush=True)
-        elif has_masks(self.eval_env):
-            why = "" if hasattr(self.model, "uses_masks") else "; --model ppo can"
-            print(f"actions are not masked, though {name} has action_masks(){why}", flush=True)
 
     def _film(self, writer: Any) -> None:
         """A GIF of one game, in the run's folder and for TensorBoard."""
