@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from catnat.callbacks.checkpoints import AtomicCheckpointIO
+from catnat.cli.folders import RunFolder
 from catnat.lit_modules import DiscreteVAE
 
 FOLDER = Path("runs/vae/natural/version_0")
@@ -159,6 +160,20 @@ def test_a_run_belongs_to_one_process(workspace, capfd):
         other.kill()  # the kernel frees the lock
         other.communicate()
     assert run("--ckpt_path=last", "--max_steps=5") == 0
+
+
+def test_runs_that_start_at_the_same_time_have_a_folder_each(workspace, monkeypatch):
+    usual = RunFolder.open
+
+    def late(self, config):
+        FOLDER.mkdir(parents=True)  # another process was faster
+        usual(self, config)
+
+    monkeypatch.setattr(RunFolder, "open", late)
+    assert run(*workspace) == 0
+    assert not any(FOLDER.iterdir())
+    names = {path.name for path in FOLDER.with_name("version_1").rglob("*")}
+    assert {"config.yaml", "metrics.json", "last.ckpt", "best.ckpt", "hparams.yaml"} <= names
 
 
 def test_resuming_from_the_best_checkpoint_is_a_new_run(workspace):

@@ -59,21 +59,26 @@ class RunCLI(LightningCLI):
         for each in names.imports:
             import_module(each)
         self.checkpoint = {} if names.ckpt_path is None else load_checkpoint(names.ckpt_path)
+        self.began = self.checkpoint.get("global_step", 0)
         self.metrics: dict[str, Any] = {}
-        self.remark = ""
+        self.remark, self.runs = "", run
         self.find_classes()
-        super().__init__(
-            save_config_callback=None,
-            seed_everything_default=0,
-            parser_class=Parser,
-            parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
-            args=self._words(),
-            run=False,
-            load_from_checkpoint_support=False,
-            **options,
-        )
-        if run:
-            self._run()
+        try:
+            super().__init__(
+                save_config_callback=None,
+                seed_everything_default=0,
+                parser_class=Parser,
+                parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
+                args=self._words(),
+                run=False,
+                load_from_checkpoint_support=False,
+                **options,
+            )
+            if run:
+                self._run()
+        finally:
+            if run:
+                self.close()
 
     # -- what a subclass says ------------------------------------------------------------------
 
@@ -87,7 +92,7 @@ class RunCLI(LightningCLI):
 
     @property
     def step(self) -> int:
-        """The number of steps done."""
+        """The number of steps done; 0 before there is a model."""
         raise NotImplementedError
 
     # -- from words to options -----------------------------------------------------------------
@@ -151,6 +156,8 @@ class RunCLI(LightningCLI):
         self.title = f"{names.command} {names.model}{f' with {self.head}' if self.head else ''}"
         if self.checkpoint:
             self.remark = self._compare(_flat(yaml.safe_load(self.options)))
+        if self.runs and self.keeps and self.is_first:
+            self.folder.open(self.options)
 
     def _set_length(self) -> None:
         """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
@@ -212,34 +219,30 @@ class RunCLI(LightningCLI):
             raise UsageError(f"{names.model} has no command {names.command}")
         if names.command != "fit" and names.ckpt_path is None:
             raise UsageError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
-        began = self.checkpoint.get("global_step", 0)
         self.checkpoint = {}  # free the memory
+        if self.is_first:
+            where = f": {self.folder.path}" if self.keeps or names.ckpt_path else ""
+            remark = self.remark if names.command == "fit" else ""
+            print(f"{self.title}{where}{remark}", flush=True)
         try:
-            if self.keeps and self.is_first:
-                self.folder.open(self.options)
-            if self.is_first:
-                where = f": {self.folder.path}" if self.keeps or names.ckpt_path else ""
-                remark = self.remark if names.command == "fit" else ""
-                print(f"{self.title}{where}{remark}", flush=True)
             self.metrics = getattr(self, names.command)()
-            if self.is_first and self.metrics:
-                report.show_metrics(self.metrics, self.folder.path, keep=self.keeps)
         except Stopped as stop:
             print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except (ValueError, RuntimeError) as error:
-            if self.step <= began or not is_mistake(error):
+            if self.step <= self.began or not is_mistake(error):
                 raise
             last = self.folder.path / "checkpoints" / "last.ckpt"
             saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
             after = f"training ended after step {self.step}"
             raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
-        finally:
-            self.close()
-            self.folder.close(self.step > began)
+        if self.is_first and self.metrics:
+            report.show_metrics(self.metrics, self.folder.path, keep=self.keeps)
 
     def close(self) -> None:
-        """Give back what the run holds."""
+        """Give back what the run holds, and remove the folder of a run that was refused."""
+        if hasattr(self, "folder"):
+            self.folder.close(self.step > self.began)
 
 
 def canonical_head(name: str) -> str:

@@ -35,6 +35,12 @@ def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
+def write_options(folder: Path, config: str) -> None:
+    """Write the options of a run that begins to train; so it is not finished."""
+    (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
+    write_whole(folder / "config.yaml", config.encode())
+
+
 class RunFolder:
     """The folder of a run, which belongs to this process until :meth:`close`.
 
@@ -74,12 +80,7 @@ class RunFolder:
                 ) from error
         self._lock_it()
         if self._made:
-            self.begin(config)
-
-    def begin(self, config: str) -> None:
-        """Write the options of a run that is not refused any more; it is not finished either."""
-        (self.path / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
-        write_whole(self.path / "config.yaml", config.encode())
+            write_options(self.path, config)
 
     def close(self, stepped: bool) -> None:
         """Free the folder for other processes; remove a new one if the run was refused.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
@@ -23,6 +23,7 @@ from catnat.callbacks.terminal import ProgressLines
 from catnat.cli import report
 from catnat.cli.command import RunCLI
 from catnat.cli.errors import UsageError
+from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
 from catnat.cli.options import arguments, short_names
 
@@ -99,9 +100,8 @@ class CatnatCLI(RunCLI):
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
-        if self.keeps and self.is_first:
-            begin = partial(self.folder.begin, self.options)
-            callbacks.append(LambdaCallback(on_train_start=lambda *_: begin()))
+        if self.keeps and self.folder.resumed:
+            callbacks.append(_WriteOptions(self.folder.path, self.options))
         bar = options["enable_progress_bar"] is not False
         own_bar = any(isinstance(each, ProgressBar) for each in own)
         if bar and not own_bar and not sys.stdout.isatty():
@@ -138,8 +138,8 @@ class CatnatCLI(RunCLI):
 
     @property
     def step(self) -> int:
-        """The number of steps done."""
-        return self.trainer.global_step
+        """The number of steps done; 0 before there is a Trainer."""
+        return self.trainer.global_step if hasattr(self, "trainer") else 0
 
     def fit(self) -> dict[str, Any]:
         """Train, then validate (to select by) and test what was learned last."""
@@ -191,6 +191,18 @@ class CatnatCLI(RunCLI):
         """Whether a model of the user's own and its data define these methods."""
         owner = self.model if self.datamodule is None else self.datamodule
         return is_overridden(step, self.model) and is_overridden(loader, owner)
+
+
+class _WriteOptions(Callback):
+    """Writes the options of a resumed run, once nothing refuses it any more."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        self.folder, self.options = folder, options
+
+    @rank_zero_only
+    def on_train_start(self, *_: Any) -> None:
+        """Write the file."""
+        write_options(self.folder, self.options)
 
 
 def set_validation_interval(options: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from catnat.callbacks.run_record import open_writer, write_hparams, write_layout
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.checks import require_at_least
 from catnat.cli.command import RunCLI
+from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
 from catnat.cli.options import short_names
 from catnat.cli.rl_options import Algorithm, Environments, Training
@@ -138,15 +139,15 @@ class RLCLI(RunCLI):
 
     @property
     def step(self) -> int:
-        """The number of steps of all environments together."""
-        return int(self.model.num_timesteps)
+        """The number of steps of all environments together; 0 before there is a model."""
+        return int(self.model.num_timesteps) if hasattr(self, "model") else 0
 
     def fit(self) -> dict[str, Any]:
         """Learn, play, write a GIF."""
         model, training, folder = self.model, self.training, str(self.folder.path)
         if self._masked:
             print(f"actions are masked: {self.environments.env} has action_masks()", flush=True)
-        self.folder.begin(self.options)
+        write_options(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         writer = open_writer(folder, resumed_at)
         others = [make_output_format(each, folder) for each in training.log_formats or ()]
@@ -184,10 +185,11 @@ class RLCLI(RunCLI):
         return {f"test/{name}": value for name, value in metrics.items()}
 
     def close(self) -> None:
-        """Give back signals and environments."""
-        self.callback.close()
-        self.eval_env.close()
-        self.env.close()
+        """Give back signals, environments and the folder."""
+        for name in ("callback", "eval_env", "env"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        super().close()
 
     def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
