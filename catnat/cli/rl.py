@@ -96,12 +96,8 @@ class RLCLI(RunCLI):
     def instantiate_classes(self) -> None:
         """Make environments, model and callbacks."""
         made = self.parser.instantiate(self.config)
-        self.algorithm_options, self.environments, self.training = (
-            made.model,
-            made.data,
-            made.trainer,
-        )
-        self.fisher, self.seed, training = made.fisher, self.config.seed_everything, made.trainer
+        self.environments, self.training, self.fisher = made.data, made.trainer, made.fisher
+        self.seed, training = self.config.seed_everything, made.trainer
         make, gamma = self.environments.make, made.model.gamma
         self.title += f" on {self.environments.env}"
         self.env = make(self.environments.num_envs, self.seed, gamma)
@@ -122,13 +118,10 @@ class RLCLI(RunCLI):
             limit = self.env.get_attr("spec")[0].max_episode_steps
             self.longest = _LONGEST_GAME if limit is None else None
         self.eval_env = make(min(training.eval_games, 16), self.seed, gamma, self.longest)
-        save_every = self.config.save_every
-        if save_every is None:
-            save_every = max(25_000, steps // 100)
+        save_every, eval_every = self.config.save_every, training.eval_every
+        save_every = max(25_000, steps // 100) if save_every is None else save_every
+        eval_every = max(steps // 10, 1) if eval_every is None else eval_every
         require_at_least(1, save_every=save_every)
-        eval_every = training.eval_every
-        if eval_every is None:
-            eval_every = max(steps // 10, 1)
         place = self.folder.path / "checkpoints"
         show = training.enable_progress_bar
         self.callback = RunSB3(place, self.hparams, self.evaluate, save_every, eval_every, show)
