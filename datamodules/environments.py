@@ -79,6 +79,7 @@ def make_env(
     backend: Backend = "native",
     seed: int = 0,
     num_actions: int | None = None,
+    **options: Any,
 ) -> VecEnv:
     """Several environments of a name.
 
@@ -88,6 +89,7 @@ def make_env(
         backend: of Atari games, see :func:`make_atari_vec_env`.
         seed: of the first environment; the others count on from it.
         num_actions: if given, actions are taken modulo the environment's own number of them.
+        options: of Stable-Baselines3's make_vec_env; not for Atari games.
     """
     if is_atari(name):
         if num_actions is not None:
@@ -95,10 +97,9 @@ def make_env(
         return make_atari_vec_env(name, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
     try:
-        if num_actions is None:
-            return make_vec_env(name, num_envs, seed)
-        modulo = partial(ModuloActions, num_actions=num_actions)
-        return make_vec_env(name, num_envs, seed, wrapper_class=modulo)
+        if num_actions is not None:
+            options["wrapper_class"] = partial(ModuloActions, num_actions=num_actions)
+        return make_vec_env(name, num_envs, seed, **options)
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
         raise ValueError(f"{name}: {error}") from error
 

@@ -64,8 +64,9 @@ def interrupted(monkeypatch):
     monkeypatch.setattr(RunSB3, "_on_step", step)
 
 
-def run(*argv, head="natural"):
-    return train.main(["--model=ppo", f"--head={head}", *map(str, argv)])
+def run(*argv, head="natural", model="ppo"):
+    words = [word for word in map(str, argv) if model == "ppo" or "epochs" not in word]
+    return train.main([f"--model={model}", f"--head={head}", *words])
 
 
 def last(folder=FOLDER, name="last"):

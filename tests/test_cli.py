@@ -33,11 +33,10 @@ WRONG = {
     "--import no_such_module --head mine": "no_such_module",
     "--config no_such_file.yaml": "No such file",
     "--config {broken}": "cannot be read",
-    "--config {unknown}": "did you mean num_latents?",
+    "--config {unknown}": "did you mean --num_latents?",
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
-    "--colour blue": "unknown option --colour",
-    "--tail 0.1": "did you mean --head_options.tail?",
+    "--colour blue": "unrecognized arguments: --colour",
     "--num_latents ten": "Expected a int",
     "--num_latents 0": "num_latents must be positive",
     "--learning_rate nan": "learning_rate",
@@ -49,16 +48,12 @@ WRONG = {
     "--seed -1": "not in bounds",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
-    "--accelerator abacus": "abacus",
     "--save_every 0": "at least 1",
-    "--fisher.every_n_steps 0": "at least 1",
-    "--max_steps 3 leftover": "leftover",
     "test": "needs a checkpoint",
     "--ckpt_path no_such.ckpt": "no checkpoint 'no_such.ckpt'",
     "--ckpt_path last": "no last.ckpt in any run",
     "--ckpt_path {broken}": "broken.yaml is damaged, or not a checkpoint at all",
     "--trainer.logger CSVLogger": "arguments are required: save_dir",
-    "--callbacks+=Foo": "Foo",
     "--data.root typo": "root 'typo' has no MNIST: there is no train-images-idx3-ubyte",
 }  # fmt: skip
 FILES = {
@@ -80,17 +75,16 @@ def test_a_wrong_command_line_gets_one_line_and_leaves_no_folder(line, workspace
 
 def test_the_first_words_come_before_torch_is_imported():
     code = """
-import sys, builtins, train
-def show(*args, **kwargs): sys.stderr.write(f"{args[0]} {'torch' in sys.modules}")
+import os, sys, builtins, train
+def show(*args, **kwargs): os._exit(sys.stderr.write(f"{args[0]} {'torch' in sys.modules}") == 0)
 builtins.print = show
-sys.exit(train.main(sys.argv[1:]))"""
-    for argv, said, rc in (
-        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ... False", 2),
-        (["--model=vea"], "did you mean vae? False", 2),
-        (["--help"], "tensorboard --logdir runs False", 0),
+train.main(sys.argv[1:])"""
+    for argv, said in (
+        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ... False"),
+        (["--help"], "tensorboard --logdir runs False"),
     ):
         done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, stderr=-1, text=True)
-        assert (done.returncode, said in done.stderr) == (rc, True), done.stderr
+        assert said in done.stderr
 
 
 def test_an_error_of_a_program_keeps_its_traceback(workspace, monkeypatch):
@@ -141,6 +135,7 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     assert (model["init_args"]["head"], model["init_args"]["num_latents"]) == ("sigmoid", 7)
     assert (int(config["trainer"]["devices"]), config["seed_everything"]) == (2, 5)
     assert config["data"]["init_args"]["variant"] == "stochastic"
+    assert printed(capsys, "--tail=0.1")["model"]["init_args"]["head_options"] == {"tail": 0.1}
     Path("c.yaml").write_text(yaml.safe_dump(config))
     assert printed(capsys, "--config=c.yaml") == config
     other = printed(capsys, "--config=c.yaml", "--head=softmax", "--max_steps=9")
@@ -269,10 +264,12 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
     )
     more = ["--callbacks+=LearningRateMonitor", "--callbacks+=ModelCheckpoint",
             "--callbacks.monitor=val/loss", "--callbacks.dirpath=mine",
-            "--callbacks+=TQDMProgressBar", "--max_epochs=9", "--max_steps=-1",
-            "--learning_rate=1.0", "--profiler=simple"]  # fmt: skip
+            "--callbacks+=TQDMProgressBar", "--callbacks+=Timer", "--max_epochs=9",
+            "--max_steps=-1", "--learning_rate=1.0", "--profiler=simple"]  # fmt: skip
     assert run(*workspace, "--config=stop.yaml", *more, "--limit_test_batches=1") == 0
     assert {"EarlyStopping", "LearningRateMonitor"} <= set(seen)
+    assert "Timer" in Path("runs/vae/natural/version_0/config.yaml").read_text()
+    assert "Timer" in last()["callbacks"]
     assert len(list(Path("mine").glob("*.ckpt"))) == 1
     assert "Metric val/loss improved" in caplog.text and "run_training_epoch" in caplog.text
     assert last()["global_step"] < 9 * 6, "it stopped early"

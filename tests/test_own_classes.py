@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from cases_cli import last, one_line, same_weights
 
@@ -13,6 +14,7 @@ import train
 MODULE = '''
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat.lit_modules import DiscreteVAE
@@ -33,9 +35,9 @@ class Noise(LightningDataModule):
 
     def _loader(self):
         images = torch.rand(self.count, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(images), self.batch_size)
+        return DataLoader(TensorDataset(images), batch_size=self.batch_size)
 
-    train_dataloader = val_dataloader = test_dataloader = _loader
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
 class Untyped(Noise):
@@ -79,8 +81,16 @@ class Plain(LightningModule):
     def test_step(self, batch, batch_idx):
         self.log("test/loss", self.training_step(batch, batch_idx))
 
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0].flatten(1))
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Writer(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        torch.save(torch.cat(predictions), "predictions.pt")
 
 
 class Late(Plain):
@@ -170,20 +180,32 @@ def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
     assert same_weights(last(folder), last("whole/own_classes.Plain/no_head/version_0"))
     capfd.readouterr()
     assert run(f"--ckpt_path={folder}/checkpoints/last.ckpt", "--size=4") == 2
-    assert "is one of another model" in one_line(capfd)
+    assert "size mismatch" in one_line(capfd)
+
+
+def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
+    own = ["--model=own_classes.Plain", "--data=own_classes.Noise"]
+    assert run(*own, *QUICK) == 0
+    writer = ["--callbacks+=own_classes.Writer", "--callbacks.write_interval=epoch"]
+    assert run("predict", "--model=own_classes.Plain", "--ckpt_path=last", *writer) == 0
+    predicted = torch.load("predictions.pt")
+    state = last("runs/own_classes.Plain/no_head/version_0")["state_dict"]
+    images = torch.rand(20, 784, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(predicted, images @ state["layer.weight"].T + state["layer.bias"])
+    assert len(list(Path("runs/own_classes.Plain/no_head").iterdir())) == 1
 
 
 WRONG = {
     "--data own_classes.Nois": "own_classes has no Nois; did you mean Noise?",
-    "--data own_classes.Plain": "is not a LightningDataModule",
+    "--data own_classes.Plain": "not correspond to a subclass of LightningDataModule",
     "--model gsl --data mnist": "not one of community-graph",
     "--model gsl --data own_classes.Pairs": "num_nodes",
     "--model ppo --data mnist": "ppo plays in environments; see --env",
     "--model own_classes.Wid": "did you mean Wide?",
-    "--model own_classes.Noise": "is not a LightningModule",
-    "--model own_classes.Plain --data own_classes.Noise --head softmax": "no argument head",
+    "--model own_classes.Noise": "not correspond to a subclass of LightningModule",
+    "--model own_classes.Plain --data own_classes.Noise --head softmax": "Option 'head' is not",
     "--data own_classes.Noise --cont 3": "did you mean --count?",
-    "--data own_classes.Noise --variant gray": "unknown option --variant",
+    "--data own_classes.Noise --variant gray": "unrecognized arguments: --variant",
     "--data fashion-mnist --download false": "no FashionMNIST in data/FashionMNIST/raw",
     "--data kmnist --data.root typo": "root 'typo' has no KMNIST",
 }

@@ -36,23 +36,24 @@ from catnat.cli import rl
 from catnat.sb3 import HeadPPO
 
 
-def test_a_stopped_run_goes_on_as_if_nothing_had_happened(clock, capfd, interrupted):
-    before = signal.getsignal(signal.SIGTERM)
-    assert run(*clock) == 128 + signal.SIGTERM
+@pytest.mark.parametrize("model", ["ppo", "a2c"])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(model, clock, capfd, interrupted):
+    folder, before = f"{model}/natural/version_0", signal.getsignal(signal.SIGTERM)
+    assert run(*clock, model=model) == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     line = capfd.readouterr().out.splitlines()[-1]
     assert line.startswith("stopped by SIGTERM after step 128; resume with: python train.py ")
-    assert last()["global_step"] == 128
+    assert last(f"runs/{folder}")["global_step"] == 128
     again = line.split("python train.py ")[1].split()
     seeds = sys.modules["clock_env"].Clock.seeds
     assert seeds[:4] == [0, 1, 2, 3]
     seeds.clear()
     assert train.main(again) == 0
     assert seeds[:4] == [128, 129, 130, 131]  # no game twice, where seeds matter
-    assert run(*clock, "--default_root_dir=whole") == 0
-    assert not Path("runs/ppo/natural/version_1").exists()
-    assert same_run(last(), last("whole/ppo/natural/version_0"))
-    assert last()["best"] == last("whole/ppo/natural/version_0")["best"]
+    assert run(*clock, "--default_root_dir=whole", model=model) == 0
+    assert not Path(f"runs/{model}/natural/version_1").exists()
+    assert same_run(last(f"runs/{folder}"), last(f"whole/{folder}"))
+    assert last(f"runs/{folder}")["best"] == last(f"whole/{folder}")["best"]
 
 
 STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
@@ -185,7 +186,9 @@ def test_a_checkpoint_is_on_the_disk_when_save_returns(monkeypatch):
 def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
     assert run(*QUICK, "--learning_rate=1e30", "--total_steps=512", head="softmax") == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(r"(nan|inf) in the update after \d+ steps", line)
+    assert re.search(
+        r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo", line
+    )
     state = last("runs/ppo/softmax/version_0")
     assert all(value.isfinite().all() for value in state["state_dict"].values())
 

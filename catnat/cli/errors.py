@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sysconfig
 import traceback
+from argparse import ArgumentError
 from collections.abc import Iterable
 from typing import Any
+
+from catnat.checks import did_you_mean
 
 # Lines of jsonargparse's messages that say nothing to a user.
 _NOISE = re.compile(
     r"^(Does not validate|Subtypes:|Errors:|Given value|Expected an? <class '(NoneType|\w+\..*)'>)"
 )
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
+_ON_PURPOSE = ("lightning.", "stable_baselines3.", "torch.nn.modules.module", "catnat.checks",
+               "catnat.sb3")  # fmt: skip
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -22,19 +27,6 @@ class UsageError(Exception):
 
 class RunFailed(Exception):  # noqa: N818 - reads as what it says
     """A run could not finish."""
-
-
-def closest(name: str, choices: Iterable[str]) -> str:
-    """; did you mean the closest choice? A group may come before it. Empty if none is near.
-
-    >>> closest("naturl", ("softmax", "natural")), closest("tail", ("head_options.tail", "x"))
-    ('; did you mean natural?', '; did you mean head_options.tail?')
-    """
-    whole = {each.lower(): each for each in choices}
-    for known in (whole, {each.rpartition(".")[2]: full for each, full in whole.items()}):
-        if near := difflib.get_close_matches(name.lower(), list(known), 1):
-            return f"; did you mean {known[near[0]]}?"
-    return ""
 
 
 def check_choice(option: str, value: str, choices: Iterable[str], other: str = "") -> None:
@@ -49,7 +41,7 @@ def check_choice(option: str, value: str, choices: Iterable[str], other: str = "
     choices = tuple(choices)
     if value not in choices:
         listed = ", ".join(choices) + (f", or {other}" if other else "")
-        raise UsageError(f"{option} {value!r} is not one of {listed}{closest(value, choices)}")
+        raise UsageError(f"{option} {value!r} is not one of {listed}{did_you_mean(value, choices)}")
 
 
 def one_line(message: object, known: Iterable[str] = ()) -> str:
@@ -65,8 +57,8 @@ def one_line(message: object, known: Iterable[str] = ()) -> str:
     text = re.sub(r'[Pp]arser key "([^"]+)":', r"--\1:", text)
     text = re.sub(r"typing\.Literal\[([^]]*)\]", r"one of \1", text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
-    if unknown := re.search(r"(?:Option|[Kk]ey|Subcommand) ['\"]([\w.]+)['\"] is not", text):
-        text += closest(unknown[1], known)
+    if unknown := _UNKNOWN.search(text):
+        text += did_you_mean(unknown[1].lstrip("-"), known).replace("mean ", "mean --")
     return text if len(text) < 500 else f"{text[:500]} ..."
 
 
@@ -85,6 +77,7 @@ def is_mistake(error: BaseException) -> bool:
         for name, file in zip(names, files, strict=True)
     ):  # fmt: skip
         return False  # raised in the user's code, or below it
-    if isinstance(error, RuntimeError):
-        return names[-1].startswith(("lightning.", "torch.nn.modules.module"))
-    return not isinstance(error, TypeError) or names[-1].startswith(("catnat.", "lightning."))
+    if isinstance(error, (UsageError, ArgumentError, ValueError, OSError)):
+        return True
+    # Who raises errors of other kinds on purpose.
+    return names[-1].startswith(_ON_PURPOSE)

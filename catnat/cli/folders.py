@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from catnat.cli.errors import UsageError
 from catnat.files import write_whole
@@ -18,27 +17,28 @@ def record_of(ckpt_path: Path) -> Path | None:
     return record if ckpt_path.parent.name == "checkpoints" and record.is_file() else None
 
 
-def find_checkpoint(homes: list[Path], wanted: str) -> Path:
+def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
     """The path of a checkpoint.
 
     Args:
-        homes: folders of all runs of a model, each with one head.
-        wanted: a file; or "last" or "best", for that checkpoint of the newest run that has one.
+        home: folder of all runs of a model.
+        head: name of the head; None: any.
+        wanted: a file; or "last" or "best", for the newest checkpoint of this name.
     """
-    if wanted in ("last", "best"):
-        for run in (run for home in homes for run in reversed(_runs(home))):
-            path = run / "checkpoints" / f"{wanted}.ckpt"
-            if path.is_file():
-                return path
-        raise UsageError(
-            f"--ckpt_path {wanted}: there is no {wanted}.ckpt in any run under {homes[0]}"
-        )
-    path = Path(wanted)
-    if not path.is_file():
-        raise UsageError(
-            f"--ckpt_path: there is no checkpoint {wanted!r}; give a file, last or best"
-        )
-    return path
+    if wanted not in ("last", "best"):
+        if not Path(wanted).is_file():
+            raise UsageError(f"there is no checkpoint {wanted!r}; give a file, last or best")
+        return Path(wanted)
+    found = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
+    if not found:
+        raise UsageError(f"there is no {wanted}.ckpt in any run under {home / (head or '')}")
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def write_options(folder: Path, config: str) -> None:
+    """Write the options of a run that begins to train; so it is not finished."""
+    (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
+    write_whole(folder / "config.yaml", config.encode())
 
 
 class RunFolder:
@@ -54,64 +54,48 @@ class RunFolder:
     """
 
     def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
-        runs = _runs(home)
-        number = int(runs[-1].name.removeprefix("version_")) + 1 if runs else 0
-        self.path = home / f"version_{number}"
-        of_run = ckpt_path is not None and ckpt_path.parent.name == "checkpoints"
-        self.resumed = of_run and (not train or ckpt_path.name == "last.ckpt")  # type: ignore[union-attr]
-        if self.resumed:
-            assert ckpt_path is not None
+        used = [run.name.removeprefix("version_") for run in home.glob("version_*")]
+        self._number = max((int(each) + 1 for each in used if each.isdigit()), default=0)
+        self.path = home / f"version_{self._number}"
+        self.resumed = False
+        if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
+            self.resumed = not train or ckpt_path.name == "last.ckpt"
+        if self.resumed and ckpt_path is not None:
             self.path = ckpt_path.parent.parent
-        self._home, self._number = home, number
         self._lock: IO[str] | None = None
         self._made = False
-        self._before: dict[str, Any] = {}
 
     def open(self, config: str) -> None:
-        """Make the folder, lock it, and write the options of the run to config.yaml."""
+        """Make the folder, lock it, and write the options of a new run to config.yaml."""
         while not self.resumed and not self._made:
             try:
                 self.path.mkdir(parents=True)
                 self._made = True
             except FileExistsError:  # another process was faster
                 self._number += 1
-                self.path = self._home / f"version_{self._number}"
+                self.path = self.path.with_name(f"version_{self._number}")
             except OSError as error:
                 raise UsageError(
                     f"no folder can be made at {self.path}: {error.strerror}"
                 ) from error
         self._lock_it()
-        self._before = self._state()
-        (self.path / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
-        write_whole(self.path / "config.yaml", config.encode())
+        if self._made:
+            write_options(self.path, config)
 
     def close(self, stepped: bool) -> None:
-        """Free the folder for other processes; leave it as it was if the run was refused.
+        """Free the folder for other processes; remove a new one if the run was refused.
 
         Args:
-            stepped: whether the run took a step. A new folder of a run that did not is removed. A
-                resumed run without a new last.ckpt keeps the options and metrics it had.
+            stepped: whether the run took a step.
         """
-        finished = (self.path / "metrics.json").exists()
-        if self._made and not finished and not stepped:
+        if self._made and not stepped and not (self.path / "metrics.json").exists():
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty
-                for parent in (self._home, self._home.parent, self._home.parent.parent):
+                for parent in list(self.path.parents)[:3]:
                     parent.rmdir()
-        elif self.resumed and not finished and self._state()["saved"] == self._before.get("saved"):
-            for name in ("config.yaml", "metrics.json"):
-                if content := self._before.get(name):
-                    write_whole(self.path / name, content)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _state(self) -> dict[str, Any]:
-        """The options and metrics in the folder, and the time of its last checkpoint."""
-        files = [self.path / name for name in ("config.yaml", "metrics.json")]
-        last = self.path / "checkpoints" / "last.ckpt"
-        saved = last.stat().st_mtime_ns if last.is_file() else 0
-        return {path.name: path.read_bytes() for path in files if path.is_file()} | {"saved": saved}
 
     def _lock_it(self) -> None:
         """Lock the run; the kernel frees the lock when the process ends or is killed."""
@@ -119,22 +103,10 @@ class RunFolder:
             import fcntl
         except ImportError:  # not on Windows
             return
-        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - stays open while the run lasts
+        self._lock = open(self.path / ".lock", "a")  # noqa: SIM115 - open while the run lasts
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
             raise UsageError(f"another process is training in {self.path}") from None
         except OSError:  # a file system without locks
-            lock.close()
-            return
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self._lock = lock
-
-
-def _runs(home: Path) -> list[Path]:
-    """The folders version_0, version_1 and so on, in the order of their numbers."""
-    runs = [run for run in home.glob("version_*") if run.name[8:].isdigit()]
-    return sorted(runs, key=lambda run: int(run.name[8:]))
+            pass

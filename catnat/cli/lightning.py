@@ -1,8 +1,7 @@
-"""Training with Lightning: a LightningCLI with short names, recipes, and a folder for each run."""
+"""Training with Lightning: what a LightningCLI does, with recipes, and a test at the end."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,32 +9,27 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.checkpoints import (
-    AtomicCheckpointIO,
-    BestCheckpoint,
-    LastCheckpoint,
-    load_checkpoint,
-)
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import figures_for
 from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
-from catnat.cli import report, resume
-from catnat.cli.errors import RunFailed, UsageError, is_mistake, one_line
-from catnat.cli.folders import RunFolder
-from catnat.cli.names import DATA, RECIPES, Names, Recipe, import_module, load, read_names
-from catnat.cli.options import FullNames, Parser, arguments, canonical_head
+from catnat.cli import report
+from catnat.cli.command import RunCLI
+from catnat.cli.errors import UsageError
+from catnat.cli.folders import write_options
+from catnat.cli.names import DATA, RECIPES, Recipe, load
+from catnat.cli.options import arguments, short_names
 
 
-class CatnatCLI(LightningCLI):
-    """A LightningCLI for models with a categorical head.
+class CatnatCLI(RunCLI):
+    """The command line of models with a categorical head, and of other Lightning modules.
 
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
 
@@ -44,165 +38,58 @@ class CatnatCLI(LightningCLI):
         run: do what the command line says. Otherwise only the objects are made, and no folder.
     """
 
+    in_checkpoints = "pytorch-lightning_version"
+
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        report.silence()
-        self.names = names = read_names(sys.argv[1:] if args is None else args)
-        for each in names.imports:
-            import_module(each)
-        self.recipe = self._find_classes(names)
-        self.checkpoint = {} if names.ckpt_path is None else load_checkpoint(names.ckpt_path)
-        self.metrics: dict[str, Any] = {}
-        super().__init__(
-            save_config_callback=None,
-            seed_everything_default=0,
-            trainer_defaults={
-                "devices": 1,
-                "default_root_dir": "runs",
-                "enable_model_summary": False,
-            },
-            parser_class=Parser,
-            args=self._words(names),
-            run=False,
-            load_from_checkpoint_support=False,
-        )
-        if run:
-            self._run()
+        defaults = {"devices": 1, "default_root_dir": "runs", "enable_model_summary": False}
+        super().__init__(args, run, trainer_defaults=defaults)
 
     # -- from words to objects -----------------------------------------------------------------
 
-    def _find_classes(self, names: Names) -> Recipe:
+    def find_classes(self) -> None:
         """Find the classes of model and data; a subclass of one of our models has its recipe."""
-        self.model_type = load(names.path, "--model")
-        if not isinstance(self.model_type, type) or not issubclass(
-            self.model_type, LightningModule
-        ):
-            raise UsageError(f"--model {names.model} is not a LightningModule")
-        ours = {load(recipe.model): recipe for recipe in RECIPES.values()}
-        recipe = next((ours[each] for each in self.model_type.__mro__ if each in ours), Recipe())
-        path = names.data or (DATA[recipe.data[0]] if recipe.data else None)
-        self.data_type = None if path is None else load(path, "--data")
-        wrong = not isinstance(self.data_type, type) or not issubclass(
-            self.data_type, LightningDataModule
-        )
-        if self.data_type is not None and wrong:
-            raise UsageError(f"--data {path} is not a LightningDataModule")
+        model = load(self.names.path, "--model")
+        ours = {load(recipe.model): recipe for recipe in RECIPES.values() if recipe.data}
+        bases = getattr(model, "__mro__", ())
+        self.recipe = next((ours[each] for each in bases if each in ours), Recipe())
+        usual = DATA[self.recipe.data[0]] if self.recipe.data else None
+        self.data_path = self.names.data or usual
+        data = load(self.data_path, "--data") if self.data_path else None
+        of_data, of_model = arguments(data), arguments(model)
+        own = [(name, name, None) for name in getattr(model, "options_of_data", ())]
         self.links = {}  # from an option of the model to that of the data, and a function
-        if self.data_type is not None:
-            of_data, of_model = arguments(self.data_type), arguments(self.model_type)
-            own = [(name, name, None) for name in getattr(self.model_type, "options_of_data", ())]
-            for source, target, function in (*recipe.links, *own):
-                if target in of_model and source in of_data:
-                    self.links[target] = (source, load(function) if function else None)
-                elif target in of_model and target in of_data:
-                    self.links[target] = (target, None)
-        return recipe
+        for source, target, function in (*self.recipe.links, *own):
+            if target in of_model and source in of_data:
+                self.links[target] = (source, load(function) if function else None)
+            elif target in of_model and target in of_data:
+                self.links[target] = (target, None)
+        self.short = short_names(model, data, Trainer, {a: b for a, (b, _) in self.links.items()})
+        self.groups = {"model": model, "data": data, "fisher": FisherMonitor,
+                       "checkpoint": BestCheckpoint}  # fmt: skip
 
-    def _words(self, names: Names) -> list[str]:
-        """The command line with full names, after the recipe's defaults and the resumed run's."""
-        model = f"--model={names.path}"
-        data = [f"--data={_path_of(self.data_type)}"] if self.data_type else []
-        usual = [
-            f"--{name}={value}"
-            for name, value in self.recipe.defaults.items()
-            if self.data_type and name.partition(".")[2] in arguments(self.data_type)
-        ]
-        resumed = [f"--config={names.record}"] if names.record else self._kept_options()
-        groups = {"trainer": Trainer, "model": self.model_type, "data": self.data_type,
-                  "fisher": FisherMonitor, "checkpoint": BestCheckpoint}  # fmt: skip
-        follow = {f"model.{target}": f"data.{each[0]}" for target, each in self.links.items()}
-        self.full_names = FullNames(groups, follow)
-        words = list(self.full_names(names.words))
-        lengths = ("--trainer.max_epochs", "--trainer.max_time")
-        if resumed and any(word.startswith(lengths) for word in words):
-            resumed.append("--trainer.max_steps=-1")  # who gives another length leaves this open
-        files = [word for word in words if word.startswith("--config=")]
-        others = [word for word in words if not word.startswith("--config=")]
-        head = []
-        if names.head is not None:
-            if "head" not in arguments(self.model_type):
-                raise UsageError(f"--head {names.head}: {names.model} has no argument head")
-            head = [f"--model.head={canonical_head(names.head)}"]
-        root = [f"--trainer.default_root_dir={names.root}"]
-        imports = [f"--import={json.dumps(names.imports)}"]
-        return [
-            model,
-            *data,
-            *usual,
-            *resumed,
-            *files,
-            model,
-            *data,
-            *root,
-            *imports,
-            *others,
-            *head,
-        ]
-
-    def _kept_options(self) -> list[str]:
-        """The options of model and data in a checkpoint that lies in no folder of a run."""
-        kept = {"model": (self.model_type, "hyper_parameters"),
-                "data": (self.data_type, "datamodule_hyper_parameters")}  # fmt: skip
-        return [
-            f"--{group}.{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for group, (cls, where) in kept.items()
-            for name, value in self.checkpoint.get(where, {}).items()
-            if cls and name in arguments(cls) and name not in self.links and value is not None
-        ]
+    def usual(self, given: list[str]) -> list[str]:
+        """The recipe's defaults, as far as the data have these options."""
+        known = arguments(self.groups["data"])
+        defaults = self.recipe.defaults.items()
+        return [f"--{name}={value}" for name, value in defaults if name.partition(".")[2] in known]
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add our own options, and those that follow from others."""
-        parser.add_argument("--import", type=list[str], default=[], help="modules to import first")
-        parser.add_argument("--ckpt_path", type=str | None, default=None,
-                            help="resume or test a checkpoint: a file, last or best")  # fmt: skip
-        parser.add_argument("--save_every", type=int | None, default=None,
-                            help="steps between checkpoints")  # fmt: skip
+        super().add_arguments_to_parser(parser)
         parser.add_lightning_class_args(FisherMonitor, "fisher")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         for target, (source, function) in self.links.items():
             names = (f"data.init_args.{source}", f"model.init_args.{target}")
             parser.link_arguments(*names, compute_fn=function)
 
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the words of :meth:`_words`."""
-        self.config = self.full_names.parse(parser, args)
-
-    def before_instantiate_classes(self) -> None:
-        """Set the number of steps where nobody has; compare with the run that is resumed."""
-        trainer = self.config.trainer
-        self.remark = ""
-        if trainer.max_steps == -1 and trainer.max_epochs is None and trainer.max_time is None:
-            on_cpu = trainer.accelerator == "cpu" or not torch.accelerator.is_available()
-            trainer.max_steps = self.recipe.steps_on_cpu if on_cpu else self.recipe.steps
-            if trainer.max_steps < self.recipe.steps and not trainer.fast_dev_run:
-                few = f"{trainer.max_steps} steps on this CPU"
-                self.remark = f", {few}; the recipe: --max_steps {self.recipe.steps}"
-        if str(trainer.strategy).endswith("fork"):
-            torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
-        self.head = (self.config.model.get("init_args") or {}).get("head")
-        home = Path(self.names.root, self.names.model, self.head or "no_head")
-        self.folder = RunFolder(home, self.names.ckpt_path, self.names.command == "fit")
-        if self.checkpoint:
-            self.remark = resume.remark(self.names, self.checkpoint, self.parser, self.config)
-            if self.names.command == "fit" and "optimizer_states" not in self.checkpoint:
-                raise UsageError(f"{self.names.ckpt_path} has weights alone: it can be tested only")
-
-    def after_instantiate_classes(self) -> None:
-        """Refuse a checkpoint whose tensors have other shapes than the model's."""
-        if not self.checkpoint or is_overridden("configure_model", self.model):
-            return  # the layers are not there yet
-        made, here = (
-            {name: getattr(value, "shape", None) for name, value in state.items()}
-            for state in (self.checkpoint.get("state_dict", {}), self.model.state_dict())
-        )
-        if made != here:
-            raise UsageError(f"checkpoint {self.names.ckpt_path} is one of another model")
-
     # -- the Trainer ---------------------------------------------------------------------------
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
-        options = {**self._get(self.config_init, "trainer"), **kwargs}
+        options = {**self.config_init.trainer, **kwargs}
         set_validation_interval(options)
+        if str(options["strategy"]).endswith("fork"):
+            torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
         own = _as_list(options["callbacks"])
         self.fisher = next(
             (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher
@@ -213,6 +100,8 @@ class CatnatCLI(LightningCLI):
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
+        if self.keeps and self.folder.resumed:
+            callbacks.append(_WriteOptions(self.folder.path, self.options))
         bar = options["enable_progress_bar"] is not False
         own_bar = any(isinstance(each, ProgressBar) for each in own)
         if bar and not own_bar and not sys.stdout.isatty():
@@ -242,55 +131,25 @@ class CatnatCLI(LightningCLI):
     # -- commands ------------------------------------------------------------------------------
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process prints and reports, of several that may train together."""
-        return getattr(rank_zero_only, "rank", 0) == 0
+    def keeps(self) -> bool:
+        """Whether the run leaves a folder."""
+        trainer = self.config.trainer
+        return super().keeps and not trainer.fast_dev_run and not trainer.barebones
 
-    def _run(self) -> None:
-        """Do what the command line says."""
-        command, trainer = self.names.command, self.trainer
-        keeps = (
-            command == "fit"
-            and not self.config.trainer.fast_dev_run
-            and not self.config.trainer.barebones
-        )
-        if command != "fit" and self.names.ckpt_path is None:
-            raise UsageError(f"{command} needs a checkpoint: --ckpt_path FILE, last or best")
-        began = self.checkpoint.get("global_step", 0)
-        self.checkpoint = {}  # free the memory
-        try:
-            if keeps and self.is_first:
-                self.config.ckpt_path = None  # how the run began, not where it was resumed
-                self.folder.open(resume.dump(self.parser, self.config))
-            self._say_title(keeps)
-            self.metrics = getattr(self, command)()
-            if self.is_first and self.metrics:
-                report.show_metrics(self.metrics, self.folder.path, keep=keeps)
-        except SystemExit:
-            if trainer.interrupted:  # Lightning ends the process with code 1
-                raise KeyboardInterrupt from None
-            raise
-        except (ValueError, RuntimeError) as error:
-            if not trainer.global_step or not is_mistake(error):
-                raise
-            last = self.folder.path / "checkpoints" / "last.ckpt"
-            saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
-            after = f"training ended after step {trainer.global_step}"
-            raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
-        finally:
-            self.folder.close(trainer.global_step > began)
-
-    def _say_title(self, keeps: bool) -> None:
-        head = f" with {self.head}" if self.head else ""
-        where = f": {self.folder.path}" if keeps or self.names.ckpt_path else ""
-        if self.is_first:
-            remark = self.remark if self.names.command == "fit" else ""
-            print(f"{self.names.command} {self.names.model}{head}{where}{remark}", flush=True)
+    @property
+    def step(self) -> int:
+        """The number of steps done; 0 before there is a Trainer."""
+        return self.trainer.global_step if hasattr(self, "trainer") else 0
 
     def fit(self) -> dict[str, Any]:
         """Train, then validate (to select by) and test what was learned last."""
         trainer = self.trainer
-        trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=self.names.ckpt_path)
+        try:
+            trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=self.names.ckpt_path)
+        except SystemExit:
+            if trainer.interrupted:  # Lightning ends the process with code 1
+                raise KeyboardInterrupt from None
+            raise
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise UsageError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
@@ -334,12 +193,16 @@ class CatnatCLI(LightningCLI):
         return is_overridden(step, self.model) and is_overridden(loader, owner)
 
 
-def groups(names: Names) -> dict[str, Any]:
-    """The classes behind the options of a model and its data, for help."""
-    cli = CatnatCLI.__new__(CatnatCLI)
-    cli._find_classes(names)
-    found = {"model": cli.model_type, "data": cli.data_type, "fisher": FisherMonitor}
-    return {group: cls for group, cls in found.items() if cls} | {"checkpoint": BestCheckpoint}
+class _WriteOptions(Callback):
+    """Writes the options of a resumed run, once nothing refuses it any more."""
+
+    def __init__(self, folder: Path, options: str) -> None:
+        self.folder, self.options = folder, options
+
+    @rank_zero_only
+    def on_train_start(self, *_: Any) -> None:
+        """Write the file."""
+        write_options(self.folder, self.options)
 
 
 def set_validation_interval(options: dict[str, Any]) -> None:
@@ -362,12 +225,6 @@ def default_interval(max_steps: int) -> int:
     (500, 2000)
     """
     return max(500, max_steps // 30)
-
-
-def _path_of(cls: type) -> str:
-    """The path of a class; ours are known by the folder's name."""
-    path = next((path for path in DATA.values() if load(path) is cls), None)
-    return path or f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
-import argparse
-import errno
 import os
 import sys
+from typing import Any
 
 from catnat import __version__
-from catnat.cli.errors import RunFailed, UsageError, is_mistake, one_line
-from catnat.cli.help import help_page
-from catnat.cli.names import Names, command_words, read_names
+from catnat.cli.errors import RunFailed, is_mistake, one_line
+from catnat.cli.names import DATA, MODELS, Names, command_words, read_names
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES,
-         errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # fmt: skip
+_PAGE = """\
+usage: {command} [fit|validate|test|predict] --model MODEL --head HEAD ...
+
+Trains a model and tests it (fit, the default), or only evaluates a checkpoint.
+It is a LightningCLI: what you know of one works here.
+
+  --model MODEL        {models}; or my_module.MyModel
+  --head HEAD          softmax, sparsemax, sigmoid, natural; or your own
+  --data DATA          {data};
+                       or my_module.MyData
+  --max_steps N        how long; also --max_epochs N, --max_time DD:HH:MM:SS
+  --seed N             of weights and noise
+  --ckpt_path PATH     resume or test a checkpoint: a file, last or best
+  --save_every N       steps between checkpoints
+  --config FILE        options from a YAML file, as --print_config prints one
+  --import MODULE      import it first: heads it defines can be chosen
+
+Full names are --model.X, --data.X, --trainer.X, --fisher.X, --checkpoint.X; the
+first three groups can be left out. ppo and a2c have --env and others. To list
+the options of a model and its data: {command} --model vae --help
+Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns 0, 1 (could not finish), 2 (wrong usage) or 128 + signal."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _main(argv)
+        _main(argv)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:  # a reader has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (UsageError, argparse.ArgumentError) as error:
-        return _say(one_line(error), 2)
     except RunFailed as error:
         return _say(error, 1)
-    except OSError as error:
-        if error.errno not in _DISK:
+    except Exception as error:
+        if not is_mistake(error):
             raise
-        return _say(f"{error} (checkpoints written before are intact)", 1)
+        return _say(one_line(error), 1 if isinstance(error, OSError) else 2)
+    return 0
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str]) -> None:
     if "--version" in argv:
         print(f"catnat {__version__}")
-        return 0
+        return
     if not argv or {"-h", "--help"} & set(argv):
-        print(help_page(argv), flush=True)
-        return 0
+        print(help_page([word for word in argv if word not in ("-h", "--help")]), flush=True)
+        return
     names = read_names(argv)
     if not any(word.startswith("--print_config") or ".help" in word for word in argv):
         head = f" with {names.head}" if names.head else ""
         print(f"{names.command} {names.model}{head}: loading PyTorch ...", flush=True)
-    return run(names, argv)
+    command_line(names)(argv)
 
 
-def run(names: Names, argv: list[str]) -> int:
-    """Train or test what the command line names."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+def command_line(names: Names) -> Any:
+    """The class that does what a command line asks for."""
+    if names.is_rl:
+        from catnat.cli.rl import RLCLI
 
-    from catnat.callbacks.checkpoints import Stopped
+        return RLCLI
+    from catnat.cli.lightning import CatnatCLI
 
-    try:
-        if names.is_rl:
-            from catnat.cli.rl import RLCLI
+    return CatnatCLI
 
-            RLCLI(argv)
-        else:
-            from catnat.cli.lightning import CatnatCLI
 
-            CatnatCLI(argv)
-    except Stopped as stop:
-        print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
-        return 128 + stop.signum
-    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
-        if not is_mistake(error):
-            raise
-        raise UsageError(error) from error
-    return 0
+def help_page(argv: list[str]) -> str:
+    """The page of the program; with --model also all options of that model."""
+    page = _PAGE.format(command=command_words(), models=", ".join(MODELS), data=", ".join(DATA))
+    if not any(word.startswith("--model") for word in argv):
+        return page
+    names = read_names(argv)
+    from jsonargparse import ArgumentParser
+
+    cls = command_line(names)
+    described = cls.__new__(cls)
+    described.names = names
+    described.find_classes()
+    parser = ArgumentParser(usage="", add_help=False, print_config=None)
+    for group, each in described.groups.items():
+        if each is not None:
+            parser.add_class_arguments(each, group, fail_untyped=False)
+    return f"{page}\n\n{parser.format_help().strip()}"
 
 
 def _say(message: object, code: int) -> int:

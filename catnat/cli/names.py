@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from catnat.cli.errors import UsageError, check_choice, closest
+from catnat.checks import did_you_mean
+from catnat.cli.errors import UsageError, check_choice
 from catnat.cli.folders import find_checkpoint, record_of
 
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -59,16 +60,17 @@ RECIPES = {
             ("out_features", "out_features", None),
         ),
     ),
+    "ppo": Recipe("catnat.cli.rl_options.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
+    "a2c": Recipe("catnat.cli.rl_options.A2C", steps=8_000_000, steps_on_cpu=30_000),
 }
-RL_MODELS = {"ppo": "catnat.cli.rl_options.PPO", "a2c": "catnat.cli.rl_options.A2C"}
-MODELS = (*RECIPES, *RL_MODELS)
+RL_MODELS = ("ppo", "a2c")
+MODELS = tuple(RECIPES)
 DATA = {
     "mnist": "catnat.datamodules.MNISTDataModule",
     "fashion-mnist": "catnat.datamodules.FashionMNISTDataModule",
     "kmnist": "catnat.datamodules.KMNISTDataModule",
     "community-graph": "catnat.datamodules.CommunityGraphDataModule",
 }
-_PATHS = {name: recipe.model for name, recipe in RECIPES.items()} | RL_MODELS
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Names:
         data: path of the data's class; None: the default of the model.
         imports: modules to import first.
         ckpt_path: the checkpoint to resume or to test.
+        configs: files of options; that of the run of the checkpoint comes first.
         record: the config.yaml of the checkpoint's run.
         root: the folder of all runs.
         words: the rest of the command line.
@@ -93,6 +96,7 @@ class Names:
     data: str | None
     imports: list[str]
     ckpt_path: Path | None
+    configs: list[str]
     record: Path | None
     root: str
     words: list[str]
@@ -100,7 +104,7 @@ class Names:
     @property
     def path(self) -> str:
         """The path of the model's class."""
-        return _PATHS.get(self.model, self.model)
+        return RECIPES[self.model].model if self.model in RECIPES else self.model
 
     @property
     def is_rl(self) -> bool:
@@ -120,31 +124,28 @@ def read_names(argv: list[str]) -> Names:
     parser.add_argument("--head", "--model.head", "--model.init_args.head")
     parser.add_argument("--data", "--data.class_path")
     parser.add_argument("--import", dest="imports", action="append", default=[])
-    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("-c", "--config", dest="configs", action="append", default=[])
     parser.add_argument("--ckpt_path", "--ckpt-path")
     roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
     parser.add_argument(*roots, dest="root")
     command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
     check_choice("command", command, COMMANDS)
     found, rest = parser.parse_known_args(words)
-    files = [read_yaml(path) for path in found.config]
-    record = None if found.ckpt_path is None else record_of(Path(found.ckpt_path))
-    for options in [*reversed(files), *([read_yaml(str(record))] if record else [])]:
-        _add_names_of(options, found)
-    model = _name(found.model or "vae")
+    for path in reversed(found.configs):
+        _add_names_of(read_yaml(path), found)
+    ckpt_path = record = None
+    if found.ckpt_path is not None:
+        home = Path(found.root or "runs", _name(found.model))
+        ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
+        record = record_of(ckpt_path)
+    if record is not None:
+        _add_names_of(read_yaml(str(record)), found)
+        found.configs.insert(0, str(record))
+    model = _name(found.model)
     if "." not in model:
         check_choice("--model", model, MODELS, "a class like my_module.MyVAE")
-    root, ckpt_path = found.root or "runs", None
-    if found.ckpt_path is not None:
-        home = Path(root, model)  # a model of the user's own has a default head, or none
-        heads = [home / (found.head or "natural")] if found.head or "." not in model else []
-        ckpt_path = find_checkpoint(heads or sorted(home.glob("*")) or [home], found.ckpt_path)
-        record = record_of(ckpt_path)
-        if record is not None:  # of last or best, which are known by now
-            _add_names_of(read_yaml(str(record)), found)
-    words = [f"--config={path}" for path in found.config] + rest
     return Names(command, model, found.head, _data_path(found.data, model), found.imports,
-                 ckpt_path, record, root, words)  # fmt: skip
+                 ckpt_path, found.configs, record, found.root or "runs", rest)  # fmt: skip
 
 
 def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
@@ -160,20 +161,21 @@ def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
     found.ckpt_path = found.ckpt_path or options.get("ckpt_path")
 
 
-def _name(model: str) -> str:
+def _name(model: str | None) -> str:
     """The short name of a model, where it has one."""
-    return next((name for name, path in _PATHS.items() if path == model), model)
+    return next((name for name in RECIPES if RECIPES[name].model == model), model or "vae")
 
 
 def _data_path(data: str | None, model: str) -> str | None:
     """The path of the data's class; names of data are checked."""
-    if data is None or "." in data:
-        return data
     if model in RL_MODELS:
-        raise UsageError(f"--data {data}: {model} plays in environments; see --env")
+        if data is not None:
+            raise UsageError(f"--data {data}: {model} plays in environments; see --env")
+        return None
     choices = RECIPES[model].data if model in RECIPES else tuple(DATA)
-    check_choice("--data", data, choices, "a class like my_module.MyData")
-    return DATA[data]
+    if data is not None and "." not in data:
+        check_choice("--data", data, choices, "a class like my_module.MyData")
+    return DATA.get(data or "", data)
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -202,7 +204,9 @@ def load(path: str, option: str = "") -> Any:
     module, _, name = path.rpartition(".")
     found = import_module(module, f"{option} {path}")
     if not hasattr(found, name):
-        raise UsageError(f"{option} {path}: {module} has no {name}{closest(name, vars(found))}")
+        raise UsageError(
+            f"{option} {path}: {module} has no {name}{did_you_mean(name, vars(found))}"
+        )
     return getattr(found, name)
 
 

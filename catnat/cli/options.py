@@ -1,21 +1,17 @@
-"""Options of a command line: a parser that keeps numbers whole, short names, and comparisons."""
+"""Options of a command line: a parser that keeps numbers whole, and short names."""
 
 from __future__ import annotations
 
-from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
-from catnat.cli.errors import UsageError, closest, one_line
-from catnat.flat_heads import head_names, head_option_names, make_head
-
-_SHORT = ("trainer", "model", "data")  # groups that can be left out of an option's name
-_TOP = ("config", "print_config", "seed_everything", "ckpt_path", "save_every", "import",
-        "optimizer", "lr_scheduler", "return_predictions")  # fmt: skip
+from catnat.cli.errors import UsageError
+from catnat.flat_heads import head_option_names
 
 
 class Parser(LightningArgumentParser):
@@ -25,9 +21,6 @@ class Parser(LightningArgumentParser):
     tries the types of a union in order, and Python may answer Optional[int | float] with the equal
     Optional[float | int] that another library made before.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "exit_on_error": False} | kwargs)
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Add the arguments of a class; see jsonargparse."""
@@ -46,94 +39,50 @@ def _int_first(kind: Any) -> Any:
     return Union[(int, *(each for each in kinds if each is not int))]
 
 
-def arguments(cls: type) -> set[str]:
+def arguments(cls: type | None) -> set[str]:
     """Names of the arguments of a class, and of its base classes if it passes them on."""
-    return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False))
+    return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False)) if cls else set()
 
 
-class FullNames:
-    """Gives options their full names: --max-steps becomes --trainer.max_steps.
+def short_names(
+    model: type, data: type | None, trainer: type, links: Mapping[str, str]
+) -> dict[str, str]:
+    """Full names of options by their short ones: max_steps is trainer.max_steps.
+
+    An option of the model or of its data comes before one of the Trainer. A name that both have
+    must be written in full.
 
     Args:
-        groups: the class behind each group of options.
-        follow: options that follow from others, as full names from target to source.
-        aliases: other names of options, with the full names.
+        model: class behind the options of the model.
+        data: class behind those of the data, if there is one.
+        trainer: class behind those of the Trainer.
+        links: options of the model that follow from one of the data, by name.
     """
+    of_model, of_data = arguments(model) - links.keys(), arguments(data)
+    short = {name: f"trainer.{name}" for name in arguments(trainer) - (of_model & of_data)}
+    if "head_options" in of_model:
+        short |= {name: f"model.head_options.{name}" for name in head_option_names()}
+    short |= {name: f"model.{name}" for name in of_model - of_data}
+    short |= {name: f"data.{name}" for name in of_data - of_model}
+    for target, source in links.items():
+        short |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
+    return short | {"seed": "seed_everything"}
 
-    def __init__(
-        self,
-        groups: Mapping[str, type | None],
-        follow: Mapping[str, str],
-        aliases: Mapping[str, str] = {},
-    ) -> None:
-        self.known = {group: arguments(cls) if cls else set() for group, cls in groups.items()}
-        self.follow, self.aliases = follow, {"seed": "seed_everything", **aliases}
-        if "head_options" in self.known["model"]:
-            self._head_options = {f"head_options.{name}" for name in head_option_names()}
-        else:
-            self._head_options = set()
 
-    def all(self) -> set[str]:
-        """The names of all options, without groups that can be left out."""
-        inside = {f"{group}.{each}" for group in self.known for each in self.known[group]}
-        short = {each.removeprefix(f"{group}.") for each in inside for group in _SHORT}
-        return {*_TOP, *self.aliases, "model", "head", "data", "help", *short, *self._head_options}
-
-    def parse(self, parser: Any, words: list[str]) -> Any:
-        """The options that words with full names set; a mistake is one line."""
-        try:
-            return parser.parse_args(words)
-        except ArgumentError as error:
-            raise UsageError(one_line(error, self.all())) from error
-
-    def __call__(self, words: Iterable[str]) -> Iterator[str]:
-        """The words of a command line with full names; an unknown option raises."""
-        for word, following in _pairs(words):
-            if not word.startswith("--"):
-                yield word
-                continue
-            typed, equals, value = word[2:].partition("=")
-            name = typed.rstrip("+").replace("-", "_")
-            full = self._full(name, typed, value if equals else following)
-            yield f"--{full}{'+' * typed.endswith('+')}{equals}{value}"
-
-    def _full(self, name: str, typed: str, value: str) -> str:
-        first, _, rest = name.partition(".")
-        inner = rest.removeprefix("init_args.").partition(".")[0]
-        if name in self.aliases:
-            return self.aliases[name]
-        if first in self.known and inner in {*self.known[first], "help", "init_args", "class_path"}:
-            return self.follow.get(f"{first}.{inner}", name)
-        owners = [group for group in _SHORT if first in self.known.get(group, ())]
+def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
+    """The words of a command line, with full names of options."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        match = re.fullmatch(r"--([\w.-]+)(\+?)(?:(=)(.*))?", word, re.DOTALL)
+        if match is None:
+            yield word
+            continue
+        typed, plus, equals, value = match.groups(default="")
+        name = typed.replace("-", "_").replace(".init_args.", ".")
+        known = name if name in short else name.partition(".")[0]
         # --optimizer sgd is an option of our models, --optimizer SGD a class.
-        if first in _TOP and not (owners and value.islower() and "." not in value):
-            return name
-        if len(owners) > 1:  # an option of the model or its data comes before one of the Trainer
-            owners = [each for each in owners if each != "trainer"]
-        owners = [each for each in owners if f"{each}.{first}" not in self.follow] or owners
-        if len(owners) == 1:
-            source = self.follow.get(f"{owners[0]}.{first}")
-            if source and source.rpartition(".")[2] != first:
-                raise UsageError(f"--{typed} follows from --{source}: set that")
-            return source or f"{owners[0]}.{name}"
-        if owners:
-            both = " and ".join(f"--{group}.{name}" for group in owners)
-            raise UsageError(f"--{typed} can mean {both}: write which")
-        near = closest(name, self.all()).replace("mean ", "mean --")
-        raise UsageError(f"unknown option --{typed}{near or '; see --help'}")
-
-
-def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each word with the one that follows it."""
-    listed = list(words)
-    return zip(listed, [*listed[1:], ""], strict=False)
-
-
-def canonical_head(name: str) -> str:
-    """The registered name of a head, which may be given by an alias such as catnat-natural."""
-    try:
-        return make_head(name, 4).name if name not in head_names() else name
-    except ValueError:
-        raise UsageError(
-            f"--head {name!r} is not one of {', '.join(head_names())}{closest(name, head_names())}"
-        ) from None
+        if known in short and (known != "optimizer" or (value or following).islower()):
+            full = short[known]
+            if full.startswith("data.") and full[5:] != known.removeprefix("model."):
+                raise UsageError(f"--{typed} follows from --{full}: set that")
+            name = full + name.removeprefix(known)
+        yield f"--{name}{plus}{equals}{value}"

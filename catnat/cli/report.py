@@ -69,32 +69,21 @@ def warnings_of(metrics: dict[str, Any]) -> list[str]:
 
 
 def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> None:
-    """Fill TensorBoard's hparams tab, and end our log file."""
+    """Fill TensorBoard's hparams tab with the options of model and data, and end our log file."""
+    model: Any = trainer.lightning_module
+    data = getattr(trainer, "datamodule", None)
+    hparams = {"seed": seed, "steps": trainer.global_step, **model.hparams}
+    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
+        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
+    for name, value in getattr(data, "hparams", {}).items():
+        hparams["data_seed" if name == "seed" else name] = value
     tested = [name for name in metrics if name.startswith("test/")]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            write_hparams(logger.experiment, hparams_of(trainer, seed), tested)
+            write_hparams(logger.experiment, hparams | {"data": type(data).__name__}, tested)
             logger.experiment.flush()
         if isinstance(logger, RunLogger):
             logger.close()
-
-
-def hparams_of(trainer: Trainer, seed: int) -> dict[str, Any]:
-    """The hyperparameters of a run: its seed and steps, and the options of its model and data.
-
-    An option of the data that the run or the model has too is called data_<name>.
-    """
-    hparams: dict[str, Any] = {"seed": seed, "steps": trainer.global_step}
-    model: Any = trainer.lightning_module
-    hparams |= dict(model.hparams)
-    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
-        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
-    if (data := getattr(trainer, "datamodule", None)) is not None:
-        hparams["data"] = type(data).__name__
-    for name, value in getattr(data, "hparams", {}).items():
-        same = name in hparams and name != "seed" and hparams[name] == value
-        hparams[name if name not in hparams or same else f"data_{name}"] = value
-    return hparams
 
 
 class _Noise(logging.Filter):
@@ -128,6 +117,5 @@ def silence() -> None:
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric
         ".*GPU available but not used",  # after --accelerator cpu
-        "actions are not masked: HeadA2C",  # the command line says it in a line of its own
     ):
         warnings.filterwarnings("ignore", message)

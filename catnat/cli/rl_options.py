@@ -1,25 +1,22 @@
 """Options of reinforcement learning: algorithms, environments, training. Names are CleanRL's.
 
-A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
+A new algorithm is a subclass of :class:`Algorithm` with a class ``kind``, and a name in
 ``names.RL_MODELS``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
 
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.datamodules.atari import Backend
-from catnat.datamodules.environments import ModuloActions, is_atari, make_env
+from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 
 
@@ -38,10 +35,10 @@ class Algorithm(ABC):
         ent_coef: weight of the entropy.
         vf_coef: weight of the value loss, which is the squared error.
         max_grad_norm: longest gradient.
-        net_arch: widths of the hidden layers, such as [64, 64]; by default the policy's own.
-        policy_kwargs: other arguments of the policy.
+        policy_kwargs: other arguments of the policy, such as net_arch.
     """
 
+    kind: ClassVar[Any]  # the algorithm of Stable-Baselines3
     log_interval: ClassVar[int] = 1  # rollouts between two rows of the log
     monitor_every: ClassVar[int] = 1  # most rollouts between two looks of the Fisher monitor
     not_atari: ClassVar[dict[str, Any]] = {}  # defaults for environments other than Atari games
@@ -56,7 +53,6 @@ class Algorithm(ABC):
     ent_coef: float = 0.0
     vf_coef: float = 0.5
     max_grad_norm: float = 0.5
-    net_arch: list[int] | None = None
     policy_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -65,38 +61,21 @@ class Algorithm(ABC):
         require_at_least(1, num_steps=self.num_steps)
         require_within(0, 1, gamma=self.gamma, gae_lambda=self.gae_lambda)
 
-    @abstractmethod
-    def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> OnPolicyAlgorithm:
-        """The model.
+    def arguments(self, env: VecEnv, steps: int) -> dict[str, Any]:
+        """The options by the names of Stable-Baselines3.
 
         Args:
-            policy: a policy class with a head.
             env: the environments.
             steps: of all environments together, in the whole run.
-            where: device and seed.
         """
-
-    def _shared(self, env: VecEnv, steps: int) -> dict[str, Any]:
-        """Arguments that all algorithms of Stable-Baselines3 take."""
-        rate: Any = self.learning_rate
-        if self.anneal_lr:
-            rate = cleanrl_schedule(self.learning_rate, steps, self.num_steps * env.num_envs)
-        policy = {
-            "head": self.head,
-            "head_options": self.head_options,
-            **(self.policy_kwargs or {}),
-        }
-        if self.net_arch is not None:
-            policy["net_arch"] = self.net_arch
-        return {
-            "learning_rate": rate,
-            "n_steps": self.num_steps,
-            "gamma": self.gamma,
-            "gae_lambda": self.gae_lambda,
-            "ent_coef": self.ent_coef,
-            "max_grad_norm": self.max_grad_norm,
-            "policy_kwargs": policy,
-        }
+        options = asdict(self)
+        options["n_steps"] = options.pop("num_steps")
+        policy = {name: options.pop(name) for name in ("head", "head_options")}
+        policy |= options.pop("policy_kwargs") or {}
+        if options.pop("anneal_lr"):
+            rollout = self.num_steps * env.num_envs
+            options["learning_rate"] = cleanrl_schedule(self.learning_rate, steps, rollout)
+        return options | {"policy_kwargs": policy}
 
 
 @dataclass
@@ -115,6 +94,7 @@ class PPO(Algorithm):
         masks: use an environment's action_masks(); by default where it has them.
     """
 
+    kind: ClassVar[Any] = HeadPPO
     not_atari: ClassVar[dict[str, Any]] = {
         "model.learning_rate": 1e-3,
         "model.num_steps": 32,
@@ -144,28 +124,19 @@ class PPO(Algorithm):
         require_positive(clip_coef=self.clip_coef)
         require_at_least(1, num_minibatches=self.num_minibatches, update_epochs=self.update_epochs)
 
-    def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> HeadPPO:
-        """PPO with the head."""
-        batch = self.num_steps * env.num_envs
-        if batch // self.num_minibatches < 2:
+    def arguments(self, env: VecEnv, steps: int) -> dict[str, Any]:
+        """The options by the names of Stable-Baselines3."""
+        options = super().arguments(env, steps)
+        parts, rollout = options.pop("num_minibatches"), self.num_steps * env.num_envs
+        if rollout // parts < 2:
             raise ValueError(
-                f"num_minibatches {self.num_minibatches} leaves less than two steps to each: a "
-                f"rollout has {batch} (num_envs times num_steps)"
+                f"num_minibatches {parts} leaves less than two steps to each: a rollout has "
+                f"{rollout} (num_envs times num_steps)"
             )
-        return HeadPPO(
-            policy,
-            env,
-            batch_size=batch // self.num_minibatches,
-            n_epochs=self.update_epochs,
-            clip_range=self.clip_coef,
-            vf_coef=self.vf_coef / 2,
-            value_loss=self.value_loss,
-            target_kl=self.target_kl,
-            capture=self.capture,
-            masks=self.masks,
-            **self._shared(env, steps),
-            **where,
-        )
+        options["batch_size"] = rollout // parts
+        options["n_epochs"] = options.pop("update_epochs")
+        options["clip_range"] = options.pop("clip_coef")
+        return options | {"vf_coef": self.vf_coef / 2}
 
 
 @dataclass
@@ -178,6 +149,7 @@ class A2C(Algorithm):
         normalize_advantage: scale the advantages of a rollout to mean 0 and deviation 1.
     """
 
+    kind: ClassVar[Any] = HeadA2C
     log_interval: ClassVar[int] = 100  # rollouts are short
     monitor_every: ClassVar[int] = 100
     not_atari: ClassVar[dict[str, Any]] = {"trainer.eval_deterministic": True}
@@ -193,19 +165,6 @@ class A2C(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(rms_prop_eps=self.rms_prop_eps)
-
-    def make(self, policy: Any, env: VecEnv, steps: int, **where: Any) -> HeadA2C:
-        """A2C with the head."""
-        return HeadA2C(
-            policy,
-            env,
-            vf_coef=self.vf_coef,
-            use_rms_prop=self.use_rms_prop,
-            rms_prop_eps=self.rms_prop_eps,
-            normalize_advantage=self.normalize_advantage,
-            **self._shared(env, steps),
-            **where,
-        )
 
 
 @dataclass
@@ -231,7 +190,12 @@ class Environments:
     subprocesses: bool = False
 
     def make(
-        self, num_envs: int, seed: int, gamma: float, backend: Backend | None = None
+        self,
+        num_envs: int,
+        seed: int,
+        gamma: float,
+        longest: int | None = None,
+        backend: Backend | None = None,
     ) -> VecEnv:
         """Make environments.
 
@@ -239,21 +203,21 @@ class Environments:
             num_envs: how many.
             seed: of the first; the others count on from it.
             gamma: discount of the returns whose spread scales the rewards, with ``normalize``.
+            longest: steps of the longest game, in place of the environment's own limit.
             backend: of Atari games, in place of the option.
         """
-        own = self.env_kwargs or self.subprocesses
-        if is_atari(self.env) and (self.normalize or own):
+        options: dict[str, Any] = {"env_kwargs": self.env_kwargs} if self.env_kwargs else {}
+        if longest is not None:
+            options["env_kwargs"] = {**(self.env_kwargs or {}), "max_episode_steps": longest}
+        if self.subprocesses:
+            options["vec_env_cls"] = SubprocVecEnv
+        if is_atari(self.env) and (self.normalize or options):
             raise ValueError(
-                "normalize, env_kwargs and subprocesses are not for Atari games: their pixels are "
-                "scaled anyway, and they play in threads"
+                "normalize, env_kwargs, subprocesses and eval_max_steps are not for Atari games: "
+                "their pixels are scaled anyway, they play in threads, and have a time limit"
             )
-        if own:
-            many = SubprocVecEnv if self.subprocesses and num_envs > 1 else DummyVecEnv
-            modulo = self.num_actions and partial(ModuloActions, num_actions=self.num_actions)
-            env = make_vec_env(self.env, num_envs, seed, env_kwargs=self.env_kwargs,
-                               wrapper_class=modulo or None, vec_env_cls=many)  # fmt: skip
-        else:
-            env = make_env(self.env, num_envs, backend or self.backend, seed, self.num_actions)
+        backend = backend or self.backend
+        env = make_env(self.env, num_envs, backend, seed, self.num_actions, **options)
         return VecNormalize(env, gamma=gamma) if self.normalize else env
 
 
@@ -265,12 +229,11 @@ class Training:
         total_steps: steps of all environments together, also --max_steps. By default 50,000; of
             Atari games 8,000,000 with an accelerator, else 30,000.
         device: auto is CUDA for pictures, else the CPU.
-        devices: 1; Stable-Baselines3 trains a policy on one device.
         eval_games: games of an evaluation.
         eval_every: steps between evaluations; by default a tenth of all, 0 for none.
         eval_deterministic: evaluate with the likeliest actions, do not sample.
-        eval_max_steps: longest evaluation, in steps; by default 10,000 where the environment has
-            no time limit. Games that are not finished then count as they are.
+        eval_max_steps: steps of the longest game of an evaluation; by default 10,000 where the
+            environment has no time limit. Games that are not finished then count as they are.
         gif: write a GIF of a game at the end.
         callbacks: callbacks of Stable-Baselines3.
         log_formats: of Stable-Baselines3's log beside TensorBoard's: csv, json, log, stdout.
@@ -280,7 +243,6 @@ class Training:
 
     total_steps: int | float | None = None
     device: str = "auto"
-    devices: int | str = 1
     eval_games: int = 10
     eval_every: int | float | None = None
     eval_deterministic: bool = False
@@ -297,23 +259,9 @@ class Training:
             if value is not None and not (value >= least and float(value).is_integer()):
                 raise ValueError(f"{name} must be a whole number from {least} on, got {value}")
             setattr(self, name, None if value is None else int(value))  # it may be 1e6
-        if self.device != "auto":
-            check_device(self.device)
-        if str(self.devices) != "1":
-            raise ValueError(
-                f"devices must be 1, got {self.devices}: Stable-Baselines3 trains a policy on one "
-                "device (see --device); experiments/sweep.py fills several GPUs with runs"
-            )
-
-
-def check_device(name: str) -> None:
-    """Raise unless there is such a device; Stable-Baselines3 would take the CPU in its place."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        choices = "auto, cpu, cuda, cuda:0 and the like"
-        raise ValueError(f"unknown device {name!r}; choose from {choices}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {name!r} here")
+        kind, _, number = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"unknown device {self.device!r}; choose from auto, cpu, cuda, cuda:1")
+        # Stable-Baselines3 would take the CPU in its place.
+        if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there is no device {self.device!r} here")

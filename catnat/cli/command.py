@@ -1,0 +1,266 @@
+"""The command line of a run, whatever trains it: options, folder, resuming, what is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentError
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.callbacks.timer import Interval
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
+
+from catnat.callbacks.checkpoints import Stopped, load_checkpoint
+from catnat.cli import report
+from catnat.cli.errors import RunFailed, UsageError, check_choice, is_mistake, one_line
+from catnat.cli.folders import RunFolder
+from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
+from catnat.cli.options import Parser, arguments, full_names
+from catnat.flat_heads import head_names, make_head
+
+# A default of Lightning's Timer, which YAML could not write into config.yaml.
+yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))
+
+# Options that say how a run is watched, or where it runs: it learns the same whatever they are.
+_MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
+               "trainer.callbacks", "trainer.logger", "trainer.log_formats", "trainer.profiler",
+               "save_every", "fisher", "import", "data.root", "data.download")  # fmt: skip
+_LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
+_MUST_NOT = ("model.class_path", "model.head", "model.head_options", "data.num_actions",
+             "data.normalize")  # fmt: skip
+
+
+class RunCLI(LightningCLI):
+    """A LightningCLI with short names of options, and a folder for each run.
+
+    ``model`` and ``config`` are what a command line describes, ``metrics`` what a run ended with.
+    A subclass has a method for each command, such as ``fit``.
+
+    Args:
+        args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
+        run: do what the command line says. Otherwise only the objects are made, and no folder.
+        options: of LightningCLI.
+    """
+
+    recipe: Recipe  # how the model is trained by default
+    in_checkpoints: str  # a name that every checkpoint has
+    data_path: str | None = None  # of the data's class, where that is an option
+    short: dict[str, str]  # full names of options by their short ones
+    groups: dict[str, Any]  # the classes behind groups of options, for help
+
+    def __init__(self, args: list[str] | None = None, run: bool = True, **options: Any) -> None:
+        report.silence()
+        self.names = names = read_names(sys.argv[1:] if args is None else args)
+        for each in names.imports:
+            import_module(each)
+        self.checkpoint = {} if names.ckpt_path is None else load_checkpoint(names.ckpt_path)
+        self.began = self.checkpoint.get("global_step", 0)
+        self.metrics: dict[str, Any] = {}
+        self.remark, self.runs = "", run
+        self.find_classes()
+        try:
+            super().__init__(
+                save_config_callback=None,
+                seed_everything_default=0,
+                parser_class=Parser,
+                parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
+                args=self._words(),
+                run=False,
+                load_from_checkpoint_support=False,
+                **options,
+            )
+            if run:
+                self._run()
+        finally:
+            if run:
+                self.close()
+
+    # -- what a subclass says ------------------------------------------------------------------
+
+    def find_classes(self) -> None:
+        """Find the classes that the names of the command line mean."""
+        raise NotImplementedError
+
+    def usual(self, given: list[str]) -> list[str]:
+        """Defaults of this model and these data, as words of a command line."""
+        raise NotImplementedError
+
+    @property
+    def step(self) -> int:
+        """The number of steps done; 0 before there is a model."""
+        raise NotImplementedError
+
+    # -- from words to options -----------------------------------------------------------------
+
+    def _words(self) -> list[str]:
+        """The command line with full names, after the options of the resumed run."""
+        names = self.names
+        words = list(full_names(names.words, self.short))
+        resumed = [] if names.record else self._kept_options()
+        files = [f"--config={path}" for path in names.configs]
+        lengths = ("--trainer.max_epochs", "--trainer.max_time")
+        if self.checkpoint and any(word.startswith(lengths) for word in words):
+            words.insert(0, "--trainer.max_steps=-1")  # who gives another length leaves this open
+        root = f"--trainer.default_root_dir={names.root}"
+        imports = f"--import={json.dumps(names.imports)}"
+        head = [f"--model.head={canonical_head(names.head)}"] if names.head else []
+        return [*resumed, *files, *self._classes(), root, imports, *words, *head]
+
+    def _classes(self) -> list[str]:
+        data = [f"--data={self.data_path}"] if self.data_path else []
+        return [f"--model={self.names.path}", *data]
+
+    def _kept_options(self) -> list[str]:
+        """The options of model and data in a checkpoint that lies in no folder of a run."""
+        kept = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
+        return [
+            f"--{group}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for group, where in kept.items()
+            for name, value in self.checkpoint.get(where, {}).items()
+            if name in arguments(self.groups.get(group))
+            and value is not None
+            and f"{group}.{name}" not in self.short  # it does not follow from another
+        ]
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Add the options that every run has."""
+        parser.add_argument("--import", type=list[str], default=[], help="modules to import first")
+        parser.add_argument("--ckpt_path", type=str | None, default=None,
+                            help="resume or test a checkpoint: a file, last or best")  # fmt: skip
+        parser.add_argument("--save_every", type=int | None, default=None,
+                            help="steps between checkpoints")  # fmt: skip
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse the words of :meth:`_words`, after the defaults of model and data."""
+        try:
+            self.config = parser.parse_args([*self._classes(), *self.usual(args), *args])
+        except ArgumentError as error:
+            options = [name.lstrip("-") for name in parser._option_string_actions]
+            known = [*options, *self.short, *self.short.values()]
+            raise UsageError(one_line(error, known)) from error
+
+    def before_instantiate_classes(self) -> None:
+        """Set the number of steps and the folder; compare with the run that is resumed."""
+        names = self.names
+        self._set_length()
+        self.head = (self.config.model.get("init_args") or {}).get("head")
+        home = Path(names.root, names.model, self.head or "no_head")
+        self.folder = RunFolder(home, names.ckpt_path, names.command == "fit")
+        self.config.ckpt_path = None  # how the run began, not where it was resumed
+        self.options = self.parser.dump(self.config, skip_unset=False)
+        self.title = f"{names.command} {names.model}{f' with {self.head}' if self.head else ''}"
+        if self.checkpoint:
+            self.remark = self._compare(_flat(yaml.safe_load(self.options)))
+        if self.runs and self.keeps and self.is_first:
+            self.folder.open(self.options)
+
+    def _set_length(self) -> None:
+        """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
+        trainer, recipe = self.config.trainer, self.recipe
+        if any(trainer.get(name) not in (None, -1) for name in _LENGTHS):
+            return
+        device = trainer.get("accelerator") or trainer.get("device")
+        on_cpu = device == "cpu" or not torch.accelerator.is_available()
+        steps = recipe.steps_on_cpu if on_cpu else recipe.steps
+        self.config[self.short["max_steps"]] = steps
+        if steps < recipe.steps and not trainer.get("fast_dev_run"):
+            self.remark = f", {steps} steps on this CPU; the recipe: --max_steps {recipe.steps}"
+
+    def _compare(self, now: Mapping[str, Any]) -> str:
+        """A remark about the run that is resumed: its step, and options that differ now.
+
+        Raises:
+            UsageError: the checkpoint is one of another model or another head.
+        """
+        if self.in_checkpoints not in self.checkpoint:
+            raise UsageError(f"checkpoint {self.names.ckpt_path} is one of another model")
+        kept, record = self.checkpoint.get("hyper_parameters", {}), self.names.record
+        data = kept | self.checkpoint.get("datamodule_hyper_parameters", {})
+        began = _flat(read_yaml(str(record)) if record else {"model": kept, "data": data})
+        differ = [name for name in now if name in began and now[name] != began[name]]
+        for name in differ:
+            if name in _MUST_NOT:
+                made = f"{name.removeprefix('model.')} {began[name]}, not {now[name]}"
+                raise UsageError(f"checkpoint {self.names.ckpt_path} has {made}")
+        said = f", resumed after step {self.checkpoint.get('global_step')}"
+        listed = [f"{name.partition('.')[2] or name} {began[name]} -> {now[name]}"
+                  for name in differ if record and not name.startswith(_MAY_DIFFER)]  # fmt: skip
+        if listed:
+            said += f", with other options than it began with: {', '.join(listed)}"
+        anneals = now.get("model.anneal_lr") or now.get("model.lr_schedule") not in (
+            None,
+            "constant",
+        )
+        if anneals and {"trainer.max_steps", "trainer.total_steps"} & set(differ):
+            said += "; the learning rate falls until the new last step, so it is higher now"
+        return said
+
+    # -- the run -------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the run leaves a folder."""
+        return self.names.command == "fit"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and reports, of several that may train together."""
+        return getattr(rank_zero_only, "rank", 0) == 0
+
+    def _run(self) -> None:
+        """Do what the command line says."""
+        names = self.names
+        if not hasattr(self, names.command):
+            raise UsageError(f"{names.model} has no command {names.command}")
+        if names.command != "fit" and names.ckpt_path is None:
+            raise UsageError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
+        self.checkpoint = {}  # free the memory
+        if self.is_first:
+            where = f": {self.folder.path}" if self.keeps or names.ckpt_path else ""
+            remark = self.remark if names.command == "fit" else ""
+            print(f"{self.title}{where}{remark}", flush=True)
+        try:
+            self.metrics = getattr(self, names.command)()
+        except Stopped as stop:
+            print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
+            raise SystemExit(128 + stop.signum) from None
+        except (ValueError, RuntimeError) as error:
+            if self.step <= self.began or not is_mistake(error):
+                raise
+            last = self.folder.path / "checkpoints" / "last.ckpt"
+            saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
+            after = f"training ended after step {self.step}"
+            raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
+        if self.is_first and self.metrics:
+            report.show_metrics(self.metrics, self.folder.path, keep=self.keeps)
+
+    def close(self) -> None:
+        """Give back what the run holds, and remove the folder of a run that was refused."""
+        if hasattr(self, "folder"):
+            self.folder.close(self.step > self.began)
+
+
+def canonical_head(name: str) -> str:
+    """The registered name of a head, which may be given by an alias such as catnat-natural."""
+    try:
+        return name if name in head_names() else make_head(name, 4).name
+    except ValueError:
+        check_choice("--head", name, head_names())
+        raise
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by group and name, such as model.head; empty ones are None."""
+    flat: dict[str, Any] = {}
+    for group, value in config.items():
+        inner = value | (value.get("init_args") or {}) if isinstance(value, dict) else None
+        if inner is None:
+            flat[group] = value
+        else:
+            flat |= {f"{group}.{name}": each for name, each in inner.items() if name != "init_args"}
+    return {name: None if value == {} else value for name, value in flat.items()}
