@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from catnat import HeadCategorical
 from catnat.checks import require_choice, require_positive
-from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
 
@@ -53,6 +51,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         "temperature_rate",
         "min_temperature",
         "temperature_steps",
+        "estimator",
     )
 
     def __init__(
@@ -85,6 +84,7 @@ class MLPDiscreteVAE(DiscreteVAE):
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
             head_options=head_options,
+            estimator="score-function",
             capture=capture,
         )
         self.baseline = baseline_value if baseline == "constant" else None
@@ -93,15 +93,6 @@ class MLPDiscreteVAE(DiscreteVAE):
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return mlp_encoder(num_scores), mlp_decoder(num_inputs)
-
-    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """Negative ELBO with the score-function gradient, a scalar; q has batch shape (B, N)."""
-        z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
-        log_q = (z * q.logits).sum((-2, -1))  # (M, B)
-        reconstruction = score_function_surrogate(
-            self.reconstruction(batch, z), log_q, self.baseline
-        )
-        return (reconstruction + self.kl(q)).mean()
 
     def logged_settings(self) -> dict[str, float]:
         """Nothing: this model has no temperature."""

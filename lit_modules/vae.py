@@ -1,11 +1,11 @@
-"""The convolutional VAE with N categorical latents, trained with straight-through Gumbel."""
+"""The convolutional VAE with N categorical latents, trained through samples of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_choice, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
+from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.metrics import RowMeans
+
+Estimator = Literal["gumbel", "straight-through", "reinmax", "relaxed", "score-function"]
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -34,8 +37,10 @@ class DiscreteVAE(StepModule):
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
 
-    z is one-hot, a Gumbel sample of q whose gradient is that of its relaxation at temperature
-    τ(step) = max(exp(-rate step), min), renewed every ``temperature_steps`` steps.
+    z is a sample of q, one-hot, whose gradient is that of an estimator: the default "gumbel" takes
+    that of its relaxation at temperature τ(step) = max(exp(-rate step), min), renewed every
+    ``temperature_steps`` steps; the others are those of ``q.rsample`` (with "relaxed", z itself is
+    the relaxation) and "score-function", with two samples that are each other's baseline.
 
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
@@ -62,6 +67,8 @@ class DiscreteVAE(StepModule):
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
+        estimator: of the gradient through z: "gumbel", "straight-through", "reinmax", "relaxed" or
+            "score-function".
         capture: replay training steps as CUDA graphs, many times faster for a model this small,
             with the same results. None: wherever that is possible.
     """
@@ -83,10 +90,12 @@ class DiscreteVAE(StepModule):
         temperature_steps: int = 1000,
         nll_samples: int = 512,
         head_options: dict[str, float | bool] | None = None,
+        estimator: Estimator = "gumbel",
         capture: bool | None = None,
     ) -> None:
         super().__init__(capture, gradient_clip)
         require_choice(_OPTIMIZERS, optimizer=optimizer)
+        require_choice(get_args(Estimator), estimator=estimator)
         require_positive(
             num_latents=num_latents,
             learning_rate=learning_rate,
@@ -106,6 +115,9 @@ class DiscreteVAE(StepModule):
         self.encoder, self.decoder = self.make_networks(
             num_latents * self.head.num_scores, num_latents * num_categories
         )
+        self.estimator = estimator
+        self.num_samples = 2  # of the score function, with the mean of the others as baseline
+        self.baseline: float | None = None
         self.learning_rate, self.optimizer_name = learning_rate, optimizer
         self.lr_decay, self.lr_decay_steps = lr_decay, lr_decay_steps
         self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
@@ -148,9 +160,16 @@ class DiscreteVAE(StepModule):
         return scores.reshape(-1, N, S)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """The negative ELBO with one sample of z, a scalar; q has batch shape (B, N)."""
-        z = q.rsample_relaxed(self.temperature(), hard=True)  # (B, N, K)
-        return (self.reconstruction(batch, z) + self.kl(q)).mean()
+        """The negative ELBO with samples of z, a scalar; q has batch shape (B, N)."""
+        if self.estimator == "score-function":
+            z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
+            log_q = (z * q.logits).sum((-2, -1))  # (M, B)
+            losses = self.reconstruction(batch, z)
+            reconstruction = score_function_surrogate(losses, log_q, self.baseline)
+        else:
+            z = q.rsample(estimator=self.estimator, temperature=self.temperature())  # (B, N, K)
+            reconstruction = self.reconstruction(batch, z)
+        return (reconstruction + self.kl(q)).mean()
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""

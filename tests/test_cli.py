@@ -42,6 +42,7 @@ WRONG = {
     "--num_latents 0": "num_latents must be positive",
     "--learning_rate nan": "learning_rate",
     "--optimizer adm": "one of 'adam', 'sgd'",
+    "--estimator gumble": "one of 'gumbel', 'straight-through', 'reinmax', 'relaxed', 'score",
     "--head_options.amplitde 3": "no option 'amplitde'",
     "--batch_size 5000": "more than the 60 training images",
     "--data mnits": "did you mean mnist?",

@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import head_names
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules.vae import Estimator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = [DiscreteVAE, MLPDiscreteVAE]
@@ -148,6 +150,33 @@ def test_the_temperature_follows_the_optimizer_steps(x):
     torch.testing.assert_close(seen, expected, rtol=1e-6, atol=0)
     assert run.callback_metrics["train/temperature"] == pytest.approx(expected[-1])
     assert run.progress_bar_metrics.keys() == {"train/loss"}
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = DiscreteVAE("natural", num_latents=4, learning_rate=3e-3, **options)
+        losses = []
+
+        class Record(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                losses.append(outputs["loss"].item())
+
+        before = model.encoder[0].weight.detach().clone()
+        fit(model, x, steps=30, callbacks=[Record()])
+        assert not torch.equal(model.encoder[0].weight, before)
+        return losses
+
+    losses = trained(estimator=estimator)
+    assert losses[-1] < 0.8 * losses[0]
+    assert (losses == trained()) == (estimator == "gumbel")
+
+
+def test_a_wrong_estimator_is_one_line_with_the_choices():
+    with pytest.raises(ValueError, match="choose from gumbel, straight-through, reinmax") as caught:
+        DiscreteVAE(estimator="gumbell")
+    assert "\n" not in str(caught.value)
 
 
 def test_an_encoder_with_another_number_of_scores_is_named(x):
