@@ -95,10 +95,12 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("## Bias and variance of gradient estimators\n")
     print(f"- `python {' '.join(sys.argv)}`, torch {torch.__version__}.")
-    print(f"- Gradient of E_q[loss] in the scores of {args.images} test images, VAE with {N} latents")
-    print(f"  of {K} categories after {args.steps} steps; {args.draws:,} draws of each image.")
-    print("- Bias: norm of the mean's error, relative to the exact gradient. Variance: of one draw,")
-    print("  relative to the squared norm of the exact gradient. The score function decodes twice.\n")
+    print(f"- Gradient of E_q[loss] in the scores of {args.images} test images; {N} latents of {K}")
+    print(f"  categories; {args.steps} training steps; {args.draws:,} draws of each image.")
+    print(
+        "- Bias: norm of the error of the mean, relative to that of the exact gradient. Variance:"
+    )
+    print("  of one draw, relative to its square. A draw of the score function has two samples.\n")
     heads = head_names()
     print(f"| estimator | {' | '.join(f'{head}: bias | variance' for head in heads)} |")
     print("|---|" + "---|---|" * len(heads), flush=True)

@@ -44,7 +44,7 @@ WRONG = {
     "--optimizer adm": "one of 'adam', 'sgd'",
     "--estimator gumble": "one of 'gumbel', 'straight-through', 'reinmax', 'relaxed', 'score",
     "--head_options.amplitde 3": "no option 'amplitde'",
-    "--batch_size 5000": "more than the 60 training images",
+    "--batch_size 5000": "more than the 60 items to train on",
     "--data mnits": "did you mean mnist?",
     "--data community-graph": "not one of mnist, fashion-mnist, kmnist",
     "--seed -1": "not in bounds",

@@ -46,7 +46,7 @@ class Explained(TensorBoardLogger):
 def root(tmp_path_factory, data):
     """The folder of a run of a VAE and of a graph."""
     root = tmp_path_factory.mktemp("runs")
-    graphs = CommunityGraphDataModule(communities=1, num_pairs=120, root=str(root / "data"))
+    graphs = CommunityGraphDataModule(communities=1, num_pairs=120)
     graphs.batch_size = 8
     models = {
         "vae": (
