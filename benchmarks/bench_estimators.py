@@ -97,10 +97,8 @@ def main() -> None:
     print(f"- `python {' '.join(sys.argv)}`, torch {torch.__version__}.")
     print(f"- Gradient of E_q[loss] in the scores of {args.images} test images; {N} latents of {K}")
     print(f"  categories; {args.steps} training steps; {args.draws:,} draws of each image.")
-    print(
-        "- Bias: norm of the error of the mean, relative to that of the exact gradient. Variance:"
-    )
-    print("  of one draw, relative to its square. A draw of the score function has two samples.\n")
+    print("- Bias: norm of the error of the mean, divided by that of the exact gradient. Variance:")
+    print("  of one draw, divided by its square. A draw of the score function has two samples.\n")
     heads = head_names()
     print(f"| estimator | {' | '.join(f'{head}: bias | variance' for head in heads)} |")
     print("|---|" + "---|---|" * len(heads), flush=True)
