@@ -120,7 +120,6 @@ class Plan:
         metrics: columns of the table.
         columns: options of the grid that stand across in the first table.
         names: short names of options.
-        curves: scalars that figures show over steps.
         paper: the paper's numbers.
         differences: from the paper, in words.
         formerly: names that the plan had when some of its rows were made.
@@ -139,7 +138,6 @@ class Plan:
     seeds: list[int] = field(default_factory=lambda: [1])
     columns: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
-    curves: list[str] = field(default_factory=list)
     paper: Paper | None = None
     differences: list[str] = field(default_factory=list)
     formerly: list[str] = field(default_factory=list)
