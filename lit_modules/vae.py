@@ -129,7 +129,6 @@ class DiscreteVAE(StepModule):
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
-        self._checked_parts: set[str] = set()  # of the data, whose first batch was looked at
         self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
@@ -214,28 +213,22 @@ class DiscreteVAE(StepModule):
         step -= step % self.temperature_steps
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
-    def setup(self, stage: str) -> None:
-        """Look at the images of each part again."""
-        super().setup(stage)
-        self._checked_parts = set()
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the images, and prepare the step."""
-        self._check(batch, "train")
+        self._check(batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
-    def _check(self, batch: Any, part: str) -> None:
+    def _check(self, batch: Any, batch_idx: int) -> None:
         """Raise a ValueError for images of another size, or that are not probabilities of pixels.
 
-        On the CPU every batch is checked. On another device the first one of each part is, because
+        On the CPU every batch is checked. On another device the first one of each epoch is, because
         the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
         take other images.
         """
         x = self.images(batch)
-        known = part in self._checked_parts and x.device.type != "cpu"
-        if known or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
+        skipped = batch_idx > 0 and x.device.type != "cpu"
+        if skipped or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
             return
-        self._checked_parts.add(part)
         ours = type(self).make_networks.__module__.startswith("catnat.")
         if ours and x.shape[1:] != (1, 28, 28):
             raise ValueError(
@@ -272,15 +265,11 @@ class DiscreteVAE(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the images of earlier epochs."""
-        self._val_means.reset()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check(batch, "val")
+        self._check(batch, batch_idx)
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss = self.loss(batch, q)
@@ -288,19 +277,11 @@ class DiscreteVAE(StepModule):
         kl = self.kl(q)
         self._val_means.add_rows(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log means over all images of all ranks."""
-        self._log_metrics("val", self._val_means.compute())
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the images of earlier epochs."""
-        self._test_means.reset()
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check(batch, "test")
+        self._check(batch, batch_idx)
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
@@ -310,12 +291,11 @@ class DiscreteVAE(StepModule):
         rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
         self._test_means.add_rows(**rows, usage=q.probs)
 
-    def on_test_epoch_end(self) -> None:
-        """Log means over all images of all ranks, and metrics that follow from the means."""
-        means = self._test_means.compute()
-        self._log_metrics("test", self._test_metrics(means) if means else {})
-
-    def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+        """Means over all images of all ranks, and metrics that follow from the means."""
+        means = (self._val_means if stage == "val" else self._test_means).compute()
+        if "usage" not in means:
+            return means
         usage = means.pop("usage")  # mean q(z | x), (N, K)
         # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
         common = self.num_latents * math.log(self.head.num_categories)
@@ -339,9 +319,6 @@ class DiscreteVAE(StepModule):
         chunk = max(1, room // max(1, q.batch_shape[0]))
         nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
         return nll, total / self.nll_samples
-
-    def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
-        self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
 
 
 @contextmanager
