@@ -33,19 +33,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
 from catnat import CategoricalHead, head_names, make_head
+from catnat.callbacks.images import HEAD_COLORS, head_color
 from experiments.plan import Plan
 from experiments.runs import Run
 from experiments.significance import interval
 from experiments.sweep import Sweep, add_plan_options, read_only
 from experiments.tables import Cell, cells_of
 
-COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
-    "softmax": "#0072B2",
-    "sparsemax": "#E69F00",
-    "sigmoid": "#009E73",
-    "natural": "#D55E00",
-}
-_OTHERS = ("#CC79A7", "#56B4E9", "#000000", "#999999")
 _DASHES = {"natural": (0, (4, 2))}  # where it coincides with sigmoid both are seen
 _STYLE: dict[Any, Any] = {
     **{"font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "legend.fontsize": 8.5},
@@ -108,10 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def color(head: str, heads: Iterable[str] = ()) -> str:
-    """The color of a head; ``sigmoid-x`` has that of sigmoid, other heads get what is left."""
-    head = next((name for name in COLORS if head.startswith(f"{name}-")), head)
-    others = [each for each in dict.fromkeys(heads) if each not in COLORS]
-    return COLORS.get(head) or _OTHERS[others.index(head) % len(_OTHERS) if head in others else 0]
+    """The color of a head; ``sigmoid-x`` has that of sigmoid."""
+    own = next((name for name in HEAD_COLORS if head.startswith(f"{name}-")), head)
+    return head_color(own, dict.fromkeys(heads))
 
 
 def panels(count: int, width: float = 2.7, height: float = 2.3) -> tuple[Figure, list[Axes]]:

@@ -315,11 +315,6 @@ def load(name: str, scale: str | None = None) -> Plan:
 def _parsed(content: Options) -> Plan:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
-    unknown = sorted(set(content) - set(Plan.__dataclass_fields__))
-    if unknown:
-        raise ValueError(
-            f"unknown key {unknown[0]}; {choices(unknown[0], Plan.__dataclass_fields__)}"
-        )
     found: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
     return found
 
@@ -398,11 +393,7 @@ def choices(value: str, known: Iterable[Any]) -> str:
 
 
 def _unique(settings: Iterable[Options]) -> list[Options]:
-    found: list[Options] = []
-    for each in settings:
-        if each not in found:
-            found.append(each)
-    return found
+    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in settings)]
 
 
 def _one_line(error: BaseException) -> str:
