@@ -192,9 +192,8 @@ class Plan:
         found = self._first_settings(cell)
         if search.factors and (best := self._ranked(cell, found, rows)):
             ((option, center),) = best[0].items()
-            around = [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
-            found = _unique([*found, *around])
-        return found
+            found += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
+        return [each for number, each in enumerate(found) if each not in found[:number]]
 
     def selected(self, cell: Options, rows: Rows) -> list[Options]:
         """The settings of a cell's final runs; none while its search is not done."""
@@ -239,11 +238,10 @@ class Plan:
         assert self.search is not None
         if self.search.space:  # the same draws each time
             noise = random.Random(f"{self.study} {sorted(cell.items())}")
-            drawn = [
+            return [
                 {name: space.draw(noise) for name, space in self.search.space.items()}
                 for _ in range(self.search.trials)
             ]
-            return _unique(drawn)
         grid = self._of_head(cell, self.search.grid)
         return [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
 
@@ -390,10 +388,6 @@ def choices(value: str, known: Iterable[Any]) -> str:
     names = [str(each) for each in known]
     near = difflib.get_close_matches(value, names, 1)
     return f"did you mean {near[0]}?" if near else f"choices: {', '.join(names)}"
-
-
-def _unique(settings: Iterable[Options]) -> list[Options]:
-    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in settings)]
 
 
 def _one_line(error: BaseException) -> str:
