@@ -17,7 +17,8 @@ from catnat.lit_modules import GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
 from experiments import batched
 
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Points(LightningDataModule):
@@ -83,19 +84,24 @@ def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **opt
 def alone(one: batched.Member) -> StepModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(
-            max_steps=one.options["max_steps"], logger=False, enable_checkpointing=False, **QUIET
-        ).fit(one.model, datamodule=one.data)
+        options = {name: one.options[name] for name in ("max_steps", "accelerator")}
+        Trainer(**options, enable_checkpointing=False, **QUIET).fit(one.model, datamodule=one.data)
     return one.model
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD", "AdamW"])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_models_learn_what_each_would_learn_alone(optimizer: str, clip: float) -> None:
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=cuda)])
+def test_models_learn_what_each_would_learn_alone(
+    optimizer: str, clip: float, accelerator: str
+) -> None:
     def members() -> list[batched.Member]:
         options = {"optimizer": optimizer, "clip": clip}
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
-        return [classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings]
+        made = [classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings]
+        for one in made:
+            one.options["accelerator"] = accelerator
+        return made
 
     together = members()
     found = batched.Group(together).train(lambda line: None)
