@@ -47,7 +47,7 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--num_samples 2", "at least 3, got 2"),
         ("--estimator local_expectation --flip_samples 99", "at most num_samples, got 99"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
-        ("--batch_size 5000", "more than the 160 training pairs"),
+        ("--batch_size 5000", "more than the 160 items to train on"),
         ("--num_pairs 3", "at least 10, got 3"),
     ],
 )
