@@ -301,7 +301,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
 
     held = []
     args = sweep.build_parser().parse_args(arguments(path))
-    sweep.Sweep.of(str(path), args)._submit(Engine(), "test")
+    sweep.Sweep(str(path), args)._submit(Engine(), "test")
     assert order[:2] == [("search", 1.0), ("search", 2.0)]
     assert order[2:4] == [("final", 1.0), ("final", 1.0)]
     assert len(rows_of(path)) == 6
