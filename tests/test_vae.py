@@ -64,20 +64,41 @@ def evaluated(model, x, batch_size=6):
 # -- what is learned -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", head_names())
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_head_learns(kind, head, x):
-    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+def losses_of(model, x, steps):
+    """The losses of all steps of a run."""
     losses = []
 
     class Record(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             losses.append(outputs["loss"].item())
 
-    run = fit(model, x, steps=40, callbacks=[Record()])
-    assert run.global_step == len(losses) == 40
+    run = fit(model, x, steps, callbacks=[Record()])
+    assert run.global_step == len(losses) == steps
+    return losses
+
+
+@pytest.mark.parametrize("head", head_names())
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_head_learns(kind, head, x):
+    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+    losses = losses_of(model, x, steps=40)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = DiscreteVAE("natural", num_latents=4, learning_rate=3e-3, **options)
+        before = model.encoder[0].weight.detach().clone()
+        losses = losses_of(model, x, steps=30)
+        assert not torch.equal(model.encoder[0].weight, before)
+        return losses
+
+    losses = trained(estimator=estimator)
+    assert losses[-1] < 0.8 * losses[0]
+    assert estimator != "gumbel" or losses == trained()
 
 
 @pytest.mark.parametrize("head", head_names())
@@ -150,27 +171,6 @@ def test_the_temperature_follows_the_optimizer_steps(x):
     torch.testing.assert_close(seen, expected, rtol=1e-6, atol=0)
     assert run.callback_metrics["train/temperature"] == pytest.approx(expected[-1])
     assert run.progress_bar_metrics.keys() == {"train/loss"}
-
-
-@pytest.mark.parametrize("estimator", get_args(Estimator))
-def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
-    def trained(**options):
-        torch.manual_seed(0)
-        model = DiscreteVAE("natural", num_latents=4, learning_rate=3e-3, **options)
-        losses = []
-
-        class Record(Callback):
-            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-                losses.append(outputs["loss"].item())
-
-        before = model.encoder[0].weight.detach().clone()
-        fit(model, x, steps=30, callbacks=[Record()])
-        assert not torch.equal(model.encoder[0].weight, before)
-        return losses
-
-    losses = trained(estimator=estimator)
-    assert losses[-1] < 0.8 * losses[0]
-    assert estimator != "gumbel" or losses == trained()
 
 
 def test_an_encoder_with_another_number_of_scores_is_named(x):
