@@ -56,7 +56,7 @@ def lightning(args: argparse.Namespace, capture: bool | None, **options: Any) ->
         limit_val_batches=0,
     )
     model = GraphStructureLearner(args.head, capture=capture, **options)
-    trainer.fit(model, datamodule=CommunityGraphDataModule(root=args.root))
+    trainer.fit(model, datamodule=CommunityGraphDataModule())
     return clock.seconds_per_step
 
 
@@ -166,7 +166,6 @@ def main() -> None:
     """Print milliseconds per step and ratios."""
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--root", default="data", help="folder of the data")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--head", default="natural")
     parser.add_argument("--steps", type=int, help="steps of a run (CPU 400, CUDA 4000)")
@@ -179,7 +178,6 @@ def main() -> None:
         return measure(estimator, int(nodes))
     args.steps = args.steps or (400 if args.device == "cpu" else 4000)
     torch.set_num_threads(1)
-    CommunityGraphDataModule(root=args.root).prepare_data()
     runs: dict[str, Callable[[], float]] = {}
     if args.device == "cpu":
         runs["sparse batches, pairwise differences"] = lambda: seconds(sparse_batches_step(args), 5)

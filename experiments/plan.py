@@ -120,7 +120,6 @@ class Plan:
         metrics: columns of the table.
         columns: options of the grid that stand across in the first table.
         names: short names of options.
-        curves: scalars that figures show over steps.
         paper: the paper's numbers.
         differences: from the paper, in words.
         formerly: names that the plan had when some of its rows were made.
@@ -139,7 +138,6 @@ class Plan:
     seeds: list[int] = field(default_factory=lambda: [1])
     columns: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
-    curves: list[str] = field(default_factory=list)
     paper: Paper | None = None
     differences: list[str] = field(default_factory=list)
     formerly: list[str] = field(default_factory=list)
@@ -194,9 +192,8 @@ class Plan:
         found = self._first_settings(cell)
         if search.factors and (best := self._ranked(cell, found, rows)):
             ((option, center),) = best[0].items()
-            around = [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
-            found = _unique([*found, *around])
-        return found
+            found += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
+        return [each for number, each in enumerate(found) if each not in found[:number]]
 
     def selected(self, cell: Options, rows: Rows) -> list[Options]:
         """The settings of a cell's final runs; none while its search is not done."""
@@ -241,11 +238,10 @@ class Plan:
         assert self.search is not None
         if self.search.space:  # the same draws each time
             noise = random.Random(f"{self.study} {sorted(cell.items())}")
-            drawn = [
+            return [
                 {name: space.draw(noise) for name, space in self.search.space.items()}
                 for _ in range(self.search.trials)
             ]
-            return _unique(drawn)
         grid = self._of_head(cell, self.search.grid)
         return [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
 
@@ -317,11 +313,6 @@ def load(name: str, scale: str | None = None) -> Plan:
 def _parsed(content: Options) -> Plan:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
-    unknown = sorted(set(content) - set(Plan.__dataclass_fields__))
-    if unknown:
-        raise ValueError(
-            f"unknown key {unknown[0]}; {choices(unknown[0], Plan.__dataclass_fields__)}"
-        )
     found: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
     return found
 
@@ -397,14 +388,6 @@ def choices(value: str, known: Iterable[Any]) -> str:
     names = [str(each) for each in known]
     near = difflib.get_close_matches(value, names, 1)
     return f"did you mean {near[0]}?" if near else f"choices: {', '.join(names)}"
-
-
-def _unique(settings: Iterable[Options]) -> list[Options]:
-    found: list[Options] = []
-    for each in settings:
-        if each not in found:
-            found.append(each)
-    return found
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from experiments.plan import Options
 from experiments.runs import Rows, Run
 from experiments.sweep import Sweep, add_plan_options
 
@@ -27,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         for name in args.plans:
-            print("\n".join(lines(Sweep.of(name, args), args.cells)))
+            print("\n".join(lines(Sweep(name, args), args.cells)))
     except ValueError as error:
         print(f"status.py: {error}", file=sys.stderr)
         return 2
@@ -49,7 +48,8 @@ def lines(sweep: Sweep, each_cell: bool) -> list[str]:
             said.append(f"  failed: {run.name}: {row.about.get('note', '')}")
     for cell in cells if each_cell else []:
         runs = [*plan.search_runs(cell, rows), *plan.final_runs(cell, rows)]
-        said.append(f"  {words(cell)}: {counts(runs, rows)}")
+        words = " ".join(f"{name}={value}" for name, value in cell.items())
+        said.append(f"  {words}: {counts(runs, rows)}")
     return said
 
 
@@ -62,11 +62,6 @@ def counts(known: list[Run], rows: Rows) -> str:
         text = f"{states['finished']} of {len(found)} {stage} runs finished"
         parts.append(text + (f", {states['failed']} failed" if states["failed"] else ""))
     return "; ".join(parts) or "no run yet"
-
-
-def words(cell: Options) -> str:
-    """A cell in words."""
-    return " ".join(f"{name}={value}" for name, value in cell.items())
 
 
 if __name__ == "__main__":

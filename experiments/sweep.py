@@ -23,6 +23,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders o
 from experiments import plan as plans
 from experiments import runs
 from experiments.engines import Engine, Local, Outcome, Ray, Slurm, device_name
-from experiments.plan import Plan
-from experiments.runs import Row, Rows, Run
+from experiments.runs import Rows, Run
 
 ENGINES = ("local", "batched", "ray", "slurm", "print")
 SMOKE = "smoke"  # a scale whose rows are not results
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv[:split])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        sweeps = [Sweep.of(name, args, argv[split + 1 :]) for name in args.plans]
+        sweeps = [Sweep(name, args, argv[split + 1 :]) for name in args.plans]
         for each in sweeps:
             each.check()
         failed = sum(each.run(args) for each in sweeps)
@@ -108,25 +108,23 @@ def read_only(words: list[str]) -> dict[str, list[str]]:
 
 
 class Sweep:
-    """A plan, where its rows lie, and which part of it was asked for."""
+    """A plan, where its rows lie, and which part of it was asked for.
 
-    def __init__(
-        self, plan: Plan, path: Path, folder: Path, only: dict[str, list[str]], extra: list[str]
-    ) -> None:
-        self.plan, self.path, self.folder, self.only = plan, path, folder, only
-        self.extra = dict(_pair(word) for word in _joined(extra))
-        self.plan.options = self.plan.options | self.extra
+    Args:
+        name: of the plan, or its file.
+        args: what :func:`add_plan_options` reads.
+        extra: words of options for every run.
+    """
 
-    @classmethod
-    def of(cls, name: str, args: argparse.Namespace, extra: list[str] | None = None) -> Sweep:
-        """That of a command line."""
-        plan = plans.load(name, args.scale)
-        smoke = plan.scale == SMOKE
+    def __init__(self, name: str, args: argparse.Namespace, extra: Sequence[str] = ()) -> None:
+        self.plan = plans.load(name, args.scale)
+        smoke = self.plan.scale == SMOKE
         results = args.results or (args.runs / "results" if smoke else runs.RESULTS)
-        only = read_only(args.only)
-        plan.cells(only)  # says what is wrong with --only
-        path = runs.path_of(plan.study, results)
-        return cls(plan, path, (args.runs / plan.study).resolve(), only, extra or [])
+        self.path = runs.path_of(self.plan.study, results)
+        self.folder = (args.runs / self.plan.study).resolve()
+        self.only = read_only(args.only)
+        self.plan.cells(self.only)  # says what is wrong with --only
+        self.plan.options |= dict(_pair(word) for word in _joined(extra))
 
     def rows(self) -> Rows:
         """What is done."""
@@ -150,7 +148,8 @@ class Sweep:
                 except ValueError as error:
                     raise ValueError(f"{self.plan.name}: {error}") from error
         model = self.plan.model or None
-        same = [row for row in all_rows() if row.options.get("model") == model and row.finished]
+        published = [runs.read(path) for path in (runs.ROOT / "results").glob("*/runs.csv")]
+        same = [row for rows in published for row in rows if row.options.get("model") == model]
         known = {name for row in same for name in row.metrics}
         search = self.plan.search
         for metric in [*self.plan.metrics, *([search.metric] if search else [])]:
@@ -249,11 +248,6 @@ def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
     return Local(args.jobs, args.retries)
 
 
-def all_rows() -> list[Row]:
-    """The rows of all studies of the checkout."""
-    return [row for path in (runs.ROOT / "results").glob("*/runs.csv") for row in runs.read(path)]
-
-
 def check_arguments(arguments: list[str]) -> None:
     """Raise a ValueError if ``train.py`` would refuse these options."""
     from jsonargparse import ArgumentError
@@ -286,7 +280,7 @@ def _pair(word: str) -> tuple[str, str]:
     return name, value
 
 
-def _joined(words: list[str]) -> list[str]:
+def _joined(words: Sequence[str]) -> list[str]:
     """--name value as --name=value."""
     found: list[str] = []
     for word in words:

@@ -69,7 +69,7 @@ def tables_of(name: str, args: argparse.Namespace) -> list[str]:
         return [gaps(runs.read(runs.path_of("vae", results)))]
     draw = {"markdown": markdown, "latex": latex, "csv": as_csv}[args.format]
     if name in plans.names() or name.endswith((".yaml", ".yml")):
-        sweep = Sweep.of(name, args)
+        sweep = Sweep(name, args)
         return [draw(sweep.plan, cells_of(sweep.plan, sweep.rows(), sweep.only))]
     found = []
     for each in plans.names():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.cuda_graph import Backlog, StepGraph, send, why_not_captured
+from catnat.cuda_graph import Backlog, StepGraph, why_not_captured
 
 if TYPE_CHECKING:
     from catnat.lit_modules.step_module import StepModule
@@ -61,8 +61,6 @@ class ReplayedSteps:
         self._several_ranks = isinstance(module.trainer.strategy, DDPStrategy)
         self._backlog: Backlog | None = None
         self._one_by_one = False  # whether Lightning hands over every single batch
-        # The last loss on its way to the host: its step, a function that waits for it, settings.
-        self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None
 
     @classmethod
     def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
@@ -131,17 +129,10 @@ class ReplayedSteps:
             self._backlog.add()
         every: int = getattr(self._trainer, "log_every_n_steps", 0)
         if every and step // every > first // every:
-            self.finish()  # logs the loss sent before: waiting for this one would idle the device
-            self._sent = (step - 1, send(loss), module.logged_settings())
+            values = {"train/loss": loss.item()} | module.logged_settings()
+            for logger in module.loggers:
+                logger.log_metrics(values, step - 1)
         return loss.detach()
-
-    def finish(self) -> None:
-        """Log the loss that was sent to the host last."""
-        if self._sent is not None:
-            step, receive, settings = self._sent
-            self._sent = None
-            for logger in self._module.loggers:
-                logger.log_metrics({"train/loss": receive().item()} | settings, step)
 
     def _further_batches(self) -> Iterable[Any]:
         """The batches after the one that Lightning handed over, to be taken together with it."""
@@ -230,21 +221,14 @@ def why_not(module: StepModule) -> str | None:
         "the Trainer clips gradients; use the model's gradient_clip": (
             trainer.gradient_clip_val is not None
         ),
-        "an embedding has sparse gradients": any(
-            isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
-            for each in module.modules()
-        ),
     }
     if ddp:
+        options = (strategy._ddp_comm_hook, strategy._layer_sync)
+        unused = strategy._ddp_kwargs.get("find_unused_parameters")
         obstacles |= {
             "the ranks do not use NCCL": dist.is_initialized() and dist.get_backend() != "nccl",
-            "DDP looks for unused parameters": bool(
-                strategy._ddp_kwargs.get("find_unused_parameters")
-            ),
-            "DDP has a communication hook": strategy._ddp_comm_hook is not None,
-            "batch norms are synchronized": strategy._layer_sync is not None,
-            "the parameters have more than one dtype": (
-                len({p.dtype for p in module.parameters()}) > 1
+            "DDP has a communication hook, synchronized batch norms or unused parameters": (
+                bool(unused) or any(each is not None for each in options)
             ),
         }
     return why_not_captured(module.capture, strategy.root_device, obstacles)

@@ -268,14 +268,6 @@ class GraphStructureLearner(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the pairs of earlier epochs."""
-        self._prediction.reset()
-        self._means.reset()
-        self._loss_mean.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One pass."""
         if self._is_empty(batch):
@@ -289,10 +281,6 @@ class GraphStructureLearner(StepModule):
         self._loss_mean.update(pairs, loss=loss.double() * pairs)
         self._add(batch, scores, q)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log the metrics of all pairs of all ranks."""
-        self._log_metrics("val")
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``test_passes`` passes."""
         if self._is_empty(batch):
@@ -303,10 +291,6 @@ class GraphStructureLearner(StepModule):
             for _ in range(self.test_passes):
                 self._predict(batch, q)
         self._add(batch, scores, q)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics of all pairs of all ranks."""
-        self._log_metrics("test")
 
     def _is_empty(self, batch: Any) -> bool:
         """Whether this rank has no pair."""
@@ -341,18 +325,19 @@ class GraphStructureLearner(StepModule):
         theta = q.probs[..., 1].double()
         self._means.update(pairs, saturated=saturated * pairs, theta=theta * pairs)
 
-    def _log_metrics(self, stage: str) -> None:
+    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+        """Means over all pairs of all ranks, and the distance from the truth where it is known."""
         found = self._means.compute()
         if not found:
-            return  # a subclass evaluates in its own way
+            return {}  # a subclass evaluates in its own way
         found |= self._prediction.compute() | self._loss_mean.compute()
         means = {name: each.float() for name, each in found.items()}
         theta = means.pop("theta").reshape(self.num_nodes, self.num_nodes)
         values = means | {"energy_score_2x": 2 * means["energy_score"]}
         data = getattr(self.trainer, "datamodule", None)
-        optimal = getattr(data, "optimal", None)
-        if stage == "test" and optimal is not None:
+        optimal = getattr(data, "optimal", None) if stage == "test" else None
+        if optimal is not None:
             values["gap_2x"] = values["energy_score_2x"] - optimal["energy_score_2x"]
         if (truth := getattr(data, "edge_probs", None)) is not None:
             values |= edge_errors(theta, truth.to(self.device))
-        self.log_dict({f"{stage}/{name}": each for name, each in values.items()}, sync_dist=True)
+        return values

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from catnat import HeadCategorical
 from catnat.checks import require_choice, require_positive
-from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import mlp_decoder, mlp_encoder
 from catnat.lit_modules.vae import DiscreteVAE
 
@@ -53,6 +51,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         "temperature_rate",
         "min_temperature",
         "temperature_steps",
+        "estimator",
     )
 
     def __init__(
@@ -85,6 +84,7 @@ class MLPDiscreteVAE(DiscreteVAE):
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
             head_options=head_options,
+            estimator="score-function",
             capture=capture,
         )
         self.baseline = baseline_value if baseline == "constant" else None
@@ -94,20 +94,14 @@ class MLPDiscreteVAE(DiscreteVAE):
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return mlp_encoder(num_scores), mlp_decoder(num_inputs)
 
-    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """Negative ELBO with the score-function gradient, a scalar; q has batch shape (B, N)."""
-        z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
-        log_q = (z * q.logits).sum((-2, -1))  # (M, B)
-        reconstruction = score_function_surrogate(
-            self.reconstruction(batch, z), log_q, self.baseline
-        )
-        return (reconstruction + self.kl(q)).mean()
-
     def logged_settings(self) -> dict[str, float]:
         """Nothing: this model has no temperature."""
         return {}
 
-    def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        log_prior = self.num_latents * math.log(self.head.num_categories)
-        table = means["elbo"] + log_prior * (1 - 1 / _TABLE_BATCH)
-        return super()._test_metrics(means) | {"elbo_table": table}
+    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+        """As for a :class:`DiscreteVAE`, with the ELBO of the paper's table."""
+        means = super().epoch_metrics(stage)
+        if stage == "test" and means:
+            log_prior = self.num_latents * math.log(self.head.num_categories)
+            means["elbo_table"] = means["elbo"] + log_prior * (1 - 1 / _TABLE_BATCH)
+        return means

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from catnat.checks import require_precision
 from catnat.cuda_graph import capturable_options, keep_kernels, set_learning_rate
 from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver
+from catnat.metrics import RowMeans
 from catnat.rng import forked_random_state, noise_state, separate_noise, set_noise_state
 
 
@@ -65,6 +66,14 @@ class StepModule(LightningModule):
     def why_host_needed(self) -> str | None:
         """Why the device cannot compute a step alone; None if it can."""
         return None
+
+    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+        """What is logged after an epoch of the stage "val" or "test".
+
+        It comes from :class:`~catnat.metrics.RowMeans` that are attributes of the module and start
+        anew in each epoch.
+        """
+        return {}
 
     # -- what a subclass uses ------------------------------------------------------------------
 
@@ -157,20 +166,14 @@ class StepModule(LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, algorithm)
 
-    def on_train_end(self) -> None:
-        """Log the last loss of replayed steps."""
-        if self._replay is not None:
-            self._replay.finish()
-
     def teardown(self, stage: str) -> None:
         """End replaying."""
         if stage == "fit":
             self._stop_replaying()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks; log what a resumed run will not take again."""
+        """Save the random states of all ranks, and logs that a resumed run does not write again."""
         if self._replay is not None:
-            self._replay.finish()
             for logger in self.loggers:
                 logger.save()
         checkpoint["noise"] = noise_state(self.device, self.all_gather)
@@ -178,6 +181,26 @@ class StepModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states for the start of training."""
         self._noise_to_restore = checkpoint.get("noise")
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the rows of earlier epochs."""
+        for each in self.children():
+            if isinstance(each, RowMeans):
+                each.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of all rows of all ranks."""
+        self._log_epoch("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of all rows of all ranks."""
+        self._log_epoch("test")
+
+    def _log_epoch(self, stage: str) -> None:
+        values = self.epoch_metrics(stage).items()
+        self.log_dict({f"{stage}/{name}": each.float() for name, each in values}, sync_dist=True)
 
     def _kernels(self, kind: Callable[..., Optimizer]) -> dict[str, bool]:
         if self.replays:

@@ -1,11 +1,11 @@
-"""The convolutional VAE with N categorical latents, trained with straight-through Gumbel."""
+"""The convolutional VAE with N categorical latents, trained through samples of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_choice, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
+from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import bernoulli_nll, importance_weighted_nll, kl_to_uniform
 from catnat.metrics import RowMeans
+
+Estimator = Literal["gumbel", "straight-through", "reinmax", "relaxed", "score-function"]
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
 _DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
@@ -34,8 +37,10 @@ class DiscreteVAE(StepModule):
 
     .. math:: \mathrm{loss} = -\log p(x \mid z) + KL(q(z \mid x) \,\|\, \mathrm{uniform})
 
-    z is one-hot, a Gumbel sample of q whose gradient is that of its relaxation at temperature
-    τ(step) = max(exp(-rate step), min), renewed every ``temperature_steps`` steps.
+    z is a sample of q, one-hot, whose gradient is that of an estimator: the default "gumbel" takes
+    that of its relaxation at temperature τ(step) = max(exp(-rate step), min), renewed every
+    ``temperature_steps`` steps; the others are those of ``q.rsample`` (with "relaxed", z itself is
+    the relaxation) and "score-function", with two samples that are each other's baseline.
 
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
@@ -62,6 +67,8 @@ class DiscreteVAE(StepModule):
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
+        estimator: of the gradient through z: "gumbel", "straight-through", "reinmax", "relaxed" or
+            "score-function".
         capture: replay training steps as CUDA graphs, many times faster for a model this small,
             with the same results. None: wherever that is possible.
     """
@@ -83,10 +90,12 @@ class DiscreteVAE(StepModule):
         temperature_steps: int = 1000,
         nll_samples: int = 512,
         head_options: dict[str, float | bool] | None = None,
+        estimator: Estimator = "gumbel",
         capture: bool | None = None,
     ) -> None:
         super().__init__(capture, gradient_clip)
         require_choice(_OPTIMIZERS, optimizer=optimizer)
+        require_choice(get_args(Estimator), estimator=estimator)
         require_positive(
             num_latents=num_latents,
             learning_rate=learning_rate,
@@ -106,6 +115,9 @@ class DiscreteVAE(StepModule):
         self.encoder, self.decoder = self.make_networks(
             num_latents * self.head.num_scores, num_latents * num_categories
         )
+        self.estimator = estimator
+        self.num_samples = 2  # of the score function, with the mean of the others as baseline
+        self.baseline: float | None = None
         self.learning_rate, self.optimizer_name = learning_rate, optimizer
         self.lr_decay, self.lr_decay_steps = lr_decay, lr_decay_steps
         self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
@@ -117,7 +129,6 @@ class DiscreteVAE(StepModule):
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
-        self._checked_parts: set[str] = set()  # of the data, whose first batch was looked at
         self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
@@ -148,9 +159,16 @@ class DiscreteVAE(StepModule):
         return scores.reshape(-1, N, S)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """The negative ELBO with one sample of z, a scalar; q has batch shape (B, N)."""
-        z = q.rsample_relaxed(self.temperature(), hard=True)  # (B, N, K)
-        return (self.reconstruction(batch, z) + self.kl(q)).mean()
+        """The negative ELBO with samples of z, a scalar; q has batch shape (B, N)."""
+        if self.estimator == "score-function":
+            z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
+            log_q = (z * q.logits).sum((-2, -1))  # (M, B)
+            losses = self.reconstruction(batch, z)
+            reconstruction = score_function_surrogate(losses, log_q, self.baseline)
+        else:
+            z = q.rsample(estimator=self.estimator, temperature=self.temperature())  # (B, N, K)
+            reconstruction = self.reconstruction(batch, z)
+        return (reconstruction + self.kl(q)).mean()
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
@@ -195,28 +213,22 @@ class DiscreteVAE(StepModule):
         step -= step % self.temperature_steps
         return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
-    def setup(self, stage: str) -> None:
-        """Look at the images of each part again."""
-        super().setup(stage)
-        self._checked_parts = set()
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the images, and prepare the step."""
-        self._check(batch, "train")
+        self._check(batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
-    def _check(self, batch: Any, part: str) -> None:
+    def _check(self, batch: Any, batch_idx: int) -> None:
         """Raise a ValueError for images of another size, or that are not probabilities of pixels.
 
-        On the CPU every batch is checked. On another device the first one of each part is, because
+        On the CPU every batch is checked. On another device the first one of each epoch is, because
         the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
         take other images.
         """
         x = self.images(batch)
-        known = part in self._checked_parts and x.device.type != "cpu"
-        if known or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
+        skipped = batch_idx > 0 and x.device.type != "cpu"
+        if skipped or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
             return
-        self._checked_parts.add(part)
         ours = type(self).make_networks.__module__.startswith("catnat.")
         if ours and x.shape[1:] != (1, 28, 28):
             raise ValueError(
@@ -253,15 +265,11 @@ class DiscreteVAE(StepModule):
 
     # -- evaluation ------------------------------------------------------------------------
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the images of earlier epochs."""
-        self._val_means.reset()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
         if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check(batch, "val")
+        self._check(batch, batch_idx)
         with self.evaluation_noise(batch_idx):
             q = self(batch)
             loss = self.loss(batch, q)
@@ -269,19 +277,11 @@ class DiscreteVAE(StepModule):
         kl = self.kl(q)
         self._val_means.add_rows(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log means over all images of all ranks."""
-        self._log_metrics("val", self._val_means.compute())
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the images of earlier epochs."""
-        self._test_means.reset()
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
         if not len(self.images(batch)):
             return  # this rank's share of the last batch is empty
-        self._check(batch, "test")
+        self._check(batch, batch_idx)
         scores = self.scores(batch)
         q = self.head(scores)
         with self.evaluation_noise(batch_idx):
@@ -291,12 +291,11 @@ class DiscreteVAE(StepModule):
         rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
         self._test_means.add_rows(**rows, usage=q.probs)
 
-    def on_test_epoch_end(self) -> None:
-        """Log means over all images of all ranks, and metrics that follow from the means."""
-        means = self._test_means.compute()
-        self._log_metrics("test", self._test_metrics(means) if means else {})
-
-    def _test_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+        """Means over all images of all ranks, and metrics that follow from the means."""
+        means = (self._val_means if stage == "val" else self._test_means).compute()
+        if "usage" not in means:
+            return means
         usage = means.pop("usage")  # mean q(z | x), (N, K)
         # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
         common = self.num_latents * math.log(self.head.num_categories)
@@ -320,9 +319,6 @@ class DiscreteVAE(StepModule):
         chunk = max(1, room // max(1, q.batch_shape[0]))
         nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
         return nll, total / self.nll_samples
-
-    def _log_metrics(self, stage: str, values: Mapping[str, Tensor]) -> None:
-        self.log_dict({f"{stage}/{name}": x.float() for name, x in values.items()}, sync_dist=True)
 
 
 @contextmanager

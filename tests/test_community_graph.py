@@ -1,4 +1,4 @@
-"""The community graph, the pairs generated with it, their file, and what the true model scores."""
+"""The community graph, the pairs generated with it, and what the true model scores."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,8 @@ from catnat.graphs import GCN
 PAPER = Path(__file__).resolve().parent.parent / "experiments" / "paper.json"
 
 
-def ready(root, **options):
-    data = CommunityGraphDataModule(root=str(root), **{"num_pairs": 100} | options)
-    data.prepare_data()
+def ready(**options):
+    data = CommunityGraphDataModule(**{"num_pairs": 100} | options)
     data.setup()
     return data
 
@@ -38,21 +37,21 @@ def test_the_graph(communities):
         assert c == 0 or graph[6 * c - 1, 6 * c] == 1
 
 
-def test_102_of_576_entries_as_in_the_paper(tmp_path):
-    data = ready(tmp_path)
+def test_102_of_576_entries_as_in_the_paper():
+    data = ready()
     assert data.edge_probs.shape == (24, 24)
     assert (data.edge_probs == 0.75).sum() == 102 and (data.edge_probs == 0).sum() == 474
 
 
 @pytest.mark.parametrize(("theta", "scale", "wanted"), [(0.9, None, 1.56), (0.5, None, 2.24),
                                                         (0.5, 3.0, 3.0)])  # fmt: skip
-def test_psi_has_the_scale(tmp_path, theta, scale, wanted):
-    data = ready(tmp_path, theta=theta, psi_scale=scale)
+def test_psi_has_the_scale(theta, scale, wanted):
+    data = ready(theta=theta, psi_scale=scale)
     assert data.psi.square().sum(0).mean() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_certain_edges_make_y_a_function_of_x(tmp_path):
-    data = ready(tmp_path, theta=1.0, communities=2, in_features=3, out_features=5)
+def test_certain_edges_make_y_a_function_of_x():
+    data = ready(theta=1.0, communities=2, in_features=3, out_features=5)
     x, y = pairs(data.val_dataloader())
     assert x.shape == (10, 12, 3)
     model = GCN(3, 5)
@@ -61,7 +60,7 @@ def test_certain_edges_make_y_a_function_of_x(tmp_path):
     assert data.optimal["energy_score"] == pytest.approx(0, abs=1e-4)
 
 
-def test_every_pair_has_a_graph_of_its_own(tmp_path, monkeypatch):
+def test_every_pair_has_a_graph_of_its_own(monkeypatch):
     """Mean and variance of y given x, over pairs with one x, and in pieces."""
     monkeypatch.setattr(community_graph, "_AT_ONCE", 300)
     messages = torch.randn(1, 24, 2)
@@ -72,18 +71,18 @@ def test_every_pair_has_a_graph_of_its_own(tmp_path, monkeypatch):
     assert torch.allclose(y.var(0), 0.21 * graph @ messages[0].square(), rtol=0.12)
 
 
-def test_parts_do_not_overlap_and_follow_the_seed(tmp_path):
-    data = ready(tmp_path, num_pairs=105)
+def test_parts_do_not_overlap_and_follow_the_seed():
+    data = ready(num_pairs=105)
     (val, _), (test, _) = pairs(data.val_dataloader()), pairs(data.test_dataloader())
     assert len(val) == len(test) == 10 and len(data._parts["train"][0]) == 85
     everything = torch.cat([data._parts["train"][0], val, test]).flatten(1)
     assert len(everything.unique(dim=0)) == 105
-    other, _ = pairs(ready(tmp_path, num_pairs=105, seed=1).test_dataloader())
+    other, _ = pairs(ready(num_pairs=105, seed=1).test_dataloader())
     assert not torch.equal(test, other)
 
 
-def test_training_batches_are_shuffled_pairs(tmp_path):
-    data = ready(tmp_path, batch_size=20)
+def test_training_batches_are_shuffled_pairs():
+    data = ready(batch_size=20)
     whole = {tuple(x.flatten().tolist()): y for x, y in zip(*data._parts["train"], strict=True)}
     loader = data.train_dataloader()
     draws = iter(loader)
@@ -96,45 +95,10 @@ def test_training_batches_are_shuffled_pairs(tmp_path):
     assert not whole
 
 
-# -- the file ------------------------------------------------------------------------------------
-
-
-def test_generated_once(tmp_path, monkeypatch):
-    first = ready(tmp_path)
-    monkeypatch.setattr(CommunityGraphDataModule, "_generate", None)
-    again = ready(tmp_path)
-    assert again.optimal == first.optimal and torch.equal(again.psi, first.psi)
-    assert [path.suffix for path in first.path.parent.iterdir()] == [".pt"], "nothing else is left"
-    assert torch.load(first.path, weights_only=True).keys() >= {"x", "y", "psi", "optimal"}
-
-
-def test_generating_draws_nothing_from_the_noise_of_a_run(tmp_path):
+def test_generating_draws_nothing_from_the_noise_of_a_run():
     before = torch.get_rng_state()
-    ready(tmp_path)
+    assert ready().optimal == ready().optimal
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_another_configuration_is_another_file(tmp_path):
-    paths = {
-        CommunityGraphDataModule(root=str(tmp_path), **options).path
-        for options in ({}, {"theta": 0.7}, {"communities": 5}, {"in_features": 3}, {"seed": 1},
-                        {"out_features": 3}, {"num_pairs": 99}, {"psi_scale": 1.0})
-    }  # fmt: skip
-    assert len(paths) == 8
-
-
-@pytest.mark.parametrize("damage", [b"", b"nonsense", None, {"x": 1}, 3])
-def test_a_damaged_file_is_made_anew(tmp_path, damage, capfd):
-    first = ready(tmp_path)
-    content = first.path.read_bytes()
-    if isinstance(damage, (dict, int)):
-        torch.save(damage, first.path)
-    else:
-        first.path.write_bytes(content[: len(content) // 2] if damage is None else damage)
-    again = ready(tmp_path)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert str(first.path) in line and "damaged" in line
-    assert torch.equal(pairs(first.test_dataloader())[1], pairs(again.test_dataloader())[1])
 
 
 def test_wrong_options():
@@ -146,19 +110,17 @@ def test_wrong_options():
     ):
         with pytest.raises(ValueError, match=reason):
             CommunityGraphDataModule(**options)
-    with pytest.raises(ValueError, match="prepare_data"):
-        CommunityGraphDataModule(root="/nowhere").setup()
 
 
 # -- the paper -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.25, 0.5, 0.75, 0.9])
-def test_the_true_model_scores_what_the_papers_does(tmp_path, monkeypatch, theta):
+def test_the_true_model_scores_what_the_papers_does(monkeypatch, theta):
     monkeypatch.setattr(community_graph, "_PASSES", 2)
     rows = json.loads(PAPER.read_text())["gsl"]
     (paper,) = (r for r in rows if r["theta_star"] == theta and r["head"] == "optimal")
-    optimal = ready(tmp_path, theta=theta, num_pairs=10_000).optimal
+    optimal = ready(theta=theta, num_pairs=10_000).optimal
     assert optimal["energy_score_2x"] == pytest.approx(paper["energy_score"]["mean"], rel=0.02)
     assert optimal["pp_mae"] == pytest.approx(paper["pp_mae"]["mean"], rel=0.02)
     assert optimal["pp_mse"] == pytest.approx(paper["pp_mse"]["mean"], rel=0.02)

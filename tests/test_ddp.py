@@ -76,7 +76,7 @@ def work(folder):
         seed_everything(seed, verbose=False)
         save = ModelCheckpoint(folder, "graph-{step}", save_top_k=-1, every_n_train_steps=3)
         model = GraphLearner(num_nodes=6, estimator="local_expectation", lr_schedule="linear")
-        data = CommunityGraphDataModule(communities=1, num_pairs=53, batch_size=5, root=str(root))
+        data = CommunityGraphDataModule(communities=1, num_pairs=53, batch_size=5)
         trainer, _ = run(
             model, root, folder / name, 2, data=data, save=[save] if ckpt_path is None else [],
             ckpt_path=ckpt_path and folder / ckpt_path,
@@ -106,9 +106,7 @@ def evaluate_one_item(folder):
             data = MNISTDataModule(str(root), batch_size=2, download=False)
         else:
             model = GraphStructureLearner(num_nodes=6, test_passes=1)
-            data = CommunityGraphDataModule(
-                communities=1, num_pairs=19, batch_size=5, root=str(root)
-            )
+            data = CommunityGraphDataModule(communities=1, num_pairs=19, batch_size=5)
         trainer, _ = run(
             model, root, folder / name, 2, data=data, steps=2,
             callbacks=[FisherMonitor(), VAEFigures()], logger=CSVLogger(folder / name),

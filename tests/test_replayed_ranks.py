@@ -87,9 +87,7 @@ def run(folder, model, ranks, replayed, name, steps=17, ckpt_path=None):
     module.capture = None if replayed else False
     data = MNISTDataModule(str(folder / "data"), batch_size=10 // ranks, download=False)
     if isinstance(module, GraphStructureLearner):
-        data = CommunityGraphDataModule(
-            communities=1, num_pairs=60, batch_size=6 // ranks, root=str(folder / "data")
-        )
+        data = CommunityGraphDataModule(communities=1, num_pairs=60, batch_size=6 // ranks)
     monitor = FisherMonitor(write_every_n_steps=4)
     trainer = quiet_trainer(
         devices=ranks, strategy="ddp_fork" if ranks > 1 else "auto", max_steps=steps,

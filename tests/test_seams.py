@@ -20,8 +20,8 @@ def images(data):
     return MNISTDataModule(str(data), batch_size=10, download=False)
 
 
-def pairs(folder):
-    return CommunityGraphDataModule(communities=1, num_pairs=60, batch_size=8, root=str(folder))
+def pairs():
+    return CommunityGraphDataModule(communities=1, num_pairs=60, batch_size=8)
 
 
 def make_trainer(steps=3, **options):
@@ -57,14 +57,14 @@ class GraphByHand(ByHand, GraphStructureLearner):
 
 
 @pytest.mark.parametrize("kind", [VAEByHand, GraphByHand])
-def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data, tmp_path):  # noqa: F811
+def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data):  # noqa: F811
     """Also where other models would be replayed, twice in a row, and while it is monitored."""
     graph = kind is GraphByHand
     model = kind(num_nodes=6) if graph else kind(num_latents=2, num_categories=3)
     curve = Memory()
     for runs in (1, 2):
         trainer = make_trainer(4, logger=curve, callbacks=[FisherMonitor()])
-        trainer.fit(model, datamodule=pairs(tmp_path) if graph else images(data))
+        trainer.fit(model, datamodule=pairs() if graph else images(data))
         assert (trainer.global_step, model.stepped) == (4, 4 * runs)
         assert not model.automatic_optimization and not model.replays
     assert list(curve.series("fim/saturated")) == [0, 2]  # the first step of each batch
@@ -143,8 +143,8 @@ class ReadsTheBatch(GraphStructureLearner):
         return self.edge_scores + 0.1 * x.mean()
 
 
-def test_scores_of_edges_may_read_the_batch(tmp_path):
-    model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs(tmp_path)
+def test_scores_of_edges_may_read_the_batch():
+    model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs()
     trainer = make_trainer(
         4, logger=curve, callbacks=[FisherMonitor(), figures_for(model)],
         val_check_interval=2, check_val_every_n_epoch=None,
@@ -155,8 +155,8 @@ def test_scores_of_edges_may_read_the_batch(tmp_path):
     assert list(curve.series("val/loss")) == [1, 3]
 
 
-def test_theta_metrics_are_those_of_the_mean_over_all_pairs(tmp_path):
-    model, data = ReadsTheBatch("sigmoid", num_nodes=6, test_passes=1), pairs(tmp_path)
+def test_theta_metrics_are_those_of_the_mean_over_all_pairs():
+    model, data = ReadsTheBatch("sigmoid", num_nodes=6, test_passes=1), pairs()
     data.prepare_data()
     data.setup()
     x, y = data._parts["test"]
@@ -175,7 +175,7 @@ def test_theta_metrics_are_those_of_the_mean_over_all_pairs(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
-def test_a_subclass_may_validate_in_its_own_way(kind, data, tmp_path):
+def test_a_subclass_may_validate_in_its_own_way(kind, data):
     class Own(kind):
         def validation_step(self, batch, batch_idx):
             self.log("val/loss", 7.0)
@@ -185,7 +185,7 @@ def test_a_subclass_may_validate_in_its_own_way(kind, data, tmp_path):
 
     graph = kind is GraphStructureLearner
     model = Own(num_nodes=6) if graph else Own()
-    data = pairs(tmp_path) if graph else images(data)
+    data = pairs() if graph else images(data)
     trainer = make_trainer(2, val_check_interval=2, check_val_every_n_epoch=None)
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val/loss"] == 7
@@ -215,20 +215,18 @@ def test_models_can_be_pickled_and_copied(kind):
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
-def test_weights_of_16_bits_are_refused(kind, precision, data, tmp_path):
+def test_weights_of_16_bits_are_refused(kind, precision, data):
     graph = kind is GraphStructureLearner
     with pytest.raises(ValueError, match=f"'{precision}' .*choose from 32-true, 64-true, 16-mixed"):
-        make_trainer(precision=precision).fit(
-            kind(), datamodule=pairs(tmp_path) if graph else images(data)
-        )
+        make_trainer(precision=precision).fit(kind(), datamodule=pairs() if graph else images(data))
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
-def test_other_precisions_train_and_test(kind, precision, data, tmp_path):
+def test_other_precisions_train_and_test(kind, precision, data):
     graph = kind is GraphStructureLearner
     model = kind(num_nodes=6, test_passes=1) if graph else kind(nll_samples=2)
-    data = pairs(tmp_path) if graph else images(data)
+    data = pairs() if graph else images(data)
     trainer = make_trainer(2, precision=precision, val_check_interval=2)
     trainer.fit(model, datamodule=data)
     (tested,) = trainer.test(model, datamodule=data, verbose=False)

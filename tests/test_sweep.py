@@ -240,14 +240,14 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
     given = {}
 
     class Job:
-        def __init__(self, task):
-            self.task = task
+        def __init__(self, task, command, *more):
+            self.task, self.arguments = task, (command, *more)
 
         def result(self):
-            if self.task.command[2] == "--x=2.0" and "lost" not in given:
+            if self.arguments[0][2] == "--x=2.0" and "lost" not in given:
                 given["lost"] = True
                 raise RuntimeError("the job was lost\nno output")
-            return self.task()
+            return self.task(*self.arguments)
 
         def cancel(self):
             pass
@@ -259,10 +259,11 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
         def update_parameters(self, **parameters):
             given.update(parameters)
 
-        def submit(self, task):
-            return Job(task)
+        def submit(self, *task):
+            return Job(*task)
 
-    module = types.SimpleNamespace(AutoExecutor=AutoExecutor)
+    helpers = types.SimpleNamespace(Checkpointable=object)
+    module = types.SimpleNamespace(AutoExecutor=AutoExecutor, helpers=helpers)
     monkeypatch.setitem(sys.modules, "submitit", module)
     path = write_plan(tmp_path, seeds=[1])
     words = ["--engine", "slurm", "--slurm", "slurm_partition=gpu", "gpus_per_node=1"]
@@ -300,7 +301,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
 
     held = []
     args = sweep.build_parser().parse_args(arguments(path))
-    sweep.Sweep.of(str(path), args)._submit(Engine(), "test")
+    sweep.Sweep(str(path), args)._submit(Engine(), "test")
     assert order[:2] == [("search", 1.0), ("search", 2.0)]
     assert order[2:4] == [("final", 1.0), ("final", 1.0)]
     assert len(rows_of(path)) == 6

@@ -13,16 +13,11 @@ import train
 from catnat.cli.report import warnings_of
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
 @pytest.fixture
-def workspace(tmp_path, monkeypatch, data):
+def workspace(tmp_path, monkeypatch):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
-    return [f"--root={data}", "--num_pairs=200", "--batch_size=20", "--max_steps=6",
+    return ["--num_pairs=200", "--batch_size=20", "--max_steps=6",
             "--test_passes=1", "--communities=2", "--accelerator=cpu"]  # fmt: skip
 
 
@@ -54,7 +49,7 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--num_samples 2", "at least 3, got 2"),
         ("--estimator local_expectation --flip_samples 99", "at most num_samples, got 99"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
-        ("--batch_size 5000", "more than the 160 training pairs"),
+        ("--batch_size 5000", "more than the 160 items to train on"),
         ("--num_pairs 3", "at least 10, got 3"),
     ],
 )

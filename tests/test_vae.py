@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import head_names
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules.vae import Estimator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = [DiscreteVAE, MLPDiscreteVAE]
@@ -62,20 +64,41 @@ def evaluated(model, x, batch_size=6):
 # -- what is learned -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", head_names())
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_head_learns(kind, head, x):
-    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+def losses_of(model, x, steps):
+    """The losses of all steps of a run."""
     losses = []
 
     class Record(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             losses.append(outputs["loss"].item())
 
-    run = fit(model, x, steps=40, callbacks=[Record()])
-    assert run.global_step == len(losses) == 40
+    run = fit(model, x, steps, callbacks=[Record()])
+    assert run.global_step == len(losses) == steps
+    return losses
+
+
+@pytest.mark.parametrize("head", head_names())
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_head_learns(kind, head, x):
+    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+    losses = losses_of(model, x, steps=40)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = DiscreteVAE("natural", num_latents=4, learning_rate=3e-3, **options)
+        before = model.encoder[0].weight.detach().clone()
+        losses = losses_of(model, x, steps=30)
+        assert not torch.equal(model.encoder[0].weight, before)
+        return losses
+
+    losses = trained(estimator=estimator)
+    assert losses[-1] < 0.8 * losses[0]
+    assert estimator != "gumbel" or losses == trained()
 
 
 @pytest.mark.parametrize("head", head_names())
@@ -408,6 +431,7 @@ def test_batches_with_labels_are_taken_too(x):
     ("kind", "options", "message"),
     [
         (DiscreteVAE, {"optimizer": "adamw"}, "'adamw'; choose from adam, sgd"),
+        (DiscreteVAE, {"estimator": "gumble"}, "'gumble'; choose from gumbel, straight-through"),
         (DiscreteVAE, {"num_latents": 0}, "num_latents must be positive, got 0"),
         (DiscreteVAE, {"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
         (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be >= 0, got -1"),

@@ -74,8 +74,8 @@ def _paths() -> Any:
     from catnat import make_head
 
     sizes = [2**power for power in range(3, 16, 2)]
-    kl = {"log q - log p": [], "r - 1 - log r": [], "path": []}
-    entropy = {"-log q": [], "path": []}
+    kl: dict[str, list[float]] = {"log q - log p": [], "r - 1 - log r": [], "path": []}
+    entropy: dict[str, list[float]] = {"-log q": [], "path": []}
     generator = torch.Generator().manual_seed(0)
     for K in sizes:
         head = make_head("sigmoid", K)
@@ -99,8 +99,8 @@ def _paths() -> Any:
     for axes, title, errors in zip(
         panels, ("KL divergence", "entropy"), (kl, entropy), strict=True
     ):
-        for label, values in errors.items():
-            axes.plot(sizes, values, "o-", label=label, color=colours.get(label, "#000000"), ms=3)
+        for label, found in errors.items():
+            axes.plot(sizes, found, "o-", label=label, color=colours.get(label, "#000000"), ms=3)
         axes.set(title=title, xlabel="categories K", xscale="log", yscale="log")
         axes.set_ylabel("error of one sample (nats)")
         axes.grid(alpha=0.3)
