@@ -26,7 +26,6 @@ def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tm
         pictures = {"fim/picture", "images/prior", "images/reconstructions", "latents/usage"}
     else:
         model = GraphStructureLearner("softmax", 6, test_passes=1)
-        root = str(tmp_path / "data")
         batches = CommunityGraphDataModule(communities=1, num_pairs=120)
         batches.batch_size = 8
         pictures = {"fim/picture", "graph/theta"}
