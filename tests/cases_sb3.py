@@ -111,7 +111,7 @@ class Spoil(BaseCallback):
 
     def _on_rollout_end(self):
         if self.num_timesteps == 96:
-            getattr(self.model.rollout_buffer.tensors, self.name)[3, 1] = self.value
+            getattr(self.model.rollout_buffer, self.name)[3, 1] = self.value
             self.before = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
             self.moments = [x["exp_avg"].clone() for x in self._states()]
 

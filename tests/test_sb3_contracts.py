@@ -7,7 +7,6 @@ import pytest
 import torch
 from cases import HEADS
 from cases_sb3 import BOTH, BOX, SMALL, Guess, cartpole, same_parameters
-from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
@@ -16,7 +15,6 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from catnat.sb3 import (
-    DeviceRolloutBuffer,
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
     HeadPPO,
@@ -83,9 +81,6 @@ def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(
         algorithm.load(tmp_path / "it", cartpole(), device="cpu") for algorithm in (writer, reader)
     )
     assert type(other) is reader and same_parameters(model.policy, other.policy)
-    assert type(other.rollout_buffer) is (
-        DeviceRolloutBuffer if reader is HeadPPO else RolloutBuffer
-    )
     for each in (same, other):
         each.set_random_seed(3)
         each.learn(128, reset_num_timesteps=False)
@@ -169,35 +164,3 @@ def test_rewards_that_a_callback_changes_are_the_ones_learned_from(algorithm):
 
     env = make_vec_env(Guess, 2, seed=0)
     algorithm(HeadActorCriticPolicy, env, **SMALL).learn(64, Double())
-
-
-# -- the buffer -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("policy", "observed", "action"),
-    [
-        ("MlpPolicy", BOX, spaces.Discrete(4)),
-        ("MlpPolicy", spaces.Discrete(6), spaces.MultiDiscrete([2, 3])),
-        ("MultiInputPolicy", BOTH, spaces.Discrete(4)),
-    ],
-)
-def test_stock_ppo_learns_the_same_with_our_buffer(policy, observed, action):
-    given = {"observation_space": observed, "action_space": action}
-    one, other = (
-        PPO(
-            HeadPPO.policy_aliases[policy],
-            make_vec_env(Guess, 2, seed=0, env_kwargs=given),
-            rollout_buffer_class=kind,
-            **SMALL,
-        ).learn(128)
-        for kind in (None, DeviceRolloutBuffer)
-    )
-    for a, b in zip(one.policy.parameters(), other.policy.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_arrays_of_the_buffer_are_its_memory_on_the_cpu():
-    buffer = DeviceRolloutBuffer(4, BOX, spaces.Discrete(3), "cpu", n_envs=2)
-    buffer.advantages[1, 0] = 5.0
-    assert buffer.tensors.advantages[1, 0] == 5

@@ -103,7 +103,7 @@ def test_the_schedule_is_cleanrls_where_the_batch_does_not_divide_the_total(tota
 
 
 LOST = {
-    "log_probs": (-math.inf, "(policy_gradient_loss|approx_kl) is (inf|nan)"),
+    "log_probs": (-math.inf, "(policy_gradient_loss|approx_kl|grad_norm) is (inf|nan)"),
     "returns": (math.nan, "value_loss is nan"),
     "advantages": (math.inf, "policy_gradient_loss is nan"),
     "values": (0.0, None),

@@ -25,8 +25,8 @@ def played(algorithm, env, **options):
 
 def test_pictures_stay_bytes():
     model = learn(env=make_vec_env(Guess, 2, env_kwargs={"observation_space": PICTURE}))
-    observations = model.rollout_buffer.tensors.observations
-    assert observations.dtype == torch.uint8 and observations.shape == (16, 2, *PICTURE.shape)
+    observations = model._rollout["observations"]
+    assert observations.dtype == torch.uint8 and observations.shape == (32, *PICTURE.shape)
 
 
 @pytest.mark.parametrize("wrapper", [lambda env: env, VecMonitor])
@@ -48,17 +48,16 @@ def test_the_actions_that_are_played_are_the_ones_stored(algorithm, wrapper):
 def test_forced_actions_teach_values_only():
     """However impossible the policy thinks them, and whatever comes of it."""
     model, forced = played(HeadPPO, Forcing(), normalize_advantage=False, ent_coef=0.0)
-    buffer = model.rollout_buffer
-    assert np.array_equal(buffer.tensors.forced, forced)
-    forced = buffer.tensors.forced.flatten().nonzero().flatten()
-    buffer.tensors.log_probs.flatten()[forced] = -1000.0  # what a saturated head says
+    rollout = model._rollout
+    assert np.array_equal(rollout["forced"].reshape(16, 4), forced)
+    forced, free = (x.nonzero().flatten() for x in (rollout["forced"], ~rollout["forced"]))
+    rollout["log_probs"][forced] = -1000.0  # what a saturated head says
     model.policy.optimizer.zero_grad()
     loss, statistics = model._loss(forced)
     loss.backward()
     assert statistics.isfinite().all()
     assert not model.policy.action_net.weight.grad.any()
     assert model.policy.value_net.weight.grad.any()
-    free = (~buffer.tensors.forced).flatten().nonzero().flatten()
     model._loss(free)[0].backward()
     assert model.policy.action_net.weight.grad.any()
 
@@ -73,10 +72,10 @@ def test_forced_actions_teach_values_only_in_a2c():
 
 def test_nothing_is_forced_in_the_next_environment():
     model, _ = played(HeadPPO, Forcing())
-    assert model.rollout_buffer.tensors.forced.any()
+    assert model._rollout["forced"].any()
     model.set_env(DummyVecEnv([lambda number=number: Count(number) for number in range(4)]))
     model.learn(64)
-    assert not model.rollout_buffer.tensors.forced.any()
+    assert not model._rollout["forced"].any()
 
 
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])

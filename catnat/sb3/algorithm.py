@@ -1,0 +1,87 @@
+"""What HeadPPO and HeadA2C share: names of policies, forced actions, and undoing an update."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor
+
+from catnat.sb3.masks import forced_actions_of
+from catnat.sb3.policies import POLICIES
+
+Observation = Any  # an array or a tensor, or a dict of them
+
+
+class HeadAlgorithm(OnPolicyAlgorithm):
+    """An algorithm for policies with a head; the first of two base classes.
+
+    Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
+    that were played.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
+    _forced: list[NDArray[np.bool_]]  # (n,) for each step: which actions were forced
+
+    def collect_rollouts(self, env: VecEnv, *args: Any, **kwargs: Any) -> bool:
+        """As in Stable-Baselines3, which calls the policy: here that asks the environment, too."""
+        self._forced = []
+        self.policy.forward = partial(self._choose, env)  # type: ignore[method-assign]
+        try:
+            return super().collect_rollouts(env, *args, **kwargs)
+        finally:
+            del self.policy.forward
+
+    def _choose(self, env: VecEnv, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions, values and log-probabilities of the policy, or the actions that are forced."""
+        if len(self._forced) > self.rollout_buffer.pos:  # a callback asks, after the step
+            return self._own_forward(*args, **kwargs)
+        actions, values, log_probs = self._act(env, *args)
+        forced = forced_actions_of(env)
+        if forced is not None:
+            told = torch.from_numpy(forced).to(self.device)
+            actions = torch.where(told >= 0, told, actions)
+        self._forced.append(np.zeros(env.num_envs, bool) if forced is None else forced >= 0)
+        return actions, values, log_probs
+
+    def _act(self, env: VecEnv, shown: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        return self._own_forward(shown)
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.policy).forward(self.policy, *args, **kwargs)
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_forced"]
+
+
+class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
+    """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
+
+
+class Snapshot:
+    """A copy of the weights of a policy and of the state of its optimizer."""
+
+    def __init__(self, policy: BasePolicy) -> None:
+        self.policy = policy
+        self._weights = {name: x.clone() for name, x in policy.state_dict().items()}
+        self._state = {
+            parameter: {
+                name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()
+            }
+            for parameter, state in policy.optimizer.state.items()
+        }
+
+    def restore(self) -> None:
+        """Put the policy and its optimizer back to where they were when the copy was made."""
+        self.policy.load_state_dict(self._weights)
+        self.policy.optimizer.state.clear()
+        self.policy.optimizer.state.update(self._state)
