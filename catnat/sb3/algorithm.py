@@ -16,8 +16,6 @@ from torch import Tensor
 from catnat.sb3.masks import forced_actions_of
 from catnat.sb3.policies import POLICIES
 
-Observation = Any  # an array or a tensor, or a dict of them
-
 
 class HeadAlgorithm(OnPolicyAlgorithm):
     """An algorithm for policies with a head; the first of two base classes.
@@ -27,30 +25,32 @@ class HeadAlgorithm(OnPolicyAlgorithm):
     """
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
-    _forced: list[NDArray[np.bool_]]  # (n,) for each step: which actions were forced
+    _forced: NDArray[np.bool_]  # (T, n), which actions of the rollout were forced
+    _step: int  # of the rollout
 
     def collect_rollouts(self, env: VecEnv, *args: Any, **kwargs: Any) -> bool:
         """As in Stable-Baselines3, which calls the policy: here that asks the environment, too."""
-        self._forced = []
-        self.policy.forward = partial(self._choose, env)  # type: ignore[method-assign]
+        self._forced = np.zeros((self.n_steps, env.num_envs), bool)
+        self.policy.forward = partial(self._choose, env, self.num_timesteps)  # type: ignore[method-assign]
         try:
             return super().collect_rollouts(env, *args, **kwargs)
         finally:
             del self.policy.forward
 
-    def _choose(self, env: VecEnv, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(self, env: VecEnv, began: int, *args: Any, **kwargs: Any) -> Any:
         """Actions, values and log-probabilities of the policy, or the actions that are forced."""
-        if len(self._forced) > self.rollout_buffer.pos:  # a callback asks, after the step
+        self._step = (self.num_timesteps - began) // env.num_envs
+        if self._step == self.n_steps or len(args) + len(kwargs) > 1:  # a callback asks
             return self._own_forward(*args, **kwargs)
         actions, values, log_probs = self._act(env, *args)
         forced = forced_actions_of(env)
         if forced is not None:
             told = torch.from_numpy(forced).to(self.device)
             actions = torch.where(told >= 0, told, actions)
-        self._forced.append(np.zeros(env.num_envs, bool) if forced is None else forced >= 0)
+            self._forced[self._step] = forced >= 0
         return actions, values, log_probs
 
-    def _act(self, env: VecEnv, shown: Observation) -> tuple[Tensor, Tensor, Tensor]:
+    def _act(self, env: VecEnv, shown: Any) -> Any:
         return self._own_forward(shown)
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         super()._maybe_recommend_cpu(mlp_class_name)
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "_forced"]
+        return [*super()._excluded_save_params(), "_forced", "_step"]
 
 
 class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says

@@ -33,7 +33,7 @@ class HeadA2C(HeadAlgorithm, A2C):
     def train(self) -> None:
         """Learn from the rollout."""
         # No advantage, no gradient: the policy did not choose these actions.
-        self.rollout_buffer.advantages[np.stack(self._forced)] = 0
+        self.rollout_buffer.advantages[self._forced] = 0
         before = Snapshot(self.policy)
         with np.errstate(over="ignore", invalid="ignore"):  # the error below says it in one line
             super().train()

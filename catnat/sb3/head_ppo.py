@@ -31,7 +31,7 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, Observation, Snapshot
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, Snapshot
 from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
 from catnat.sb3.objective import ValueLoss, value_error
 from catnat.sb3.policies import HeadPolicy
@@ -88,6 +88,9 @@ class HeadPPO(HeadAlgorithm, PPO):
     # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
     # environment later would fail: it may be closed, or in the middle of a step.
     uses_masks: bool = False
+    policy: Any
+    rollout_buffer: Any
+    _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
 
     def __init__(
         self,
@@ -113,21 +116,22 @@ class HeadPPO(HeadAlgorithm, PPO):
         shape = (n_rollout_steps, env.num_envs, sum(categories_of(self.action_space)))
         # The name is that of sb3-contrib's buffers.
         rollout_buffer.action_masks = np.ones(shape, bool) if self.uses_masks else None
-        self._scores: list[Tensor] = []  # (n, sum of S) for each step, if all heads are trees
+        self._scores: dict[int, Tensor] = {}  # (n, sum of S) of each step, if all heads are trees
         return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
 
-    def _act(self, env: VecEnv, shown: Observation) -> tuple[Tensor, Tensor, Tensor]:
+    def _act(self, env: VecEnv, shown: Any) -> Any:
         batch = [shown[key] for key in self._keys] if self._keys else [shown]
         if self.uses_masks:
             sizes = categories_of(self.action_space)
             parts = split_masks(masks_of(env), sizes, (env.num_envs,), "environment")
             masks = torch.cat(parts, -1)
-            self.rollout_buffer.action_masks[self.rollout_buffer.pos] = masks
+            self.rollout_buffer.action_masks[self._step] = masks
             batch.append(masks.to(self.device))
         # Copies, because a graph writes its output to the same place at each step.
-        actions, values, log_probs, *scores = (x.clone() for x in self._play(batch))
-        self._scores += scores
-        return actions, values, log_probs
+        played = [x.clone() for x in self._play(batch)]
+        if self._paths:
+            self._scores[self._step] = played.pop()
+        return played
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -168,12 +172,12 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
-        given: dict[str, Any] = {name: getattr(self.rollout_buffer, name) for name in ROLLOUT}
-        given["forced"] = np.stack(self._forced)
+        buffer = self.rollout_buffer
+        given = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
         if self.uses_masks:
-            given["masks"] = self.rollout_buffer.action_masks
-        if self._scores:
-            given["scores"] = torch.stack(self._scores)
+            given["masks"] = buffer.action_masks
+        if self._paths:
+            given["scores"] = torch.stack([self._scores[step] for step in range(self.n_steps)])
         flat = map_arrays(lambda x: torch.as_tensor(x).flatten(0, 1), given)  # (T n, ...)
         if self._captured and self._rollout:
             map_arrays(lambda place, x: place.copy_(x), self._rollout, flat)
@@ -187,9 +191,8 @@ class HeadPPO(HeadAlgorithm, PPO):
         """
         order = np.random.permutation(self.n_steps * self.n_envs)
         envs, steps = np.divmod(order, self.n_steps)  # there, environments come first
-        yield from (
-            torch.from_numpy(steps * self.n_envs + envs).to(self.device).split(self.batch_size)
-        )
+        indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
+        yield from indices.split(self.batch_size)
 
     def _train_epoch(self, rows: list[Tensor]) -> bool:
         """Add the statistics of each minibatch; False if the policy has moved far enough."""
@@ -248,9 +251,9 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _path_kl(self, batch: dict[str, Any]) -> Tensor:
         """KL(old || new) along the paths to the actions, (B,); the policy has just seen them."""
-        known = self.policy.action_dist
-        old = known.given(batch["scores"], batch.get("masks"))
-        pairs = zip(old, known.parts, batch["actions"].long().unbind(-1), strict=True)
+        heads, actions = self.policy.action_dist, batch["actions"].long().unbind(-1)
+        old = heads.given(batch["scores"], batch.get("masks"))
+        pairs = zip(old, heads.parts, actions, strict=True)
         total = torch.stack([q.path_kl(p, action) for q, p, action in pairs]).sum(0)
         return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
 
@@ -362,7 +365,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         else:
             make_portable(optimizer)
         replay: Callable[[Any], Any] = StepGraph if self._captured else lambda step: step
-        self._rollout: dict[str, Any] = {}
+        self._rollout = {}
         self._play: Callable[[Sequence[Tensor]], Any] = replay(self._forward)
         self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
 
@@ -376,7 +379,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         episode_start: Any = None,
         deterministic: bool = False,
         action_masks: Any = None,
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         """Actions, only allowed ones if there are masks; see :class:`MaskedPlayer`."""
         masks = {} if action_masks is None else {"action_masks": action_masks}
         return self.policy.predict(observation, state, episode_start, deterministic, **masks)
