@@ -23,7 +23,7 @@ from catnat.checks import require_at_least
 from catnat.fisher import paired_mean_fishers
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import unchecked
-from catnat.sb3.head_ppo import map_arrays
+from catnat.sb3.algorithm import map_arrays
 
 
 class FisherMonitorSB3(BaseCallback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,7 +13,6 @@ from numpy.typing import NDArray
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
-from torch import Tensor
 
 from catnat.sb3.masks import forced_actions_of
 from catnat.sb3.policies import POLICIES
@@ -67,21 +68,19 @@ class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
     """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
 
 
-class Snapshot:
-    """A copy of the weights of a policy and of the state of its optimizer."""
+def way_back(policy: BasePolicy) -> Callable[[], None]:
+    """A function that puts a policy and its optimizer back to where they are now."""
+    weights, state = deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
 
-    def __init__(self, policy: BasePolicy) -> None:
-        self.policy = policy
-        self._weights = {name: x.clone() for name, x in policy.state_dict().items()}
-        self._state = {
-            parameter: {
-                name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()
-            }
-            for parameter, state in policy.optimizer.state.items()
-        }
+    def restore() -> None:
+        policy.load_state_dict(weights)
+        policy.optimizer.load_state_dict(state)
 
-    def restore(self) -> None:
-        """Put the policy and its optimizer back to where they were when the copy was made."""
-        self.policy.load_state_dict(self._weights)
-        self.policy.optimizer.state.clear()
-        self.policy.optimizer.state.update(self._state)
+    return restore
+
+
+def map_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Apply a function to arrays, or to each entry of dicts of arrays."""
+    if isinstance(arrays[0], dict):
+        return {key: map_arrays(function, *(x[key] for x in arrays)) for key in arrays[0]}
+    return function(*arrays)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from stable_baselines3 import A2C
 
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, Snapshot
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, way_back
 from catnat.sb3.masks import has_masks
 
 
@@ -34,12 +34,12 @@ class HeadA2C(HeadAlgorithm, A2C):
         """Learn from the rollout."""
         # No advantage, no gradient: the policy did not choose these actions.
         self.rollout_buffer.advantages[self._forced] = 0
-        before = Snapshot(self.policy)
+        restore = way_back(self.policy)
         with np.errstate(over="ignore", invalid="ignore"):  # the error below says it in one line
             super().train()
         finite: Any = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
         if not finite.all():
-            before.restore()
+            restore()
             raise NonFinite(
                 f"weights are not finite in the update after {self.num_timesteps} steps; the "
                 "policy is as it was before that update"

@@ -31,7 +31,7 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, Snapshot
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays, way_back
 from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
 from catnat.sb3.objective import ValueLoss, value_error
 from catnat.sb3.policies import HeadPolicy
@@ -160,7 +160,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         clips = self._set_numbers()
-        before = Snapshot(self.policy)
+        restore = way_back(self.policy)
         self._upload()
         epochs: list[list[Tensor]] = []
         for _ in range(self.n_epochs):
@@ -168,7 +168,24 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._n_updates += 1
             if not self._train_epoch(epochs[-1]):
                 break
-        self._log(epochs, clips, before)
+        table = torch.stack([row for rows in epochs for row in rows]).cpu()  # waits here, once
+        if not table.isfinite().all():
+            restore()
+            self._prepare()
+            row, column = (~table.isfinite()).nonzero()[0].tolist()
+            raise NonFinite(
+                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
+                f"{self.num_timesteps} steps; the policy is as it was before that update"
+            )
+        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
+        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
+        record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        buffer = self.rollout_buffer
+        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
+        record["explained_variance"] = float(explained)
+        for name, value in (record | clips).items():
+            self.logger.record(f"train/{name}", value)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
@@ -264,27 +281,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         self.policy.optimizer.step()
         return torch.cat([statistics, norm.detach()[None]])
 
-    def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
-        """Read the statistics of the update from the device, all at once, and log them."""
-        table = torch.stack([row for rows in epochs for row in rows]).cpu()
-        if not table.isfinite().all():
-            before.restore()
-            self._prepare()
-            row, column = (~table.isfinite()).nonzero()[0].tolist()
-            raise NonFinite(
-                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-                f"{self.num_timesteps} steps; the policy is as it was before that update"
-            )
-        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
-        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
-        record["loss"] = float(table[-1, STATISTICS.index("loss")])
-        buffer = self.rollout_buffer
-        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-        record["explained_variance"] = float(explained)
-        for name, value in (record | clips).items():
-            self.logger.record(f"train/{name}", value)
-        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-
     def _set_numbers(self) -> dict[str, float]:
         """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
@@ -344,15 +340,12 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
         policy, optimizer = self.policy, self.policy.optimizer
-        trees = isinstance(policy, HeadPolicy) and all(
-            isinstance(x, CatnatHead) for x in policy.heads
-        )
+        headed = isinstance(policy, HeadPolicy)
+        trees = headed and all(isinstance(head, CatnatHead) for head in policy.heads)
         self._paths = trees and self.target_kl is None
         obstacles = {
             "target_kl looks at each minibatch before the step": self.target_kl is not None,
-            "the policy has no head, and may wait for the device": not isinstance(
-                policy, HeadPolicy
-            ),
+            "the policy has no head, and may wait for the device": not headed,
             f"{type(optimizer).__name__} cannot be captured": "capturable"
             not in optimizer.defaults,
         }
@@ -400,10 +393,3 @@ class HeadPPO(HeadAlgorithm, PPO):
         made_anew = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
         made_anew += ["_baked", "uses_masks", "rollout_buffer_class"]
         return [*super()._excluded_save_params(), *made_anew]
-
-
-def map_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Apply a function to arrays, or to each entry of dicts of arrays."""
-    if isinstance(arrays[0], dict):
-        return {key: map_arrays(function, *(x[key] for x in arrays)) for key in arrays[0]}
-    return function(*arrays)
