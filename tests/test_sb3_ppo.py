@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 from cases import HEADS, slow
-from cases_sb3 import BOTH, PICTURE, SMALL, Spoil, Unmasked, cartpole, learn, same_parameters
+from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Spoil, Unmasked, cartpole, learn, same_parameters
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from torch.distributions import kl_divergence
 
 from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule
 from catnat.sb3.objective import value_error
@@ -62,6 +63,24 @@ def test_takes_their_steps_in_every_space(kind, env):
     )
     for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([2, 3])])
+def test_the_kl_divergence_of_trees_is_that_of_their_paths(space, masked):
+    env = make_vec_env(Guess, 2, seed=0, env_kwargs={"action_space": space})
+    model = learn(env=env, rollouts=1, learning_rate=0.01, masks=masked)
+    batch, heads = model._rollout, model.policy.action_dist
+    model._loss(torch.arange(32))
+    old = heads.given(batch["scores"], batch.get("masks"))
+    exact = sum(kl_divergence(q, p) for q, p in zip(old, heads.parts, strict=True))
+    choices = [torch.arange(q.probs.shape[-1]) for q in old]
+    every = torch.cartesian_prod(*choices).reshape(-1, len(old))  # actions
+    weights = sum(q.logits[:, k] for q, k in zip(old, every.T, strict=True)).exp()
+    paths = [model._path_kl(batch | {"actions": row.expand(32, -1)}) for row in every]
+    assert exact.mean() > 1e-4
+    assert torch.allclose((weights * torch.stack(paths, -1)).sum(-1), exact, atol=1e-5)
+    assert not model._path_kl(batch | {"forced": torch.ones(32, dtype=torch.bool)}).any()
 
 
 def test_value_losses():

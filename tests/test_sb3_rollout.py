@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, cartpole, learn
+from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, cartpole, learn, same_parameters
+from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
@@ -98,6 +99,27 @@ def test_a_callback_may_stop_a_rollout_and_training_goes_on():
     assert model.rollout_buffer.full
 
 
+@pytest.mark.parametrize("env", [lambda: make_vec_env(Guess, 2, seed=0), lambda: Forcing(2)])
+@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
+@pytest.mark.filterwarnings("ignore:actions are not masked")
+def test_a_callback_may_call_the_policy(algorithm, env):
+    class Ask(BaseCallback):
+        def _on_step(self):
+            with torch.random.fork_rng(), torch.no_grad():
+                shown = torch.as_tensor(self.model._last_obs)
+                assert len(self.model.policy(shown)) == 3
+                self.model.policy(shown, deterministic=True)
+            return True
+
+        _on_rollout_start = _on_rollout_end = _on_step
+
+    one, other = (
+        algorithm("MlpPolicy", env(), **FEW[algorithm]).learn(64, callback)
+        for callback in (None, Ask())
+    )
+    assert same_parameters(one.policy, other.policy)
+
+
 def test_advantages_that_a_callback_assigns_are_the_ones_learned_from():
     class Replace(BaseCallback):
         def _on_step(self):
@@ -106,8 +128,6 @@ def test_advantages_that_a_callback_assigns_are_the_ones_learned_from():
         def _on_rollout_end(self):
             buffer = self.model.rollout_buffer
             buffer.advantages = np.sign(buffer.rewards * buffer.values) * (buffer.actions[..., 0])
-
-    from stable_baselines3 import PPO
 
     one, other, plain = (
         kind(HeadActorCriticPolicy, cartpole(), **SMALL).learn(128, callback)
