@@ -6,8 +6,19 @@ import math
 
 import pytest
 import torch
-from cases import HEADS, slow
-from cases_sb3 import BOTH, PICTURE, SMALL, Guess, Spoil, Unmasked, cartpole, learn, same_parameters
+from cases import slow
+from cases_sb3 import (
+    BOTH,
+    PICTURE,
+    SMALL,
+    Guess,
+    Spoil,
+    Unmasked,
+    cartpole,
+    every_head_with,
+    learn,
+    same_parameters,
+)
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -24,13 +35,6 @@ STEPS = {
     "odd batches, falling rate": {"batch_size": 24, "learning_rate": lambda left: 0.01 * left},
     "falling clip": {"clip_range": lambda left: 0.01 + 0.1 * left, "gae_lambda": 0.5},
 }
-
-
-def every_head_with(first, *others):
-    """Every head with the first case, natural with all; the rest of the grid is slow."""
-    quick = [(head, first) for head in HEADS] + [("natural", case) for case in others]
-    rest = [(head, case) for case in others for head in HEADS]
-    return [*quick, *(slow(*each) for each in rest if each not in quick)]
 
 
 @pytest.mark.parametrize(("head", "options"), every_head_with(*STEPS))
