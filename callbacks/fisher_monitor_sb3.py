@@ -23,7 +23,7 @@ from catnat.checks import require_at_least
 from catnat.fisher import paired_mean_fishers
 from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import unchecked
-from catnat.sb3.buffers import DeviceRolloutBuffer, map_observations
+from catnat.sb3.algorithm import map_arrays
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -142,21 +142,21 @@ class FisherMonitorSB3(BaseCallback):
         return torch.randperm(count, generator=self._chooser)[: self.max_states]
 
     def _take(self, values: Any, chosen: Tensor) -> Tensor:
-        """Entries of an array or a tensor (T, n, ...) on the model's device: (B, ...)."""
+        """Entries of an array (T, n, ...) on the model's device: (B, ...)."""
         flat = torch.as_tensor(values).flatten(0, 1)
-        return flat[chosen.to(flat.device)].to(self.model.device)
+        if len(chosen) < len(flat):
+            flat = flat[chosen]
+        return flat.to(self.model.device)
 
     def _states(self, chosen: Tensor) -> Any:
         """States of the rollout, (B, ...)."""
-        stored = getattr(self._buffer, "tensors", self._buffer)  # HeadPPO's are on the device
-        return map_observations(lambda x: self._take(x, chosen), stored.observations)
+        return map_arrays(lambda x: self._take(x, chosen), self._buffer.observations)
 
     def _distribution(self, chosen: Tensor) -> Any:
         """The policy's distribution in these states, with the masks or memory of the rollout."""
         policy: Any = self.model.policy
         buffer, states = self._buffer, self._states(chosen)
-        masks = buffer.tensors.masks if isinstance(buffer, DeviceRolloutBuffer) else None
-        masks = getattr(buffer, "action_masks", masks)  # MaskablePPO
+        masks = getattr(buffer, "action_masks", None)  # HeadPPO and MaskablePPO
         if masks is not None:
             return policy.get_distribution(states, action_masks=self._take(masks, chosen))
         if hasattr(buffer, "hidden_states_pi"):  # RecurrentPPO: (T, layers, n, ...)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Literal, get_args
 
@@ -10,7 +9,7 @@ from ale_py import ALEInterface, LoggerMode, roms
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-from catnat.checks import require_at_least, require_choice
+from catnat.checks import did_you_mean, require_at_least, require_choice
 from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv
 
 Backend = Literal["native", "sb3"]
@@ -31,9 +30,9 @@ def make_atari_vec_env(
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
     Actions are never sticky, also under a name such as "ALE/Pong-v5", which means sticky actions
-    in Gymnasium. With both backends a lost life
-    ends the learner's episode while the game goes on, rewards are clipped to their sign, and
-    ``info["episode"]`` has the score when a game is over.
+    in Gymnasium. With both backends a lost life ends the learner's episode while the game
+    continues, rewards are clipped to their sign, and ``info["episode"]`` has the score when a game
+    is over.
 
     Args:
         game: "Breakout", "breakout", "ALE/Breakout-v5", "BreakoutNoFrameskip-v4": all the same.
@@ -50,7 +49,7 @@ def make_atari_vec_env(
         num_threads: threads of the native backend; 0 for as many as there are cores or games.
     """
     require_choice(get_args(Backend), backend=backend)
-    require_at_least(0, seed=seed, noop_max=noop_max)
+    require_at_least(0, seed=seed, noop_max=noop_max, num_threads=num_threads)
     require_at_least(1, num_envs=num_envs, max_frames=max_frames)
     rom = rom_of(game)
     if backend == "native":
@@ -96,13 +95,9 @@ def game_name(rom: str) -> str:
 def rom_of(game: str) -> str:
     """ale_py's name of a game: "MsPacman" and "ALE/MsPacman-v5" become "ms_pacman"."""
     bare = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d)?$", "", game)
-    known = {_plain(rom): rom for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO}
-    if _plain(bare) in known:
-        return known[_plain(bare)]
-    near = difflib.get_close_matches(_plain(bare), list(known), 1)
-    close = f"; did you mean {game_name(known[near[0]])}?" if near else ""
+    known = {game_name(rom): rom for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO}
+    for name, rom in known.items():
+        if name.lower() == bare.replace("_", "").lower():
+            return rom
+    close = did_you_mean(bare, known)
     raise ValueError(f"{game!r} is not one of the {len(known)} Atari games{close}")
-
-
-def _plain(name: str) -> str:
-    return name.replace("_", "").lower()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Sequence
+from traceback import walk_stack
 from typing import Any
 
 import ale_py
@@ -18,7 +18,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
-from catnat.checks import require_at_least, require_within
+from catnat.checks import require_within
 
 FRAME_SKIP = 4
 Actions = NDArray[np.int64]
@@ -77,8 +77,6 @@ class NativeAtariVecEnv(VecEnv):
         max_frames: int = 108_000,
         num_threads: int = 0,
     ) -> None:
-        require_at_least(0, num_threads=num_threads, noop_max=noop_max)
-        require_at_least(1, num_envs=num_envs, max_frames=max_frames)
         self._engine = AtariVectorEnv(
             rom,
             num_envs,
@@ -151,12 +149,15 @@ class NativeAtariVecEnv(VecEnv):
         lost = (lives < self.lives) & (lives > 0) & ~over
         told = zip(lives.tolist(), info["episode_frame_number"].tolist(), strict=True)
         infos: list[dict[str, Any]] = [{"lives": x, "episode_frame_number": y} for x, y in told]
+        seconds = round(time.time() - self._began, 6)
         for i in np.flatnonzero(over):
+            length = int(self._frames[i]) + FRAME_SKIP  # the last step counts as a whole
             infos[i] |= {
                 "terminal_observation": info["final_obs"][i],
                 "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
-                "episode": self._summary(i),
+                "episode": {"r": float(self._scores[i]), "l": length, "t": seconds},  # as Monitor's
             }
+        self._scores[over] = 0
         dones = over
         if self._life_loss:
             dones = over | lost
@@ -166,15 +167,6 @@ class NativeAtariVecEnv(VecEnv):
         self.forced_actions = np.where(lost, self._fire, -1)
         learned = np.sign(rewards) if self._clip_rewards else rewards
         return observations, learned.astype(np.float32), dones, infos
-
-    def _summary(self, i: np.intp) -> dict[str, float]:
-        """Score, length and time of a finished game, as Monitor gives them.
-
-        A game that ended amid a step counts the whole step.
-        """
-        score, self._scores[i] = float(self._scores[i]), 0
-        seconds = round(time.time() - self._began, 6)
-        return {"r": score, "l": int(self._frames[i]) + FRAME_SKIP, "t": seconds}
 
     def close(self) -> None:
         """Stop the threads."""
@@ -224,21 +216,16 @@ class NativeAtariVecEnv(VecEnv):
 
 
 def _warn_of_learner() -> bool:
-    """Warn if an algorithm steps that stores its own actions and not those played."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "evaluate_policy":
-        learner = frame.f_locals.get("self") if frame.f_code.co_name == "collect_rollouts" else None
-        if learner is not None:
-            knows = getattr(learner, "stores_played_actions", False)
-            if not knows:
-                warnings.warn(
-                    f"{type(learner).__name__} stores actions that are not played: after a lost "
-                    'life these games play FIRE; use HeadPPO, HeadA2C or backend="sb3"',
-                    stacklevel=2,
-                )
-            return not knows
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    """Warn if an algorithm learns from actions that are not played; evaluations may give any."""
+    callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
+    learns = "collect_rollouts" in callers and "evaluate_policy" not in callers
+    if learns:
+        warnings.warn(
+            "the algorithm stores actions that are not played: after a lost life these games play "
+            'FIRE; use HeadPPO, HeadA2C or backend="sb3"',
+            stacklevel=2,
+        )
+    return learns
 
 
 def checked_actions(env: VecEnv, actions: Any) -> Actions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,42 +96,32 @@ def make_env(
             raise ValueError(f"num_actions is for environments other than Atari games, not {name}")
         return make_atari_vec_env(name, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
+    wrapper = None if num_actions is None else partial(ModuloActions, num_actions=num_actions)
     try:
-        if num_actions is not None:
-            options["wrapper_class"] = partial(ModuloActions, num_actions=num_actions)
-        return make_vec_env(name, num_envs, seed, **options)
+        return make_vec_env(name, num_envs, seed, wrapper_class=wrapper, **options)
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
         raise ValueError(f"{name}: {error}") from error
 
 
-def frames_of_a_game(
-    player: Any, env: VecEnv, deterministic: bool, most: int = 2000
-) -> Iterator[NDArray[np.uint8]]:
-    """Pictures (H, W, 3) of one game, one for each step.
+def write_gif(player: Any, env: VecEnv, path: Path, deterministic: bool, most: int = 2000) -> bool:
+    """Write an animation of one game, 40 ms a step; False if the environment cannot be drawn.
 
     Args:
         player: chooses the actions by ``predict``, as models of Stable-Baselines3 do.
-        env: one environment that can be rendered.
+        env: one environment.
+        path: the file.
         deterministic: play the likeliest actions.
-        most: steps after which the pictures end, even if the game goes on.
+        most: steps after which the pictures end, even if the game continues.
     """
-    observations = env.reset()
+    observations, images = env.reset(), []
     for _ in range(most):
         (frame,) = env.get_images()
-        if frame is not None:
-            yield frame
+        if frame is None:
+            return False
+        images.append(Image.fromarray(frame).convert("P", palette=Image.Palette.ADAPTIVE))
         actions, _ = player.predict(observations, deterministic=deterministic)
         observations, _, _, infos = env.step(actions)
-        if "episode" in infos[0]:  # a lost life is no end
-            return
-
-
-def write_gif(frames: Iterator[NDArray[np.uint8]], path: Path, milliseconds: int = 40) -> bool:
-    """Write an animation; False if there was nothing to write."""
-    images = [
-        Image.fromarray(frame).convert("P", palette=Image.Palette.ADAPTIVE) for frame in frames
-    ]
-    if not images:
-        return False
-    images[0].save(path, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+        if "episode" in infos[0]:  # a lost life is not an end
+            break
+    images[0].save(path, save_all=True, append_images=images[1:], duration=40, loop=0)
     return True

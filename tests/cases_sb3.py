@@ -5,6 +5,7 @@ from __future__ import annotations
 import gymnasium as gym
 import numpy as np
 import torch
+from cases import HEADS
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -19,6 +20,11 @@ PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}
 SATURATED = [0.0, 3.1415, 3.2, -3.2, 40.0, -40.0, 1e4, -1e9, 1e20, -1e38]  # scores
 BOTH = spaces.Dict({"picture": PICTURE, "number": spaces.Discrete(3)})
+
+
+def every_head_with(first, *others):
+    """Every head with the first case, natural with the others."""
+    return [(head, first) for head in HEADS] + [("natural", case) for case in others]
 
 
 class Guess(gym.Env):
@@ -111,7 +117,7 @@ class Spoil(BaseCallback):
 
     def _on_rollout_end(self):
         if self.num_timesteps == 96:
-            getattr(self.model.rollout_buffer.tensors, self.name)[3, 1] = self.value
+            getattr(self.model.rollout_buffer, self.name)[3, 1] = self.value
             self.before = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
             self.moments = [x["exp_avg"].clone() for x in self._states()]
 

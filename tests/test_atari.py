@@ -6,7 +6,6 @@ import cv2
 import gymnasium
 import numpy as np
 import pytest
-from cases import slow
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -93,9 +92,9 @@ def test_what_cannot_be_made_is_said(arguments, words):
 # -- what both backends promise -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_envs", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("backend", ["native", "sb3"])
-def test_the_contract_of_a_vector_environment(backend, num_envs, make):
+def test_the_contract_of_a_vector_environment(backend, make):
+    num_envs = 3
     env = make("Breakout", num_envs, backend)
     shape = (4, 84, 84) if backend == "native" else (84, 84, 4)
     assert env.observation_space.shape == shape
@@ -298,7 +297,7 @@ def test_rollouts_have_the_actions_that_were_played_or_there_is_a_warning(algori
     assert np.array_equal(stored, np.stack(played)) == (algorithm is not A2C)
     assert len(told) == (algorithm is A2C)
     if told:
-        assert told[0].startswith("A2C stores actions that are not played")
+        assert "the algorithm stores actions that are not played" in told[0]
         assert "HeadA2C" in told[0]
 
 

@@ -6,10 +6,10 @@ import pytest
 from PIL import Image
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from catnat.datamodules.environments import (
     ModuloActions,
-    frames_of_a_game,
     is_atari,
     make_env,
     write_gif,
@@ -113,7 +113,7 @@ class Counting:
 def test_a_film_shows_the_game(tmp_path):
     env = make_env("Striped-v0", 1)
     path = tmp_path / "game.gif"
-    assert write_gif(frames_of_a_game(Counting(), env, deterministic=True), path)
+    assert write_gif(Counting(), env, path, deterministic=True)
     film = Image.open(path)
     stripes, durations = [], []
     for k in range(film.n_frames):
@@ -127,8 +127,10 @@ def test_a_film_shows_the_game(tmp_path):
     env.close()
 
 
-def test_a_long_game_is_cut(tmp_path):
-    env = make_env("Striped-v0", 1)
-    assert len(list(frames_of_a_game(Counting(), env, True, most=3))) == 3
-    assert not write_gif(iter(()), tmp_path / "nothing.gif")
+def test_a_long_game_is_cut_and_one_that_cannot_be_drawn_leaves_no_file(tmp_path):
+    path = tmp_path / "game.gif"
+    assert write_gif(Counting(), make_env("Striped-v0", 1), path, True, most=4)
+    assert Image.open(path).n_frames == 3  # the first two of four are equal
+    blind = DummyVecEnv([Striped])
+    assert not write_gif(Counting(), blind, tmp_path / "nothing.gif", True)
     assert not (tmp_path / "nothing.gif").exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import HEADS
 from cases_fresh import one_server, run_fresh
-from cases_sb3 import BOTH, BOX, PICTURE, SMALL, Guess, same_parameters
+from cases_sb3 import BOTH, BOX, PICTURE, SMALL, Guess, every_head_with, same_parameters
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
@@ -32,8 +32,7 @@ def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_spac
     return kind(observation_space, space, lambda _: 1e-3, head=head, **options)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("algorithm", [PPO, A2C])
+@pytest.mark.parametrize(("head", "algorithm"), every_head_with(PPO, A2C))
 def test_trains_and_evaluates(head, algorithm):
     env = make_vec_env(Guess, 2, seed=0)
     few = SMALL if algorithm is PPO else {"seed": 0, "device": "cpu"}
@@ -78,8 +77,7 @@ def test_softmax_draws_what_stable_baselines_draws():
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("kind", ["model", "policy"])
+@pytest.mark.parametrize(("head", "kind"), every_head_with("model", "policy"))
 def test_saving_keeps_head_and_options(head, kind, tmp_path):
     options = {"amplitude": 5.0, "center": 0.1} if head == "natural" else {}
     kwargs = {"head": head, "head_options": options, "uniform_mix": 0.01, "net_arch": [7]}
@@ -124,8 +122,7 @@ def test_multidiscrete(head):
     assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C, MaskablePPO])
+@pytest.mark.parametrize(("head", "algorithm"), every_head_with(HeadPPO, PPO, A2C, MaskablePPO))
 @pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
 def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
     kind = HeadMaskableActorCriticPolicy if algorithm is MaskablePPO else HeadActorCriticPolicy

@@ -1,22 +1,18 @@
-"""What users of Stable-Baselines3 rely on: NaN raises, zips interchange, callbacks and buffers."""
+"""What users of Stable-Baselines3 rely on: NaN raises, zips interchange."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from cases import HEADS
-from cases_sb3 import BOTH, BOX, SMALL, Guess, cartpole, same_parameters
-from gymnasium import spaces
+from cases_sb3 import BOTH, BOX, SMALL, Guess, cartpole, every_head_with, same_parameters
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from catnat.sb3 import (
-    DeviceRolloutBuffer,
     HeadActorCriticPolicy,
     HeadMaskableActorCriticPolicy,
     HeadPPO,
@@ -47,8 +43,7 @@ def spoiled_model(algorithm, head):
     )
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
+@pytest.mark.parametrize(("head", "algorithm"), every_head_with(PPO, A2C, MaskablePPO))
 def test_a_nan_observation_raises_value_error_and_spoils_no_parameter(algorithm, head):
     model = spoiled_model(algorithm, head)
     with pytest.raises(ValueError, match=r"probabilities are NaN in 2 of 2 states: look for NaN"):
@@ -83,9 +78,6 @@ def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(
         algorithm.load(tmp_path / "it", cartpole(), device="cpu") for algorithm in (writer, reader)
     )
     assert type(other) is reader and same_parameters(model.policy, other.policy)
-    assert type(other.rollout_buffer) is (
-        DeviceRolloutBuffer if reader is HeadPPO else RolloutBuffer
-    )
     for each in (same, other):
         each.set_random_seed(3)
         each.learn(128, reset_num_timesteps=False)
@@ -109,95 +101,3 @@ def test_a_buffer_of_another_kind_is_refused():
 
     with pytest.raises(ValueError, match="cannot use Own"):
         HeadPPO("MlpPolicy", cartpole(), rollout_buffer_class=Own)
-
-
-# -- callbacks ------------------------------------------------------------------------------------
-
-SEEN = ("new_obs", "obs_tensor", "actions", "clipped_actions", "values", "log_probs", "rewards",
-        "dones", "n_steps", "n_rollout_steps")  # fmt: skip
-
-
-def copied(value):
-    return value.numpy().copy() if isinstance(value, torch.Tensor) else np.array(value)
-
-
-class See(BaseCallback):
-    """Keeps what callbacks are shown."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.ends = [], []
-
-    def _on_step(self):
-        assert {"self", "env", "callback", "rollout_buffer", "infos"} <= self.locals.keys()
-        assert self.locals["rollout_buffer"].pos == self.locals["n_steps"]
-        self.rows.append({key: copied(self.locals[key]) for key in SEEN})
-        self.rows[-1]["last_obs"] = np.array(self.model._last_obs)
-        return True
-
-    def _on_rollout_end(self):
-        assert self.locals["rollout_buffer"].full
-        self.ends.append((copied(self.locals["values"]), self.locals["n_steps"]))
-
-
-def test_callbacks_see_the_local_variables_of_stable_baselines():
-    seen = []
-    for algorithm in (PPO, HeadPPO):
-        seen.append(See())
-        algorithm(HeadActorCriticPolicy, cartpole(), **SMALL).learn(128, seen[-1])
-    theirs, ours = seen
-    assert len(ours.rows) == len(theirs.rows) == 32
-    for mine, row in zip(ours.rows, theirs.rows, strict=True):
-        for key, value in row.items():
-            assert mine[key].shape == value.shape and mine[key].dtype == value.dtype, key
-            assert np.allclose(mine[key], value, atol=1e-5), key
-    for (mine, count), (values, steps) in zip(ours.ends, theirs.ends, strict=True):
-        assert mine.shape == values.shape == (4, 1) and count == steps == 16
-        assert np.allclose(mine, values, atol=1e-5)
-
-
-@pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
-def test_rewards_that_a_callback_changes_are_the_ones_learned_from(algorithm):
-    class Double(BaseCallback):
-        def _on_step(self):
-            self.locals["rewards"] += 1
-            return True
-
-        def _on_rollout_end(self):
-            rewards = self.model.rollout_buffer.rewards
-            assert set(np.unique(rewards)) <= {1.0, 2.0}
-
-    env = make_vec_env(Guess, 2, seed=0)
-    algorithm(HeadActorCriticPolicy, env, **SMALL).learn(64, Double())
-
-
-# -- the buffer -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("policy", "observed", "action"),
-    [
-        ("MlpPolicy", BOX, spaces.Discrete(4)),
-        ("MlpPolicy", spaces.Discrete(6), spaces.MultiDiscrete([2, 3])),
-        ("MultiInputPolicy", BOTH, spaces.Discrete(4)),
-    ],
-)
-def test_stock_ppo_learns_the_same_with_our_buffer(policy, observed, action):
-    given = {"observation_space": observed, "action_space": action}
-    one, other = (
-        PPO(
-            HeadPPO.policy_aliases[policy],
-            make_vec_env(Guess, 2, seed=0, env_kwargs=given),
-            rollout_buffer_class=kind,
-            **SMALL,
-        ).learn(128)
-        for kind in (None, DeviceRolloutBuffer)
-    )
-    for a, b in zip(one.policy.parameters(), other.policy.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
-
-
-def test_arrays_of_the_buffer_are_its_memory_on_the_cpu():
-    buffer = DeviceRolloutBuffer(4, BOX, spaces.Discrete(3), "cpu", n_envs=2)
-    buffer.advantages[1, 0] = 5.0
-    assert buffer.tensors.advantages[1, 0] == 5

@@ -6,12 +6,24 @@ import math
 
 import pytest
 import torch
-from cases import HEADS, slow
-from cases_sb3 import BOTH, PICTURE, SMALL, Spoil, Unmasked, cartpole, learn, same_parameters
+from cases import slow
+from cases_sb3 import (
+    BOTH,
+    PICTURE,
+    SMALL,
+    Guess,
+    Spoil,
+    Unmasked,
+    cartpole,
+    every_head_with,
+    learn,
+    same_parameters,
+)
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from torch.distributions import kl_divergence
 
 from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule
 from catnat.sb3.objective import value_error
@@ -23,13 +35,6 @@ STEPS = {
     "odd batches, falling rate": {"batch_size": 24, "learning_rate": lambda left: 0.01 * left},
     "falling clip": {"clip_range": lambda left: 0.01 + 0.1 * left, "gae_lambda": 0.5},
 }
-
-
-def every_head_with(first, *others):
-    """Every head with the first case, natural with all; the rest of the grid is slow."""
-    quick = [(head, first) for head in HEADS] + [("natural", case) for case in others]
-    rest = [(head, case) for case in others for head in HEADS]
-    return [*quick, *(slow(*each) for each in rest if each not in quick)]
 
 
 @pytest.mark.parametrize(("head", "options"), every_head_with(*STEPS))
@@ -62,6 +67,24 @@ def test_takes_their_steps_in_every_space(kind, env):
     )
     for a, b in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([2, 3])])
+def test_the_kl_divergence_of_trees_is_that_of_their_paths(space, masked):
+    env = make_vec_env(Guess, 2, seed=0, env_kwargs={"action_space": space})
+    model = learn(env=env, rollouts=1, learning_rate=0.01, masks=masked)
+    batch, heads = model._rollout, model.policy.action_dist
+    model._loss(torch.arange(32))
+    old = heads.given(batch["scores"], batch.get("masks"))
+    exact = sum(kl_divergence(q, p) for q, p in zip(old, heads.parts, strict=True))
+    choices = [torch.arange(q.probs.shape[-1]) for q in old]
+    every = torch.cartesian_prod(*choices).reshape(-1, len(old))  # actions
+    weights = sum(q.logits[:, k] for q, k in zip(old, every.T, strict=True)).exp()
+    paths = [model._path_kl(batch | {"actions": row.expand(32, -1)}) for row in every]
+    assert exact.mean() > 1e-4
+    assert torch.allclose((weights * torch.stack(paths, -1)).sum(-1), exact, atol=1e-5)
+    assert not model._path_kl(batch | {"forced": torch.ones(32, dtype=torch.bool)}).any()
 
 
 def test_value_losses():
@@ -103,7 +126,7 @@ def test_the_schedule_is_cleanrls_where_the_batch_does_not_divide_the_total(tota
 
 
 LOST = {
-    "log_probs": (-math.inf, "(policy_gradient_loss|approx_kl) is (inf|nan)"),
+    "log_probs": (-math.inf, "(policy_gradient_loss|approx_kl|grad_norm) is (inf|nan)"),
     "returns": (math.nan, "value_loss is nan"),
     "advantages": (math.inf, "policy_gradient_loss is nan"),
     "values": (0.0, None),

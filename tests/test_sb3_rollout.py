@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, cartpole, learn
+from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, cartpole, learn, same_parameters
+from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
@@ -25,8 +26,8 @@ def played(algorithm, env, **options):
 
 def test_pictures_stay_bytes():
     model = learn(env=make_vec_env(Guess, 2, env_kwargs={"observation_space": PICTURE}))
-    observations = model.rollout_buffer.tensors.observations
-    assert observations.dtype == torch.uint8 and observations.shape == (16, 2, *PICTURE.shape)
+    observations = model._rollout["observations"]
+    assert observations.dtype == torch.uint8 and observations.shape == (32, *PICTURE.shape)
 
 
 @pytest.mark.parametrize("wrapper", [lambda env: env, VecMonitor])
@@ -48,17 +49,16 @@ def test_the_actions_that_are_played_are_the_ones_stored(algorithm, wrapper):
 def test_forced_actions_teach_values_only():
     """However impossible the policy thinks them, and whatever comes of it."""
     model, forced = played(HeadPPO, Forcing(), normalize_advantage=False, ent_coef=0.0)
-    buffer = model.rollout_buffer
-    assert np.array_equal(buffer.tensors.forced, forced)
-    forced = buffer.tensors.forced.flatten().nonzero().flatten()
-    buffer.tensors.log_probs.flatten()[forced] = -1000.0  # what a saturated head says
+    rollout = model._rollout
+    assert np.array_equal(rollout["forced"].reshape(16, 4), forced)
+    forced, free = (x.nonzero().flatten() for x in (rollout["forced"], ~rollout["forced"]))
+    rollout["log_probs"][forced] = -1000.0  # what a saturated head says
     model.policy.optimizer.zero_grad()
     loss, statistics = model._loss(forced)
     loss.backward()
     assert statistics.isfinite().all()
     assert not model.policy.action_net.weight.grad.any()
     assert model.policy.value_net.weight.grad.any()
-    free = (~buffer.tensors.forced).flatten().nonzero().flatten()
     model._loss(free)[0].backward()
     assert model.policy.action_net.weight.grad.any()
 
@@ -73,10 +73,10 @@ def test_forced_actions_teach_values_only_in_a2c():
 
 def test_nothing_is_forced_in_the_next_environment():
     model, _ = played(HeadPPO, Forcing())
-    assert model.rollout_buffer.tensors.forced.any()
+    assert model._rollout["forced"].any()
     model.set_env(DummyVecEnv([lambda number=number: Count(number) for number in range(4)]))
     model.learn(64)
-    assert not model.rollout_buffer.tensors.forced.any()
+    assert not model._rollout["forced"].any()
 
 
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
@@ -99,6 +99,27 @@ def test_a_callback_may_stop_a_rollout_and_training_goes_on():
     assert model.rollout_buffer.full
 
 
+@pytest.mark.parametrize("env", [lambda: make_vec_env(Guess, 2, seed=0), lambda: Forcing(2)])
+@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
+@pytest.mark.filterwarnings("ignore:actions are not masked")
+def test_a_callback_may_call_the_policy(algorithm, env):
+    class Ask(BaseCallback):
+        def _on_step(self):
+            with torch.random.fork_rng(), torch.no_grad():
+                shown = torch.as_tensor(self.model._last_obs)
+                assert len(self.model.policy(shown)) == 3
+                self.model.policy(shown, deterministic=True)
+            return True
+
+        _on_rollout_start = _on_rollout_end = _on_step
+
+    one, other = (
+        algorithm("MlpPolicy", env(), **FEW[algorithm]).learn(64, callback)
+        for callback in (None, Ask())
+    )
+    assert same_parameters(one.policy, other.policy)
+
+
 def test_advantages_that_a_callback_assigns_are_the_ones_learned_from():
     class Replace(BaseCallback):
         def _on_step(self):
@@ -107,8 +128,6 @@ def test_advantages_that_a_callback_assigns_are_the_ones_learned_from():
         def _on_rollout_end(self):
             buffer = self.model.rollout_buffer
             buffer.advantages = np.sign(buffer.rewards * buffer.values) * (buffer.actions[..., 0])
-
-    from stable_baselines3 import PPO
 
     one, other, plain = (
         kind(HeadActorCriticPolicy, cartpole(), **SMALL).learn(128, callback)

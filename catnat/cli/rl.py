@@ -27,7 +27,7 @@ from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
 from catnat.cli.options import short_names
 from catnat.cli.rl_options import Algorithm, Environments, Training
-from catnat.datamodules.environments import frames_of_a_game, is_atari, write_gif
+from catnat.datamodules.environments import is_atari, write_gif
 from catnat.rng import forked_random_state
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
@@ -222,8 +222,7 @@ class RLCLI(RunCLI):
         deterministic = self.training.eval_deterministic
         try:
             with forked_random_state(self.model.device, self.seed):
-                frames = frames_of_a_game(self._player(env), env, deterministic)
-                drawn = write_gif(frames, path)
+                drawn = write_gif(self._player(env), env, path, deterministic)
             missing = None if drawn else "this environment cannot be drawn"
         except gymnasium.error.DependencyNotInstalled as error:
             missing = str(error)

@@ -4,10 +4,9 @@ The ``HeadMaskable...`` and ``HeadRecurrent...`` policies need sb3-contrib, and 
 they are asked for.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
-from catnat.sb3.buffers import DeviceRolloutBuffer
+from catnat.sb3.algorithm import NonFinite
 from catnat.sb3.head_a2c import HeadA2C
 from catnat.sb3.head_ppo import HeadPPO
 from catnat.sb3.masks import InfoMasks, MaskedPlayer
@@ -20,11 +19,9 @@ from catnat.sb3.policies import (
     HeadMultiInputActorCriticPolicy,
     HeadMultiInputPolicy,
     HeadPolicy,
-    NonFinite,
 )
 
 __all__ = [
-    "DeviceRolloutBuffer",
     "HeadA2C",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
@@ -39,15 +36,6 @@ __all__ = [
     "NonFinite",
     "cleanrl_schedule",
 ]
-if find_spec("sb3_contrib") is not None:  # `from catnat.sb3 import *` asks for every name here
-    __all__ += [
-        "HeadMaskableActorCriticCnnPolicy",
-        "HeadMaskableActorCriticPolicy",
-        "HeadMaskableMultiInputActorCriticPolicy",
-        "HeadRecurrentActorCriticCnnPolicy",
-        "HeadRecurrentActorCriticPolicy",
-        "HeadRecurrentMultiInputActorCriticPolicy",
-    ]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -36,18 +36,17 @@ class OnlyChoice(nn.Module):
 Head = CategoricalHead | OnlyChoice
 
 
-class _FromHeads:
-    """Both distributions: scores become one categorical distribution for each head."""
+class FromHeads:
+    """Scores become one categorical distribution for each head; the first of two base classes."""
 
     heads: Sequence[Head]
+    several: ClassVar[bool]  # whether an action has several parts
     distribution: Any
+    parts: list[HeadCategorical]  # the distribution of each head
+    scores: Tensor  # (B, sum of S)
     validate_args = True  # raise ValueError where a probability is NaN
     mask_mode: MaskMode = "prune"
-    _scores: Tensor
     _masks: Any = None  # of the scores to come
-
-    def apply_masking(self, masks: Any) -> None:
-        raise NotImplementedError
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """The layer that gives the scores of all heads."""
@@ -55,12 +54,16 @@ class _FromHeads:
 
     def proba_distribution(self, action_logits: Tensor) -> Self:
         """Set the distribution from scores (B, sum of S)."""
-        self._scores = action_logits
+        self.scores = action_logits
         self.apply_masking(self._masks)
         if self.validate_args:
-            several = isinstance(self.distribution, list)
-            check(*(self.distribution if several else [self.distribution]))
+            self._check()
         return self
+
+    def apply_masking(self, masks: Any) -> None:
+        """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
+        self.parts = self.given(self.scores, masks)
+        self.distribution = self.parts if self.several else self.parts[0]
 
     @contextmanager
     def allowing(self, masks: Any) -> Iterator[None]:
@@ -71,103 +74,83 @@ class _FromHeads:
         finally:
             self._masks = before
 
-    def _under(self, masks: Any) -> list[HeadCategorical]:
-        """The distribution of each head, given masks (B, sum of K) or None."""
-        parts = self._scores.split([head.num_scores for head in self.heads], -1)
+    def given(self, scores: Tensor, masks: Any = None) -> list[HeadCategorical]:
+        """The distribution of each head, given scores (B, sum of S) and masks (B, sum of K)."""
+        parts = scores.split([head.num_scores for head in self.heads], -1)
         if masks is None:
-            return [head(scores) for head, scores in zip(self.heads, parts, strict=True)]
+            return [head(each) for head, each in zip(self.heads, parts, strict=True)]
         sizes = [head.num_categories for head in self.heads]
-        allowed = split_masks(masks, sizes, self._scores.shape[:-1])
-        masked = renormalized if self.mask_mode == "renormalize" else pruned
-        return [
-            masked(head, scores, mask.to(scores.device))
-            for head, scores, mask in zip(self.heads, parts, allowed, strict=True)
-        ]
+        allowed = (each.to(scores.device) for each in split_masks(masks, sizes, scores.shape[:-1]))
+        rows = zip(self.heads, parts, allowed, strict=True)
+        if self.mask_mode == "renormalize":
+            return [renormalized(head(each), mask) for head, each, mask in rows]
+        return [head(each, mask=mask) for head, each, mask in rows]
+
+    def sample(self) -> Tensor:
+        """Random actions (B,), or (B, A) where an action has several parts."""
+        return self._joined([draw(each) for each in self.parts])
+
+    def mode(self) -> Tensor:
+        """The likeliest actions, of the same shape."""
+        return self._joined([each.logits.argmax(-1) for each in self.parts])
+
+    def _joined(self, actions: list[Tensor]) -> Tensor:
+        return torch.stack(actions, -1) if self.several else actions[0]
+
+    def _check(self) -> None:
+        """Raise ValueError if a probability is NaN, as Stable-Baselines3's own policies do.
+
+        The host waits for the device here. See :func:`unchecked` for code that must not wait.
+        """
+        for each in self.parts:
+            # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is
+            if is_plain(each.logits) and bool(each.logits.sum().isnan()):
+                lost = each.logits.isnan().any(-1).flatten()
+                raise ValueError(
+                    f"the policy's probabilities are NaN in {int(lost.sum())} of {len(lost)} "
+                    "states: look for NaN in the observations and in the policy's parameters"
+                )
 
 
-class HeadDistribution(_FromHeads, CategoricalDistribution):
+class HeadDistribution(FromHeads, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space.
 
     Args:
         head: called as a module, so that probes see its scores.
     """
 
-    distribution: HeadCategorical
+    several = False
 
     def __init__(self, head: Head) -> None:
         super().__init__(head.num_categories)
         self.heads = [head]
 
-    def apply_masking(self, masks: Any) -> None:
-        """Allow only the actions that are True in masks (B, K); None allows all of them again."""
-        (self.distribution,) = self._under(masks)
 
-    def sample(self) -> Tensor:
-        """Random actions (B,)."""
-        return draw(self.distribution)
-
-    def mode(self) -> Tensor:
-        """The likeliest actions (B,)."""
-        return self.distribution.logits.argmax(-1)
-
-
-class HeadMultiDistribution(_FromHeads, MultiCategoricalDistribution):
+class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
     """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each.
 
     Args:
         heads: one for each action.
     """
 
-    distribution: list[HeadCategorical]  # type: ignore[assignment]
+    several = True
 
     def __init__(self, heads: Sequence[Head]) -> None:
         super().__init__([head.num_categories for head in heads])
         self.heads = heads
 
-    def apply_masking(self, masks: Any) -> None:
-        """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
-        self.distribution = self._under(masks)
 
-    def sample(self) -> Tensor:
-        """Random actions (B, A)."""
-        return torch.stack([draw(each) for each in self.distribution], -1)
-
-    def mode(self) -> Tensor:
-        """The likeliest actions (B, A)."""
-        return torch.stack([each.logits.argmax(-1) for each in self.distribution], -1)
-
-
-def pruned(head: Head, scores: Tensor, mask: Tensor) -> HeadCategorical:
-    """The head's own masked distribution, see :meth:`CategoricalHead.masked`."""
-    return head(scores, mask=mask)
-
-
-def renormalized(head: Head, scores: Tensor, mask: Tensor) -> HeadCategorical:
-    """The free distribution given that an allowed category is drawn: p_k / sum of allowed p."""
-    log_probs = torch.where(mask, head(scores).logits, -torch.inf).log_softmax(-1)
+def renormalized(free: HeadCategorical, mask: Tensor) -> HeadCategorical:
+    """The distribution given that an allowed category is drawn: p_k / sum of allowed p."""
+    log_probs = torch.where(mask, free.logits, -torch.inf).log_softmax(-1)
     return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
-
-
-def check(*distributions: HeadCategorical) -> None:
-    """Raise ValueError if a probability is NaN, as Stable-Baselines3's own policies do.
-
-    The host waits for the device here. See :func:`unchecked` for code that must not wait.
-    """
-    for each in distributions:
-        # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
-        if is_plain(each.logits) and bool(each.logits.sum().isnan()):
-            lost = each.logits.isnan().any(-1).flatten()
-            raise ValueError(
-                f"the policy's probabilities are NaN in {int(lost.sum())} of {len(lost)} states: "
-                "look for NaN in the observations and in the policy's parameters"
-            )
 
 
 @contextmanager
 def unchecked(policy: nn.Module) -> Iterator[None]:
     """Within this context a policy does not check for NaN, and so does not wait for the device."""
     distribution = getattr(policy, "action_dist", None)
-    if not isinstance(distribution, _FromHeads):
+    if not isinstance(distribution, FromHeads):
         yield
         return
     before, distribution.validate_args = distribution.validate_args, False

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
@@ -31,16 +31,11 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.buffers import DeviceRolloutBuffer, Observation, map_observations
-from catnat.sb3.masks import (
-    decide,
-    forced_actions_of,
-    masks_of,
-    split_masks,
-    warn_of_evaluation,
-)
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays, way_back
+from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
 from catnat.sb3.objective import ValueLoss, value_error
-from catnat.sb3.policies import POLICIES, HeadPolicy, NonFinite, Snapshot
+from catnat.sb3.policies import HeadPolicy
+from catnat.tree_heads import CatnatHead
 
 STATISTICS = (
     "policy_gradient_loss",
@@ -52,15 +47,19 @@ STATISTICS = (
     "grad_norm",
 )
 _KL = STATISTICS.index("approx_kl")
+ROLLOUT = ("observations", "actions", "values", "log_probs", "advantages", "returns")
 
 
-class HeadPPO(PPO):
+class HeadPPO(HeadAlgorithm, PPO):
     """PPO for policies with a categorical head (and others over the same action spaces).
 
     With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each of
     the two loads the zips that the other saves (``stable_baselines3.PPO`` ignores ``value_loss``).
-    HeadPPO is made for a GPU: the rollout stays there, pictures as bytes; logged values are read
-    once per update; the policy and the update are replayed as CUDA graphs.
+    HeadPPO is made for a GPU: the rollout is copied there once, pictures as bytes; logged values
+    are read once per update; the policy and the update are replayed as CUDA graphs.
+
+    For trees ``train/approx_kl`` is :meth:`HeadCategorical.path_kl`, which has less variance. With
+    ``target_kl`` it is the estimate of Stable-Baselines3, so that both stop at the same step.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update, with policy and optimizer put back to where they were before it. An action that
@@ -86,12 +85,12 @@ class HeadPPO(PPO):
         kwargs: as ``args``, by name.
     """
 
-    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
-    rollout_buffer: DeviceRolloutBuffer
-    stores_played_actions = True  # where an environment forces actions
     # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
     # environment later would fail: it may be closed, or in the middle of a step.
     uses_masks: bool = False
+    policy: Any
+    rollout_buffer: Any
+    _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
 
     def __init__(
         self,
@@ -111,93 +110,48 @@ class HeadPPO(PPO):
     # -- rollouts --------------------------------------------------------------------------------
 
     def collect_rollouts(
-        self,
-        env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: Any,
-        n_rollout_steps: int,
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: Any, n_rollout_steps: int
     ) -> bool:
-        """Play one rollout; return False if a callback stopped it.
+        """Play one rollout; return False if a callback stopped it."""
+        shape = (n_rollout_steps, env.num_envs, sum(categories_of(self.action_space)))
+        # The name is that of sb3-contrib's buffers.
+        rollout_buffer.action_masks = np.ones(shape, bool) if self.uses_masks else None
+        self._scores: dict[int, Tensor] = {}  # (n, sum of S) of each step, if all heads are trees
+        return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
 
-        Callbacks see the local variables that they see in Stable-Baselines3.
-        """
-        assert self._last_obs is not None and self._last_episode_starts is not None
-        self.policy.set_training_mode(False)
-        rollout_buffer.reset()
-        callback.on_rollout_start()
-        for _ in range(n_rollout_steps):
-            n_steps = rollout_buffer.pos
-            obs_tensor = rollout_buffer.send(self._last_obs)
-            actions, values, log_probs = self._choose(env, obs_tensor)
-            clipped_actions = actions  # for the callbacks, as n_steps
-            new_obs, rewards, dones, infos = env.step(actions)
-            self.num_timesteps += env.num_envs
-            callback.update_locals(locals())
-            if not callback.on_step():
-                return False
-            self._update_info_buffer(infos, dones)
-            self._bootstrap(rewards, dones, infos)
-            rollout_buffer.receive(rewards, self._last_episode_starts)
-            self._last_obs, self._last_episode_starts = new_obs, dones  # type: ignore[assignment]
-        n_steps, values = n_rollout_steps, self._values_of(new_obs)
-        rollout_buffer.upload(dones)
-        self._estimate(values.flatten())
-        callback.update_locals(locals())
-        callback.on_rollout_end()
-        return True
-
-    def _choose(self, env: VecEnv, shown: Observation) -> tuple[NDArray[Any], Tensor, Tensor]:
-        """Actions on the host, values and log-probabilities; the buffer gets all of them."""
-        batch = list(shown.values()) if isinstance(shown, dict) else [shown]
-        masks = told = None
+    def _act(self, env: VecEnv, shown: Any) -> Any:
+        batch = [shown[key] for key in self._keys] if self._keys else [shown]
         if self.uses_masks:
             sizes = categories_of(self.action_space)
             parts = split_masks(masks_of(env), sizes, (env.num_envs,), "environment")
-            masks = torch.cat(parts, -1).to(self.device, non_blocking=True)
-            batch.append(masks)
-        forced = forced_actions_of(env)
-        if forced is not None:
-            batch.append(torch.from_numpy(forced).to(self.device, non_blocking=True))
-            told = batch[-1] >= 0
-        actions, values, log_probs = self._act(batch)
-        buffer, step = self.rollout_buffer, self.rollout_buffer.pos
-        buffer.write(actions, values, log_probs, told, masks)
-        # What the next step does not overwrite, unlike the output of a graph.
-        values, log_probs = buffer.tensors.values[step, :, None], buffer.tensors.log_probs[step]
-        return actions.cpu().numpy(), values, log_probs
+            masks = torch.cat(parts, -1)
+            self.rollout_buffer.action_masks[self._step] = masks
+            batch.append(masks.to(self.device))
+        # Copies, because a graph writes its output to the same place at each step.
+        played = [x.clone() for x in self._play(batch)]
+        if self._paths:
+            self._scores[self._step] = played.pop()
+        return played
 
     @torch.no_grad()
-    def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Actions, values and log-probabilities, without any work on the host.
+    def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Actions, values, log-probabilities and scores, without any work on the host.
 
         Args:
             batch: the observation, or all entries of a dict observation; then the masks, if they
-                are used; then the forced actions, if the environment has any.
+                are used.
         """
-        places = self.rollout_buffer.tensors.observations
-        count = len(places) if isinstance(places, dict) else 1
-        shown = dict(zip(places, batch, strict=False)) if isinstance(places, dict) else batch[0]
-        rest = list(batch[count:])
-        masks = {"action_masks": rest.pop(0)} if self.uses_masks else {}
+        shown = dict(zip(self._keys, batch, strict=False)) if self._keys else batch[0]
+        masks = {"action_masks": batch[-1]} if self.uses_masks else {}
         with unchecked(self.policy):
-            actions, values, log_probs = self.policy(shown, **masks)
-        for forced in rest:
-            actions = torch.where(forced >= 0, forced, actions)
-            log_probs = self.policy.action_dist.log_prob(actions)  # as self.policy(shown) set it
-        return actions, values, log_probs
+            played: tuple[Tensor, ...] = self._own_forward(shown, **masks)
+        return (*played, self.policy.action_dist.scores) if self._paths else played
 
-    @torch.no_grad()
-    def _values_of(self, observations: Observation) -> Tensor:
-        """The policy's values (B, 1) of observations on the host."""
-        return self.policy.predict_values(self.policy.obs_to_tensor(observations)[0])
-
-    def _bootstrap(self, rewards: NDArray[Any], dones: NDArray[Any], infos: list[Any]) -> None:
-        """Add the value of the last observation where an episode was cut off, not ended."""
-        shown = {int(i): infos[i].get("terminal_observation") for i in np.flatnonzero(dones)}
-        cut = [i for i in shown if infos[i].get("TimeLimit.truncated") and shown[i] is not None]
-        if cut:
-            stacked = map_observations(lambda *each: np.stack(each), *(shown[i] for i in cut))
-            rewards[cut] += self.gamma * self._values_of(stacked).flatten().cpu().numpy()
+    @property
+    def _keys(self) -> list[str]:
+        """The entries of a dict observation."""
+        space = self.observation_space
+        return list(space.spaces) if isinstance(space, spaces.Dict) else []
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -206,18 +160,60 @@ class HeadPPO(PPO):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         clips = self._set_numbers()
-        before = Snapshot(self.policy)
+        restore = way_back(self.policy)
+        self._upload()
         epochs: list[list[Tensor]] = []
         for _ in range(self.n_epochs):
             epochs.append([])
             self._n_updates += 1
             if not self._train_epoch(epochs[-1]):
                 break
-        self._log(epochs, clips, before)
+        table = torch.stack([row for rows in epochs for row in rows]).cpu()  # waits here, once
+        if not table.isfinite().all():
+            restore()
+            self._prepare()
+            row, column = (~table.isfinite()).nonzero()[0].tolist()
+            raise NonFinite(
+                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
+                f"{self.num_timesteps} steps; the policy is as it was before that update"
+            )
+        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
+        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
+        record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        buffer = self.rollout_buffer
+        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
+        record["explained_variance"] = float(explained)
+        for name, value in (record | clips).items():
+            self.logger.record(f"train/{name}", value)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+
+    def _upload(self) -> None:
+        """Copy the rollout to the device; graphs that were captured look for it in one place."""
+        buffer = self.rollout_buffer
+        given = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
+        if self.uses_masks:
+            given["masks"] = buffer.action_masks
+        if self._paths:
+            given["scores"] = torch.stack([self._scores[step] for step in range(self.n_steps)])
+        flat = map_arrays(lambda x: torch.as_tensor(x).flatten(0, 1), given)  # (T n, ...)
+        if self._captured and self._rollout:
+            map_arrays(lambda place, x: place.copy_(x), self._rollout, flat)
+        else:
+            self._rollout = map_arrays(lambda x: x.to(self.device), flat)
+
+    def _minibatches(self) -> Iterator[Tensor]:
+        """Indices of minibatches, (B,) each, on the device: every transition once.
+
+        The order is the one in which Stable-Baselines3 would take them.
+        """
+        order = np.random.permutation(self.n_steps * self.n_envs)
+        envs, steps = np.divmod(order, self.n_steps)  # there, environments come first
+        indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
+        yield from indices.split(self.batch_size)
 
     def _train_epoch(self, rows: list[Tensor]) -> bool:
         """Add the statistics of each minibatch; False if the policy has moved far enough."""
-        for indices in self.rollout_buffer.shuffled(self.batch_size):
+        for indices in self._minibatches():
             if self.target_kl is None:
                 rows.append(self._optimize(indices).clone())  # replays write to the same place
                 continue
@@ -238,37 +234,45 @@ class HeadPPO(PPO):
         """The loss of a minibatch, and all ``STATISTICS`` but the last.
 
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
-        old one. The KL divergence is E (r - 1 - log r).
+        old one. The KL divergence is E (r - 1 - log r), or that of paths in trees.
         """
-        batch = self.rollout_buffer.take(indices)
+        batch = map_arrays(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
-        masks = {} if batch.masks is None else {"action_masks": batch.masks}
-        action_shape = self.action_space.shape or ()
+        masks = {"action_masks": batch["masks"]} if self.uses_masks else {}
+        actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
         with unchecked(self.policy):
             values, log_prob, entropy = self.policy.evaluate_actions(
-                batch.observations, batch.actions.reshape(len(indices), *action_shape), **masks
+                batch["observations"], actions, **masks
             )
-        advantages = batch.advantages
+        advantages = batch["advantages"]
         if self.normalize_advantage and len(advantages) > 1:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         # A forced action was not chosen by the policy, so it has no part in the ratios.
-        log_ratio = torch.where(batch.forced, 0.0, log_prob - batch.log_probs)
+        log_ratio = torch.where(batch["forced"], 0.0, log_prob - batch["log_probs"])
         ratio = log_ratio.exp()
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
         value_loss = value_error(
             values.flatten(),
-            batch.values,
-            batch.returns,
+            batch["values"],
+            batch["returns"],
             clip_value if self._clips_values else None,
             self.value_loss,
         )
         entropy_loss = -(-log_prob if entropy is None else entropy).mean()
         loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
-            kl = (ratio - 1 - log_ratio).mean()
+            kl = (self._path_kl(batch) if self._paths else ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
         parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
         return loss, torch.stack([part.detach() for part in parts])
+
+    def _path_kl(self, batch: dict[str, Any]) -> Tensor:
+        """KL(old || new) along the paths to the actions, (B,); the policy has just seen them."""
+        heads, actions = self.policy.action_dist, batch["actions"].long().unbind(-1)
+        old = heads.given(batch["scores"], batch.get("masks"))
+        pairs = zip(old, heads.parts, actions, strict=True)
+        total = torch.stack([q.path_kl(p, action) for q, p, action in pairs]).sum(0)
+        return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
 
     def _descend(self, loss: Tensor, statistics: Tensor) -> Tensor:
         self.policy.optimizer.zero_grad()
@@ -276,27 +280,6 @@ class HeadPPO(PPO):
         norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
         self.policy.optimizer.step()
         return torch.cat([statistics, norm.detach()[None]])
-
-    def _log(self, epochs: list[list[Tensor]], clips: dict[str, float], before: Snapshot) -> None:
-        """Read the statistics of the update from the device, all at once, and log them."""
-        table = torch.stack([row for rows in epochs for row in rows]).cpu()
-        if not table.isfinite().all():
-            before.restore()
-            self._prepare()
-            row, column = (~table.isfinite()).nonzero()[0].tolist()
-            raise NonFinite(
-                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-                f"{self.num_timesteps} steps; the policy is as it was before that update"
-            )
-        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
-        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
-        record["loss"] = float(table[-1, STATISTICS.index("loss")])
-        buffer = self.rollout_buffer
-        explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-        record["explained_variance"] = float(explained)
-        for name, value in (record | clips).items():
-            self.logger.record(f"train/{name}", value)
-        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _set_numbers(self) -> dict[str, float]:
         """Copy numbers that may change between updates to the device; return the logged ones."""
@@ -329,22 +312,16 @@ class HeadPPO(PPO):
     def _setup_model(self) -> None:
         categories_of(self.action_space)
         # A zip of stable_baselines3.PPO or MaskablePPO brings the name of its own buffer.
-        given = self.rollout_buffer_class or RolloutBuffer
-        stock = given in (RolloutBuffer, DictRolloutBuffer)
-        stock |= given.__module__ == "sb3_contrib.common.maskable.buffers"
-        self.rollout_buffer_class = DeviceRolloutBuffer if stock else given
-        if not issubclass(self.rollout_buffer_class, DeviceRolloutBuffer):
-            raise ValueError(
-                "HeadPPO keeps rollouts in a DeviceRolloutBuffer, it cannot use "
-                f"{self.rollout_buffer_class.__name__}"
-            )
+        given = self.rollout_buffer_class
+        if given not in (None, RolloutBuffer, DictRolloutBuffer) and not (
+            given.__module__ == "sb3_contrib.common.maskable.buffers"
+        ):
+            raise ValueError(f"HeadPPO makes minibatches by itself, it cannot use {given.__name__}")
+        self.rollout_buffer_class = None
         super()._setup_model()
         self._numbers = torch.zeros(6, device=self.device)
         self._captured = False
         self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
-
-    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
-        super()._maybe_recommend_cpu(mlp_class_name)
 
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
@@ -362,20 +339,28 @@ class HeadPPO(PPO):
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
-        reason = why_not(self)
+        policy, optimizer = self.policy, self.policy.optimizer
+        headed = isinstance(policy, HeadPolicy)
+        trees = headed and all(isinstance(head, CatnatHead) for head in policy.heads)
+        self._paths = trees and self.target_kl is None
+        obstacles = {
+            "target_kl looks at each minibatch before the step": self.target_kl is not None,
+            "the policy has no head, and may wait for the device": not headed,
+            f"{type(optimizer).__name__} cannot be captured": "capturable"
+            not in optimizer.defaults,
+        }
+        reason = why_not_captured(self.capture, self.device, obstacles)
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
-        replay: Callable[[Any], Any] = StepGraph if self._captured else lambda step: step
         if self._captured:
-            make_capturable(self.policy.optimizer, self.device)
+            make_capturable(optimizer, self.device)
         else:
-            make_portable(self.policy.optimizer)
-        buffer = self.rollout_buffer
-        buffer.hold_masks(sum(categories_of(self.action_space)) if self.uses_masks else 0)
-        self._act: Callable[[Sequence[Tensor]], Any] = replay(self._forward)
+            make_portable(optimizer)
+        replay: Callable[[Any], Any] = StepGraph if self._captured else lambda step: step
+        self._rollout = {}
+        self._play: Callable[[Sequence[Tensor]], Any] = replay(self._forward)
         self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
-        self._estimate: Callable[[Tensor], Tensor] = replay(buffer.estimate_advantages)
 
     def _decide_masks(self) -> bool:
         return self.env is not None and decide(self.masks, self.policy, self.env)
@@ -387,7 +372,7 @@ class HeadPPO(PPO):
         episode_start: Any = None,
         deterministic: bool = False,
         action_masks: Any = None,
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         """Actions, only allowed ones if there are masks; see :class:`MaskedPlayer`."""
         masks = {} if action_masks is None else {"action_masks": action_masks}
         return self.policy.predict(observation, state, episode_start, deterministic, **masks)
@@ -405,21 +390,6 @@ class HeadPPO(PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        made_anew = ["_act", "_optimize", "_estimate", "_numbers", "_captured", "_baked"]
-        made_anew += ["uses_masks"]
-        if self.rollout_buffer_class is DeviceRolloutBuffer:  # each PPO that loads has its own
-            made_anew.append("rollout_buffer_class")
+        made_anew = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
+        made_anew += ["_baked", "uses_masks", "rollout_buffer_class"]
         return [*super()._excluded_save_params(), *made_anew]
-
-
-def why_not(model: HeadPPO) -> str | None:
-    """Why the policy and the update of a model are not replayed; None if they are."""
-    optimizer = model.policy.optimizer
-    obstacles = {
-        "target_kl looks at each minibatch before the step": model.target_kl is not None,
-        "the policy has no head, and may wait for the device": not isinstance(
-            model.policy, HeadPolicy
-        ),
-        f"{type(optimizer).__name__} cannot be captured": "capturable" not in optimizer.defaults,
-    }
-    return why_not_captured(model.capture, model.device, obstacles)

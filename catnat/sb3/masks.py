@@ -37,13 +37,7 @@ Env = VecEnv | gymnasium.Env[Any, Any]
 
 def has_masks(env: Env) -> bool:
     """Whether an environment, or all environments of a ``VecEnv``, have ``action_masks()``."""
-    if isinstance(env, VecEnv):
-        return env.has_attr(METHOD)
-    try:
-        env.get_wrapper_attr(METHOD)
-    except AttributeError:
-        return False
-    return True
+    return env.has_attr(METHOD) if isinstance(env, VecEnv) else env.has_wrapper_attr(METHOD)
 
 
 def masks_of(env: Env) -> NDArray[np.bool_]:
@@ -59,12 +53,6 @@ def forced_actions_of(env: VecEnv) -> NDArray[np.int64] | None:
     return forced if isinstance(forced, np.ndarray) and forced.shape == (env.num_envs,) else None
 
 
-def takes_masks(policy: BasePolicy) -> bool:
-    """Whether a policy's methods have an argument ``action_masks``."""
-    method: Any = policy.get_distribution
-    return METHOD in inspect.signature(method).parameters
-
-
 def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
     """Whether actions are masked.
 
@@ -74,19 +62,16 @@ def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
         policy: the policy that acts.
         env: the environments it acts in.
     """
-    if wanted is False:
-        return False
-    if not has_masks(env):
-        if wanted:
-            raise ValueError("masks is True, but the environment has no method action_masks()")
-        return False
-    if not takes_masks(policy):
-        reason = f"{type(policy).__name__} takes no action_masks"
-        if wanted:
-            raise ValueError(f"masks is True, but {reason}")
-        warnings.warn(f"actions are not masked: {reason}", stacklevel=2)
-        return False
-    return True
+    given = wanted is not False and has_masks(env)
+    missing = "" if given else "the environment has no method action_masks()"
+    method: Any = policy.get_distribution
+    if given and METHOD not in inspect.signature(method).parameters:
+        missing = f"{type(policy).__name__} takes no action_masks"
+        if not wanted:
+            warnings.warn(f"actions are not masked: {missing}", stacklevel=2)
+    if wanted and missing:
+        raise ValueError(f"masks is True, but {missing}")
+    return not missing
 
 
 def warn_of_evaluation(callback: BaseCallback) -> None:

@@ -15,10 +15,10 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import Schedule
-from torch import Tensor, nn
+from torch import nn
 
 from catnat.checks import require_choice, require_name, require_within
-from catnat.flat_heads import SparsemaxHead, make_head
+from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
 from catnat.sb3.action_distributions import (
     HeadDistribution,
@@ -94,7 +94,12 @@ class HeadPolicy(_Base):
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
-        name, options = self._head_arguments["head"], self._head_options()
+        name, options = self._head_arguments["head"], dict(self._head_arguments["head_options"])
+        mix = self._head_arguments["uniform_mix"]
+        if mix is not None:
+            options["mix"] = mix
+        elif name == "sparsemax":
+            options.setdefault("mix", SPARSEMAX_MIX)
         sizes = categories_of(self.action_space)
         heads = [OnlyChoice() if K == 1 else make_head(name, K, **options) for K in sizes]
         for head in heads:
@@ -105,15 +110,6 @@ class HeadPolicy(_Base):
         self.action_dist = HeadDistribution(heads[0]) if one else HeadMultiDistribution(heads)
         self.action_dist.mask_mode = self._head_arguments["mask_mode"]
         super()._build(lr_schedule)  # type: ignore[misc]
-
-    def _head_options(self) -> dict[str, Any]:
-        """The options of the head and its mix; raises for a wrong option."""
-        options: dict[str, Any] = self._head_arguments["head_options"]
-        mix = self._head_arguments["uniform_mix"]
-        made = make_head(self._head_arguments["head"], 2, **options)
-        if mix is None and isinstance(made, SparsemaxHead) and "mix" not in options:
-            mix = SPARSEMAX_MIX
-        return options | ({} if mix is None else {"mix": mix})
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return super()._get_constructor_parameters() | self._head_arguments
@@ -163,27 +159,3 @@ POLICIES: dict[str, type[BasePolicy]] = {
     "MultiInputPolicy": HeadMultiInputPolicy,
 }
 POLICIES |= {f"Head{name}": policy for name, policy in POLICIES.items()}
-
-
-class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
-    """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
-
-
-class Snapshot:
-    """A copy of the weights of a policy and of the state of its optimizer."""
-
-    def __init__(self, policy: BasePolicy) -> None:
-        self.policy = policy
-        self._weights = {name: x.clone() for name, x in policy.state_dict().items()}
-        self._state = {
-            parameter: {
-                name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()
-            }
-            for parameter, state in policy.optimizer.state.items()
-        }
-
-    def restore(self) -> None:
-        """Put the policy and its optimizer back to where they were when the copy was made."""
-        self.policy.load_state_dict(self._weights)
-        self.policy.optimizer.state.clear()
-        self.policy.optimizer.state.update(self._state)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.running_mean_std import RunningMeanStd
-from torch import Tensor
 
 from catnat.rng import random_state, set_random_state
 
@@ -22,7 +21,10 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
         "global_step": model.num_timesteps,
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
-        "normalizer": _normalizer_state(model),
+        "normalizer": {
+            name: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            for name, moments in _moments(model).items()
+        },
         "random": random_state(model.device),
     }
 
@@ -34,7 +36,9 @@ def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
     model._n_updates = state["updates"]
     model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(maxlen=model._stats_window_size)
-    _load_normalizer_state(model, state["normalizer"])
+    for name, moments in _moments(model).items():
+        for part, value in state["normalizer"][name].items():
+            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
     set_random_state(state["random"], model.device)
 
 
@@ -46,16 +50,3 @@ def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:
     seen = normalizer.obs_rms
     named = seen if isinstance(seen, dict) else {"": seen}
     return {f"obs.{key}": moments for key, moments in named.items()} | {"ret": normalizer.ret_rms}
-
-
-def _normalizer_state(model: OnPolicyAlgorithm) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {part: torch.as_tensor(getattr(moments, part)) for part in ("mean", "var", "count")}
-        for name, moments in _moments(model).items()
-    }
-
-
-def _load_normalizer_state(model: OnPolicyAlgorithm, state: dict[str, dict[str, Tensor]]) -> None:
-    for name, moments in _moments(model).items():
-        for part, value in state[name].items():
-            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
