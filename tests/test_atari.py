@@ -264,11 +264,11 @@ def test_seed_applies_to_the_next_reset(make):
 
 
 def test_a_seed_is_drawn_where_none_is_given(make):
-    env = make("Breakout", 4)
-    for _ in range(12):  # a seed of 32 bits would fail in half of the tries
-        seeds = env.seed(None)
-        assert [seed - seeds[0] for seed in seeds] == [0, 1, 2, 3]
-        assert env.reset().shape == (4, 4, 84, 84)
+    env = make("Breakout", 2)
+    for _ in range(12):
+        first, second = env.seed(None)
+        assert second == first + 1 < 2**31  # what the emulator takes
+    assert env.reset().shape == (2, 4, 84, 84)
 
 
 def test_closed_games_say_so(make):

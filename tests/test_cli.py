@@ -80,17 +80,19 @@ def test_a_wrong_command_line_gets_one_line_and_leaves_no_folder(line, workspace
 
 def test_the_first_words_come_before_torch_is_imported():
     code = """
-import sys, builtins, train
-def show(*args, **kwargs): sys.stderr.write(f"{args[0]} {'torch' in sys.modules}")
+import os, sys, builtins, train
+def show(*args, **kwargs):
+    os.write(2, f"{args[0]} {'torch' in sys.modules}".encode())
+    os._exit(0)  # the imports take seconds
 builtins.print = show
-sys.exit(train.main(sys.argv[1:]))"""
-    for argv, said, rc in (
-        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ... False", 2),
-        (["--model=vea"], "did you mean vae? False", 2),
-        (["--help"], "tensorboard --logdir runs False", 0),
+train.main(sys.argv[1:])"""
+    for argv, said in (
+        (["--model=vae", "--max_stps=3"], "fit vae: loading PyTorch ... False"),
+        (["--model=vea"], "did you mean vae? False"),
+        (["--help"], "tensorboard --logdir runs False"),
     ):
         done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, stderr=-1, text=True)
-        assert (done.returncode, said in done.stderr) == (rc, True), done.stderr
+        assert said in done.stderr
 
 
 def test_an_error_of_a_program_keeps_its_traceback(workspace, monkeypatch):
