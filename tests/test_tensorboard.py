@@ -135,7 +135,7 @@ def test_all_pictures_of_a_run_have_one_color_scale(tmp_path):
     assert torch.equal(one[:, -90:], other[:, -90:]), "the color bars agree"
     beyond = fisher_picture(2 * first, head, limit, "")
     assert not torch.equal(one[:, -90:], beyond[:, -90:]), "tips: an entry is beyond the scale"
-    before, after = FisherMonitor(), FisherMonitor()
+    before, after = FisherMonitor(image_every_n_steps=9), FisherMonitor()
     fit(Small("sparsemax"), before)
     assert before.state_dict()["limits"]["head"] > 0.25
     after.load_state_dict(before.state_dict())

@@ -128,7 +128,8 @@ def test_options_that_stable_baselines_has(capfd):
 
 @one_server
 def test_environments_in_processes_of_their_own():
-    done = run_fresh(ROOT / "train.py", "--model=ppo", *QUICK, "--subprocesses=true")
+    options = [*QUICK, "--num_envs=2", "--subprocesses=true"]
+    done = run_fresh(ROOT / "train.py", "--model=ppo", *options)
     assert done.returncode == 0, done.stderr
 
 
