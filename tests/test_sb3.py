@@ -124,8 +124,13 @@ def test_multidiscrete(head):
     assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C, MaskablePPO])
+@pytest.mark.parametrize(
+    ("algorithm", "head"),
+    [
+        *((HeadPPO, head) for head in HEADS),
+        *((each, "natural") for each in (PPO, A2C, MaskablePPO)),
+    ],
+)
 @pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
 def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
     kind = HeadMaskableActorCriticPolicy if algorithm is MaskablePPO else HeadActorCriticPolicy

@@ -176,7 +176,6 @@ BASELINES = {"constant": {"baseline_value": 540.0}, "others": {"baseline": "leav
     ("head", "baseline"),
     [
         *(("natural", baseline) for baseline in ("constant", "others")),
-        *(slow(head, "constant") for head in head_names() if head != "natural"),
         *(slow(head, "others") for head in head_names() if head != "natural"),
     ],
 )
