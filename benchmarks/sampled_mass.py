@@ -9,6 +9,7 @@ two draws a row underestimate it.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -20,9 +21,11 @@ import numpy as np
 from lightning.pytorch.loggers import Logger
 
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.images import head_color
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
+from experiments.figures import color
 
 HEADS = ("softmax", "sigmoid", "natural")
 
@@ -70,11 +73,11 @@ def main() -> None:
             seen["fim_sampled/off_diagonal_share"],
             seen["fim/off_diagonal_mass_fro"] ** 2,
         )
-        axis.plot(shares, color=head_color(head), lw=1, label="two draws a row")
+        axis.plot(shares, color=color(head), lw=1, label="two draws a row")
         axis.plot(exact, color="black", lw=1, label="exact")
         axis.set(title=head)
         below.axhline(0, color="black", lw=1)
-        below.plot(shares - exact, color=head_color(head), lw=1)
+        below.plot(shares - exact, color=color(head), lw=1)
         below.set(xlabel="step")
         print(f"{head:10} mean of sampled - exact {(shares - exact).mean():+.5f}")
     axes[0, 0].set_ylabel("off-diagonal share")

@@ -17,7 +17,7 @@ from catnat.callbacks.checkpoints import (
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import GraphFigures, VAEFigures
-from catnat.callbacks.run_record import RunLogger, RunRecord, last_validation
+from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
 
 if TYPE_CHECKING:

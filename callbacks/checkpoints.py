@@ -36,13 +36,10 @@ class StopSignals:
         self.signum = 0
         self._handlers: dict[int, Any] = {}
 
-    def listen(self, *names: str) -> None:
-        """Start to handle signals, all three unless some are named.
-
-        Only if this is the main thread: Python allows it nowhere else.
-        """
+    def listen(self) -> None:
+        """Start to handle signals if this is the main thread: Python allows it nowhere else."""
         if threading.current_thread() is threading.main_thread():
-            for name in names or ("SIGINT", "SIGTERM", "SIGHUP"):
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 if signum := getattr(signal, name, None):  # Windows has no SIGHUP
                     before = signal.signal(signum, self._ask_to_stop)
                     self._handlers.setdefault(signum, before)
@@ -76,7 +73,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content = io.BytesIO()
         torch.save(checkpoint, content)
         if not self._can_be_read:
-            _require_plain(content, checkpoint, path)
+            content.seek(0)
+            if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
+                raise ValueError(
+                    f"checkpoint {path} could not be read back: it holds "
+                    f"{', '.join(sorted(unsafe))}; keep numbers, strings, lists, dictionaries and "
+                    "tensors in hyperparameters and in the state of callbacks, or leave a "
+                    "hyperparameter out with save_hyperparameters(ignore=...)"
+                )
             self._can_be_read = True
         try:
             write_whole(Path(path), content.getbuffer())
@@ -89,35 +93,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Load with ``weights_only=True``, whatever the argument says."""
         return load_checkpoint(path, map_location)
-
-
-def _require_plain(content: io.BytesIO, checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Raise, at the first save, if the checkpoint could not be read back."""
-    try:
-        content.seek(0)
-        torch.load(content, weights_only=True, map_location="cpu")
-    except Exception:
-        for group in checkpoint:
-            kinds = sorted(_other_types(checkpoint[group]))
-            if kinds:
-                raise ValueError(
-                    f"checkpoint {path} could not be read back: {group} holds {', '.join(kinds)}; "
-                    "keep numbers, strings, lists, dictionaries and tensors there, for a "
-                    "hyperparameter with save_hyperparameters(ignore=...)"
-                ) from None
-        raise
-
-
-def _other_types(value: Any) -> set[str]:
-    """Names of the types in nested lists and dictionaries that are not tensors or plain values."""
-    if isinstance(value, dict):
-        return set().union(*(_other_types(each) for pair in value.items() for each in pair))
-    if isinstance(value, list | tuple | set):
-        return set().union(*(_other_types(each) for each in value))
-    plain = (str, int, float, bool, complex, bytes, torch.Tensor, type(None), torch.Size)
-    known = type(value) in plain or isinstance(value, torch.Tensor | torch.dtype | torch.device)
-    kind = value if isinstance(value, type) else type(value)
-    return set() if known else {f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -171,24 +146,21 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
-        self._unasked = 0  # steps since the ranks last asked each other whether to stop
+        self._asked_step = 0  # when the ranks last asked each other whether to stop
         self._due = self._stop = False
         self._noise: dict[str, torch.Tensor] | None = None
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the path of rank 0, which is the one that writes.
-
-        SIGINT is handled from here on. Lightning handles SIGTERM until training starts.
-        """
+        """Take the path of rank 0, which is the one that writes; begin to handle signals."""
         self.path = trainer.strategy.broadcast(self.path)
-        self._signals.listen("SIGINT")
+        self._signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
-        self._saved_step = trainer.global_step
+        self._saved_step = self._asked_step = trainer.global_step
         self._due = self._stop = False
-        self._signals.listen()
+        self._signals.listen()  # Lightning has put its own handler before ours
         if self._noise is not None:
             set_noise_state(self._noise, pl_module.device, pl_module.global_rank)
             self._noise = None
@@ -214,20 +186,15 @@ class LastCheckpoint(Checkpoint):
         self._noise = checkpoint.get("noise")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals: a test can take minutes, and stopping it loses nothing."""
+        """Handle signals in a test as well: it can take minutes, and stopping it loses nothing."""
         self._signals.listen()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals in a validation that is not part of training."""
-        if trainer.state.fn == "validate":
-            self._signals.listen()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
         self._stop = self._must_stop(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
-        self._due = self._stop or due or (step == trainer.max_steps != self._saved_step)
+        self._due = self._stop or due or step == trainer.max_steps
         if not _validation_follows(trainer):
             if self._due:  # Lightning logs a step after this hook: a kill in between would lose it
                 trainer._logger_connector.update_train_step_metrics()
@@ -236,24 +203,21 @@ class LastCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if a checkpoint was due at the step that is validated."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # Already saved at this step: a validation that was not foreseen; save its result too.
-            self._due = self._due or self._saved_step == trainer.global_step
             self._save_if_due(trainer)
-
-    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Stop if a signal came."""
-        self._stop_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came; within training that waits for the end of a step."""
-        if trainer.state.fn == "validate":
-            self._stop_if_asked(trainer)
+        if trainer.state.fn != "fit" and self._any_rank_asked(trainer):
+            self._raise_stopped(trainer)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if training ended between two checkpoints; stop if a signal came at the end."""
         if trainer.global_step > self._saved_step:
             self._save(trainer)
-        self._stop_if_asked(trainer)
+        if self._any_rank_asked(trainer):
+            self._raise_stopped(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the signals back."""
@@ -263,7 +227,7 @@ class LastCheckpoint(Checkpoint):
         if self._due:
             self._save(trainer)
         if self._stop:
-            raise Stopped(self._signals.signum or signal.SIGTERM, trainer.global_step, self.path)
+            self._raise_stopped(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         self._due = False
@@ -276,20 +240,18 @@ class LastCheckpoint(Checkpoint):
         """Whether a signal came to any rank; ranks ask each other every ten steps only."""
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return False  # gradients of some batches only, which a checkpoint does not hold
-        self._unasked += 1
-        if trainer.world_size > 1 and self._unasked < 10:
+        if trainer.world_size > 1 and trainer.global_step < self._asked_step + 10:
             return False
-        self._unasked = 0
+        self._asked_step = trainer.global_step
         return self._any_rank_asked(trainer)
 
     def _any_rank_asked(self, trainer: Trainer) -> bool:
         asked = bool(self._signals.signum)
         return trainer.strategy.reduce_boolean_decision(asked, all=False)
 
-    def _stop_if_asked(self, trainer: Trainer) -> None:
-        if self._any_rank_asked(trainer):
-            signum = self._signals.signum or signal.SIGTERM
-            raise Stopped(signum, trainer.global_step, self.path)
+    def _raise_stopped(self, trainer: Trainer) -> None:
+        signum = self._signals.signum or signal.SIGTERM  # another rank got the signal
+        raise Stopped(signum, trainer.global_step, self.path)
 
 
 def _validation_follows(trainer: Trainer) -> bool:

@@ -25,7 +25,6 @@ from catnat.fisher import (
     paired_mean_fishers,
 )
 
-MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
 _MAX_IN_CACHE = 2**19  # the same on a CPU: 2 MB stay in a cache, which saves a third of the time
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
@@ -48,7 +47,7 @@ def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
     """
     free = scores.isfinite()
     counts = torch.stack((head.saturated(scores) & free, free), -1).sum(-2, dtype=torch.float32)
-    return torch.cat((head.diagnostics(scores)[:, :-1], counts.mean(1)), -1)
+    return torch.cat((head.step_fishers(scores), counts.mean(1)), -1)
 
 
 def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
@@ -57,30 +56,22 @@ def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.unflatten(-1, (S, S))
 
 
-def exact_tags(head: CategoricalHead) -> tuple[str, ...]:
-    """The tags of a head that need no draws; those of a 1 x 1 matrix that are not constant."""
-    mass, more = "fim/off_diagonal_mass", ("fim/off_diagonal_mass_fro", "fim/saturated")
-    if head.num_scores == 1:
-        return (mass, "fim/saturated")
-    return (mass, *more, "fim_spectrum/condition_number")
-
-
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
-    values = {"fim/saturated": diagnostics[:, -2] / diagnostics[:, -1].clamp_min(1e-30)}
+    exact, (saturated, free) = diagnostics[:, :-2], diagnostics[:, -2:].unbind(-1)
     if head.fisher_is_diagonal:
-        exact = diagnostics[:, :-2]
-        values["fim/off_diagonal_mass"] = 0 * exact.sum(-1)  # NaN stays NaN
-        values["fim/off_diagonal_mass_fro"] = values["fim/off_diagonal_mass"]
-        values["fim_spectrum/condition_number"] = condition_of_spectrum(exact)
+        mass = frobenius = 0 * exact.sum(-1)  # NaN stays NaN
+        condition = condition_of_spectrum(exact)
     else:
-        exact = matrix_of(head, diagnostics)
-        values["fim/off_diagonal_mass"] = off_diagonal_mass(exact)
-        values["fim/off_diagonal_mass_fro"] = off_diagonal_mass(exact, "fro")
-        values["fim_spectrum/condition_number"] = condition_number(exact)
-    tags = exact_tags(head)
-    columns = (values[tag].tolist() for tag in tags)
-    return [dict(zip(tags, row, strict=True)) for row in zip(*columns, strict=True)]
+        G = matrix_of(head, diagnostics)
+        mass, frobenius = off_diagonal_mass(G), off_diagonal_mass(G, "fro")
+        condition = condition_number(G)
+    values = {"fim/off_diagonal_mass": mass, "fim/saturated": saturated / free.clamp_min(1e-30)}
+    if head.num_scores > 1:  # otherwise these are constant
+        values["fim/off_diagonal_mass_fro"] = frobenius
+        values["fim_spectrum/condition_number"] = condition
+    columns = (column.tolist() for column in values.values())
+    return [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def sampled_sums(pairs: Tensor) -> Tensor:
@@ -133,147 +124,114 @@ class Report(NamedTuple):
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
-    A computation that fails gives NaN; the first reason is kept in ``problem``. Numbers for draws
+    A computation that fails gives NaN; the first reason is part of the report. Numbers for draws
     depend on the seed, the step and the shape alone, not on the steps that are observed together,
     nor on where a run was resumed.
 
     Args:
-        head: the head. If it has parameters, diagnostics are computed at once, because the next
-            update changes them; otherwise scores are collected first.
+        head: the head. If it has parameters, diagnostics are computed after each step, because the
+            next update changes them; otherwise scores are collected first.
         seed: of the draws, any text.
     """
 
     def __init__(self, head: CategoricalHead, seed: str) -> None:
         self.head, self.seed, self.problem = head, seed, ""
-        self._exact, self._sampled = _MeansOverBatches(), _MeansOverBatches()
+        self._exact, self._sampled = _Means(), _Means()
         self._kept: list[tuple[int, Tensor, int]] = []  # steps, scores and numbers of draws
-        self._at_once = bool(head.state_dict())
+        self._has_state = bool(head.state_dict())
         self._generator: torch.Generator | None = None
-        self._batches: dict[int, int] = {}  # how many batches of a step had draws
 
     def add(self, step: int, scores: Tensor, draws: int) -> None:
         """Keep the scores (*, S) of a batch of a step, for that many draws at each row."""
         rows = scores.reshape(-1, self.head.num_scores)
+        if self._kept and self._kept[-1][0] == step:  # gradients are accumulated
+            rows = torch.cat((self._kept.pop()[1], rows))
         self._kept.append((step, rows, draws))
-        most = _MAX_IN_CACHE if scores.device.type == "cpu" else _MAX_SCORES
-        if self._at_once or len(self._kept) * scores.numel() * max(1, draws) > most:
-            self.compute()
 
-    def compute(self) -> None:
-        """Compute with what was kept, all batches with equally many rows and draws at once."""
-        for _, group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
-            steps, batches, draws = zip(*group, strict=True)
-            self._compute(steps, torch.stack(batches), draws[0])
-        self._kept = []
-
-    def _compute(self, steps: Sequence[int], scores: Tensor, draws: int) -> None:
-        """Diagnostics of T batches from scores (T, B, S) and that many draws at each row."""
-        head, (T, B, S) = self.head, scores.shape
-
-        def exact() -> Tensor:
-            return exact_diagnostics(head, scores)
-
-        def pairs() -> Tensor:
-            uniforms = self._uniforms(steps, draws, scores).movedim(1, 0)  # (M, T, B)
-            return paired_mean_fishers(head, scores, uniforms).movedim(0, 1).flatten(1)
-
-        size = S + 2 if head.fisher_is_diagonal else S**2 + 2
-        self._exact.add(steps, B, self._attempt(exact, (T, size), scores.device))
-        if draws:
-            self._sampled.add(steps, B, self._attempt(pairs, (T, 2 * S**2), scores.device))
-
-    def _uniforms(self, steps: Sequence[int], draws: int, scores: Tensor) -> Tensor:
-        """Numbers in [0, 1) that decide the draws at T steps, (T, draws, B)."""
-        self._generator = self._generator or torch.Generator(scores.device)
-        uniforms = []
-        for step in steps:
-            batch = self._batches[step] = self._batches.get(step, -1) + 1
-            seed = random.Random(f"{self.seed} {step} {batch}").getrandbits(63)
-            self._generator.manual_seed(seed)
-            size = (draws, scores.shape[1])
-            drawn = torch.empty(size, dtype=torch.float64, device=scores.device)
-            uniforms.append(drawn.uniform_(generator=self._generator))
-        return torch.stack(uniforms)
-
-    def _attempt(
-        self, compute: Callable[[], Tensor], shape: tuple[int, int], device: torch.device
-    ) -> Tensor:
-        """The result of a computation, or NaN where it fails, in this shape or (T, 1)."""
-        if too_large := shape[1] > 2 * MAX_MATRIX:
-            shape = (shape[0], 1)
-        try:
-            if too_large:
-                raise ValueError(f"a matrix of {self.head.num_scores}^2 entries is too large")
-            return compute().reshape(shape)
-        except Exception as error:
-            self._remember(error)
-            return torch.full(shape, torch.nan, device=device)
+    def end_step(self) -> None:
+        """Compute with what was kept, if that cannot wait."""
+        if self._kept:
+            _, scores, draws = self._kept[-1]
+            most = _MAX_IN_CACHE if scores.device.type == "cpu" else _MAX_SCORES
+            if self._has_state or len(self._kept) * scores.numel() * max(1, draws) > most:
+                self._compute()
 
     def send(self, trainer: Trainer) -> Callable[[], Report]:
-        """Start the copy to the host; the returned function waits for it and gives the report."""
-        exact = send(self._exact.over_ranks(trainer))
+        """Start to copy the diagnostics of all ranks to the host; call the result to get them."""
+        self._compute()
+        S, exact = self.head.num_scores, send(self._exact.over_ranks(trainer))
         # Three numbers of a step instead of two matrices: most of the copy, and of the host's work.
-        sampled = send(self._sampled_sums(self._sampled.over_ranks(trainer)))
+        pairs = self._sampled.over_ranks(trainer).reshape(-1, 2, S, S)
+        sampled = send(sampled_sums(pairs))
 
         def receive() -> Report:
-            found, steps = exact(), unique(self._exact.steps)
-            drawn = dict(zip(unique(self._sampled.steps), sampled().tolist(), strict=True))
-            rows = dict(zip(steps, self._rows(found), strict=True))
+            found, steps = exact(), self._exact.steps
+            rows = dict(zip(steps, exact_rows(self.head, found), strict=True))
+            drawn = dict(zip(self._sampled.steps, sampled().tolist(), strict=True))
             return Report(steps, found, rows, drawn, self.problem)
 
         return receive
 
-    def _rows(self, exact: Tensor) -> list[Row]:
+    def _compute(self) -> None:
+        """Compute with what was kept, all steps with equally many rows and draws at once."""
+        for _, group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
+            steps, batches, draws = zip(*group, strict=True)
+            self._compute_together(steps, torch.stack(batches), draws[0])
+        self._kept = []
+
+    def _compute_together(self, steps: Sequence[int], scores: Tensor, draws: int) -> None:
+        """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
+        head, (T, B, S) = self.head, scores.shape
+        size = S + 2 if head.fisher_is_diagonal else S**2 + 2
+        exact = self._attempt((T, size), scores, lambda: exact_diagnostics(head, scores))
+        self._exact.add(steps, B, exact)
+        if draws:
+            pairs = self._attempt((T, 2 * S**2), scores, lambda: self._pairs(steps, scores, draws))
+            self._sampled.add(steps, B, pairs)
+
+    def _pairs(self, steps: Sequence[int], scores: Tensor, draws: int) -> Tensor:
+        """Two estimates of the Fisher matrix of each of T steps, (T, 2, S, S)."""
+        self._generator = self._generator or torch.Generator(scores.device)
+        uniforms = torch.empty(
+            (len(steps), draws, scores.shape[1]), dtype=torch.float64, device=scores.device
+        )
+        for step, numbers in zip(steps, uniforms, strict=True):
+            self._generator.manual_seed(random.Random(f"{self.seed} {step} 0").getrandbits(63))
+            numbers.uniform_(generator=self._generator)
+        return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
+
+    def _attempt(
+        self, shape: tuple[int, int], scores: Tensor, compute: Callable[[], Tensor]
+    ) -> Tensor:
+        """The result of a computation in this shape, or NaN where it fails."""
         try:
-            return exact_rows(self.head, exact)
+            return compute().reshape(shape)
         except Exception as error:
-            self._remember(error)
-            return [dict.fromkeys(exact_tags(self.head), torch.nan)] * len(exact)
-
-    def _sampled_sums(self, pairs: Tensor) -> Tensor:
-        S = self.head.num_scores
-        try:
-            return sampled_sums(pairs.reshape(len(pairs), 2, S, S))
-        except Exception as error:  # the matrices were too large, or a mass cannot be computed
-            self._remember(error)
-            return torch.full((len(pairs), 3), torch.nan, device=pairs.device)
-
-    def _remember(self, error: Exception) -> None:
-        self.problem = self.problem or f"{type(error).__name__}: {error}"
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+            return torch.full(shape, torch.nan, device=scores.device)
 
 
-class _MeansOverBatches:
-    """A vector for each step, the mean over the rows of its batches and ranks, on the device."""
+class _Means:
+    """A vector for each step, the mean over the rows of all ranks, on the device."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []  # of each batch
+        self.steps: list[int] = []
         self._rows: list[int] = []
         self._means: list[Tensor] = []
 
     def add(self, steps: Sequence[int], rows: int, means: Tensor) -> None:
-        """Add T batches with equally many rows on this rank, whose means are (T, D)."""
+        """Add T steps with equally many rows on this rank, whose means are (T, D)."""
         self.steps += steps
         self._rows += [rows] * len(steps)
         self._means.append(means)
 
     def over_ranks(self, trainer: Trainer) -> Tensor:
         """The means of all steps, (T, D)."""
-        if not self.steps:
-            return torch.empty(0, 1)
-        means, self._means = torch.cat(self._means), []
-        batches = [len(list(group)) for _, group in groupby(self.steps)]  # of each step
-        if trainer.world_size == 1 and max(batches) == 1:
+        means = torch.cat(self._means) if self.steps else torch.empty(0)
+        if trainer.world_size == 1 or not self.steps:
             return means
         rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
         sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
-        sums = torch.stack([each.sum(0) for each in sums.split(batches)])
-        if trainer.world_size > 1:
-            reduced = trainer.strategy.reduce(sums, reduce_op="sum")
-            assert isinstance(reduced, Tensor)
-            sums = reduced
-        return sums[:, 1:] / sums[:, :1]
-
-
-def unique(steps: list[int]) -> list[int]:
-    """Each step once, in order."""
-    return list(dict.fromkeys(steps))
+        reduced = trainer.strategy.reduce(sums, reduce_op="sum")
+        assert isinstance(reduced, Tensor)
+        return reduced[:, 1:] / reduced[:, :1]

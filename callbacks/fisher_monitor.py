@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from catnat import CategoricalHead, HeadProbe
+from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     Report,
@@ -20,17 +19,12 @@ from catnat.callbacks.fisher_diagnostics import (
     matrix_of,
     require_pairs,
 )
-from catnat.callbacks.images import (
-    MAX_PICTURE,
-    add_image,
-    fisher_picture,
-    is_drawn,
-    picture_limit,
-)
+from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least, require_within
 
 _MOST_STEPS = 200  # that are written at once
+_MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
@@ -48,8 +42,8 @@ class FisherMonitor(Callback):
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
       that a mask decides do not count;
     - ``fim/picture``: G as a picture, red positive, blue negative, with the levels of the tree of a
-      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step; all
-      pictures of a run have one color scale;
+      catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step, with
+      one color scale for all matrices whose entries are at most 1/4;
     - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
     - ``fim_sampled/off_diagonal_mass_fro``: the Frobenius ratio again, from ``num_samples``
       categories drawn at each row of every step, without the closed form; it is the root of the
@@ -76,7 +70,8 @@ class FisherMonitor(Callback):
     exception that ends the run writes the steps before it, too, if there is one rank.
 
     A number that cannot be computed is NaN, with one warning for each head: observing never ends
-    a run.
+    a run. A head with more than 8192 scores gets no draws, and no tags at all if its G is not
+    diagonal: the matrices would be too large.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
@@ -113,17 +108,15 @@ class FisherMonitor(Callback):
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._step = self._rank = 0
-        self._limits: dict[str, float] = {}  # the color scale of each head's pictures
         self._shares: dict[str, SampledShare] = {}  # of each head
         self._start_anew()
 
     def _start_anew(self) -> None:
-        # A block is a number of steps that are written together: a history for each head, by name.
+        # Steps that are written together are a block: a history for each head, by name.
         self._block: dict[str, HeadHistory] = {}
         self._steps_in_block = 0
         self._steps_per_block = _MOST_STEPS
-        self._complete: list[dict[str, HeadHistory]] = []  # blocks not yet copied to the host
-        self._on_the_way: list[dict[str, Callable[[], Report]]] = []  # blocks being copied
+        self._sent: list[tuple[str, Callable[[], Report]]] = []  # the block before, by head
         self._warned: set[str] = set()  # heads for which a warning was given
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
@@ -136,19 +129,17 @@ class FisherMonitor(Callback):
         return self._generate_state_key(**{name: getattr(self, name) for name in options})
 
     def state_dict(self) -> dict[str, Any]:
-        """The color scale of the pictures, and the sums of the sampled shares."""
-        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
-        return {"limits": dict(self._limits), "shares": shares}
+        """The sums of the sampled shares."""
+        return {"shares": {name: [each.off, each.total] for name, each in self._shares.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the color scale and the sums."""
-        self._limits = dict(state_dict["limits"])
+        """Restore the sums."""
         self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; a checkpoint restores the state of this run."""
         if stage == "fit":
-            self._limits, self._shares = {}, {}
+            self._shares = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
@@ -159,8 +150,8 @@ class FisherMonitor(Callback):
         observers = _observers(pl_module)
         usual = 50 if observers is None else _MOST_STEPS  # a replayed step waits for the host
         at_once = self.write_every_n_steps or usual
-        numbers = sum(map(self._numbers_per_step, self._probe.heads.values()))
-        self._steps_per_block = max(1, min(at_once, int(_MAX_RESULTS / numbers)))  # on all ranks
+        numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
+        self._steps_per_block = max(1, min(at_once, _MAX_RESULTS // numbers))  # on all ranks
         if observers is not None:
             observers.append(self)
 
@@ -183,7 +174,7 @@ class FisherMonitor(Callback):
             self._keep(step, self.look())
             if self._step > step:  # not while gradients accumulate
                 self._end_step()
-        if self._complete:
+        if self._steps_in_block >= self._steps_per_block:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
@@ -234,73 +225,56 @@ class FisherMonitor(Callback):
 
     # -- from scores to rows -----------------------------------------------------------------------
 
-    def _numbers_per_step(self, head: CategoricalHead) -> float:
-        """How many numbers of a head are kept on the device for a step, on average."""
-        S = head.num_scores
-        sampled = 2 * S**2 / self.sampled_every_n_steps if self.num_samples else 0
-        return sampled + (S if head.fisher_is_diagonal else S**2)
-
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Add the scores of a batch to the block."""
         assert self._probe is not None
         draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
+            head = self._probe.heads[name]
+            too_large = head.num_scores**2 > _MAX_MATRIX
+            if too_large and not head.fisher_is_diagonal:
+                continue
             if name not in self._block:
-                head, seed = self._probe.heads[name], f"{self.seed} {self._rank} {name}"
-                self._block[name] = HeadHistory(head, seed)
-            self._block[name].add(step, each, draws)
+                self._block[name] = HeadHistory(head, f"{self.seed} {self._rank} {name}")
+            no_draws = too_large or head.num_scores == 1  # one score has no off-diagonal entries
+            self._block[name].add(step, each, 0 if no_draws else draws)
 
     def _end_step(self) -> None:
         self._steps_in_block += 1
-        if self._steps_in_block == self._steps_per_block:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        """Compute the diagnostics of the block; a block has the same steps on every rank."""
-        if self._steps_in_block and not self._block and "" not in self._warned:
-            self._warned.add("")
-            assert self._probe is not None
-            try:
-                list(self._probe)  # raises, and says why no head was seen
-            except RuntimeError as error:
-                warnings.warn(f"FisherMonitor observes nothing: {error}", stacklevel=2)
         for history in self._block.values():
-            history.compute()
-        if self._block:
-            self._warned.add("")
-            self._complete.append(self._block)
-        self._block, self._steps_in_block = {}, 0
-
-    def _write_everything(self, trainer: Trainer) -> None:
-        self._end_block()
-        self._write(trainer, wait=True)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.flush()  # its writer keeps values for two minutes
+            history.end_step()
 
     def _write(self, trainer: Trainer, wait: bool = False) -> None:
-        """Start to copy complete blocks to the host, and write the blocks copied before.
+        """Copy the block to the host, and write the block before: waiting would idle a GPU.
 
         Args:
-            trainer: the trainer, with the loggers.
-            wait: wait for the copies that start now, and write these blocks as well.
+            trainer: the trainer, with the loggers. A block has the same steps on every rank.
+            wait: wait for the copy, and write this block, too.
         """
-        arrived, self._on_the_way = self._on_the_way, []
-        for block in self._complete:
-            self._on_the_way.append({name: block[name].send(trainer) for name in sorted(block)})
-        self._complete = []
-        if wait or not _copies_take_time(trainer):
-            arrived, self._on_the_way = arrived + self._on_the_way, []
-        for reports in arrived:
-            for name, receive in reports.items():
-                self._write_report(trainer, name, receive())
+        if self._steps_in_block and "" not in self._warned:
+            self._warned.add("")
+            if not self._block:
+                limit = int(_MAX_MATRIX**0.5)
+                what = f"no head of at most {limit} scores was called in training as head(scores)"
+                warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
+        arrived = self._sent
+        self._sent = [(name, self._block[name].send(trainer)) for name in sorted(self._block)]
+        self._block, self._steps_in_block = {}, 0
+        if wait:
+            arrived, self._sent = arrived + self._sent, []
+        for name, receive in arrived:
+            self._write_report(trainer, name, receive())
+
+    def _write_everything(self, trainer: Trainer) -> None:
+        self._write(trainer, wait=True)
+        for logger in trainer.loggers:
+            logger.save()  # TensorBoard's writer keeps values for two minutes
 
     def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
-        assert self._probe is not None
-        head, rows = self._probe.heads[name], report.rows
+        rows = report.rows
         share = self._shares.setdefault(name, SampledShare())
         for step, sums in report.drawn.items():
-            rows[step] |= share.row(*sums) if head.num_scores > 1 else {}
+            rows[step] |= share.row(*sums)
         rows = {
             step: {self._tag(name, tag): value for tag, value in row.items()}
             for step, row in rows.items()
@@ -334,8 +308,7 @@ class FisherMonitor(Callback):
         if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
             return
         matrix = matrix_of(head, diagnostics)
-        limit = self._limits.setdefault(name, picture_limit(matrix))
-        picture = fisher_picture(matrix, head, limit, f"mean Fisher matrix, step {step}")
+        picture = fisher_picture(matrix, head, f"mean Fisher matrix, step {step}")
         add_image(trainer.loggers, self._tag(name, "fim/picture"), picture, step)
 
     def _warn_of_nan(self, name: str, rows: dict[int, Row], problem: str) -> None:
@@ -348,11 +321,6 @@ class FisherMonitor(Callback):
         reason = f": {problem}" if problem else ""
         message = f"{', '.join(lost[step])} at step {step} could not be computed{reason}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _copies_take_time(trainer: Trainer) -> bool:
-    """Whether a copy to the host arrives later: waiting for the copy would idle the device."""
-    return trainer.strategy.root_device.type != "cpu"
 
 
 def _observers(module: LightningModule) -> list[Any] | None:

@@ -18,7 +18,7 @@ from catnat.callbacks.fisher_diagnostics import (
     require_pairs,
     sampled_sums,
 )
-from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn, picture_limit
+from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
 from catnat.checks import require_at_least
 from catnat.fisher import paired_mean_fishers
 from catnat.sb3 import HeadPolicy
@@ -36,8 +36,7 @@ class FisherMonitorSB3(BaseCallback):
     :meth:`CategoricalHead.masked` gives, and G of a tree stays diagonal. The monitor also writes
     ``train/entropy``, the mean entropy of the policy in these states.
 
-    G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one, all with one
-    color scale.
+    G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 
     The values are recorded in the model's logger, and written with its next row. If that row
     belongs to a later step, the monitor writes a row of its own before. The monitor draws from
@@ -74,7 +73,6 @@ class FisherMonitorSB3(BaseCallback):
         self._generator: torch.Generator | None = None
         self._chooser = torch.Generator()
         self._shares: dict[str, SampledShare] = {}  # of each head
-        self._limits: dict[str, float] = {}  # the color scale of the pictures, by tag
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def _on_training_start(self) -> None:
@@ -174,9 +172,8 @@ class FisherMonitorSB3(BaseCallback):
         """Record pictures of the latest matrices that have none, are finite and not too large."""
         for tag, head, matrix in self._undrawn:
             if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
-                limit = self._limits.setdefault(tag, picture_limit(matrix))
                 title = f"mean Fisher matrix, step {self._step}"
-                picture = Image(fisher_picture(matrix, head, limit, title), "HWC")
+                picture = Image(fisher_picture(matrix, head, title), "HWC")
                 self.logger.record(tag, picture, exclude=("stdout", "log", "json", "csv"))
         self._undrawn = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -12,36 +12,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn import functional as F
 
 from catnat import CategoricalHead, CatnatHead, HeadProbe
-from catnat.callbacks.tensorboard import kind_of
 from catnat.checks import require_at_least
 from catnat.rng import forked_random_state
 from catnat.tree import levels
 
-# The color of a head in every figure: told apart by everybody, and in gray.
-HEAD_COLORS = {
-    "softmax": "#0072B2",
-    "sparsemax": "#E69F00",
-    "sigmoid": "#009E73",
-    "natural": "#D55E00",
-}
-OTHER_COLORS = ("#CC79A7", "#56B4E9", "#000000", "#999999")  # of heads defined elsewhere
 MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
 # The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.
 _USUAL_LIMIT = 0.25
 _BLUE = (0.2, 0.3, 0.6)
-
-
-def head_color(head: str, heads: Iterable[str] = ()) -> str:
-    """The color of a head; heads defined elsewhere get the other colors, in their order.
-
-    >>> head_color("natural"), head_color("mine", ["natural", "mine"])
-    ('#D55E00', '#CC79A7')
-    """
-    others = [each for each in heads if each not in HEAD_COLORS]
-    number = others.index(head) if head in others else 0
-    return HEAD_COLORS.get(head) or OTHER_COLORS[number % len(OTHER_COLORS)]
 
 
 def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
@@ -71,18 +52,14 @@ def is_drawn(count: int, every: int) -> bool:
     return every > 0 and (power_of_ten or count % every == 0)
 
 
-def picture_limit(matrix: Tensor) -> float:
-    """The end of the color scale of a run, from the first matrix that it draws."""
-    return max(_USUAL_LIMIT, float(matrix.abs().max()))
-
-
-def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: str) -> Tensor:
+def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     """A Fisher matrix as an image (400, 460, 3) of bytes, with axes, color bar and tree levels.
+
+    The colors go from -1/4 to 1/4, in the logarithm of the magnitude, or further if an entry does.
 
     Args:
         matrix: (S, S), finite.
         head: the head that it belongs to.
-        limit: the colors go from -limit to limit, in the logarithm of the magnitude.
         title: what is written above.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, seldom needed
@@ -90,20 +67,19 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: s
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    S, values = len(matrix), matrix.detach().float().cpu().numpy()
+    S, matrix = len(matrix), matrix.detach().float().cpu()
+    limit = max(_USUAL_LIMIT, float(matrix.abs().max()))
     figure = Figure(figsize=(4.6, 4.0), dpi=100)
-    axes, bar_axes = (
-        figure.add_axes((0.13, 0.13, 0.66, 0.759)),
-        figure.add_axes((0.82, 0.2, 0.03, 0.62)),
-    )
+    axes = figure.add_axes((0.13, 0.13, 0.66, 0.759))
+    bar_axes = figure.add_axes((0.82, 0.2, 0.03, 0.62))
     extent = (0.5, S + 0.5, S + 0.5, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
-    image = axes.imshow(_thinned(values), "RdBu_r", norm, extent=extent, interpolation="nearest")
+    shown = _thinned(matrix).numpy()
+    image = axes.imshow(shown, "RdBu_r", norm, extent=extent, interpolation="nearest")
     axes.grid(visible=False)  # lines of a user's style would hide entries
     ends = [limit / 10**n for n in range(3)]
     ticks = [-each for each in ends] + [0.0] + ends[::-1]
-    beyond = "both" if np.abs(values).max() > limit * (1 + 1e-6) else "neither"
-    bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g", extend=beyond)
+    bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g")
     bar.ax.minorticks_off()
     tree = getattr(head, "head", head)  # the head of a distribution given a mask
     for (_, end), _ in pairwise(
@@ -123,15 +99,13 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, limit: float, title: s
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy())
 
 
-def _thinned(values: np.ndarray, most: int = 280) -> np.ndarray:
+def _thinned(matrix: Tensor, most: int = 280) -> Tensor:
     """At most this many rows and columns, (S, S) -> (s, s): of each block the largest magnitude."""
-    if len(values) <= most:
-        return values
-    first = np.arange(most) * len(values) // most
-    highest = np.maximum.reduceat(np.maximum.reduceat(values, first, 0), first, 1)
-    lowest = np.minimum.reduceat(np.minimum.reduceat(values, first, 0), first, 1)
-    thinned: np.ndarray = np.where(highest >= -lowest, highest, lowest)
-    return thinned
+    if len(matrix) <= most:
+        return matrix
+    highest = F.adaptive_max_pool2d(matrix[None], most)[0]
+    lowest = -F.adaptive_max_pool2d(-matrix[None], most)[0]
+    return torch.where(highest >= -lowest, highest, lowest)
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -148,18 +122,12 @@ def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
     return grey.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[..., None].expand(-1, -1, 3)
 
 
-def tile(images: Tensor, columns: int) -> Tensor:
-    """One image of n images, row by row: (n, C, H, W) -> (n / columns * H, columns * W, 1 or 3).
+def tile(images: Tensor) -> Tensor:
+    """One image of n images side by side: (n, 1 or 3, H, W) -> (H, n W, 3)."""
+    from torchvision.utils import make_grid
 
-    C = 3 channels are colours; for any other C the mean of the channels is shown. (n, H, W) works
-    as C = 1.
-    """
-    images = images.unsqueeze(1) if images.ndim == 3 else images
-    if images.shape[1] != 3:
-        images = images.mean(1, keepdim=True)
-    channels, height, width = images.shape[1:]
-    grid = images.reshape(-1, columns, channels, height, width).permute(0, 3, 1, 4, 2)
-    return grid.reshape(-1, columns * width, channels)
+    grid: Tensor = make_grid(images, nrow=len(images), padding=0)  # (3, H, n W)
+    return grid.movedim(0, -1)
 
 
 class VAEFigures(Callback):
@@ -183,20 +151,18 @@ class VAEFigures(Callback):
         self._probe: HeadProbe | None = None
         self._usage: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None
-        self._failed: set[str] = set()  # methods of the model that raised an error
+        self._failed: set[str] = set()  # tags whose image could not be drawn
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call of a model that may be compiled."""
-        self._attach(pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach for a validation outside of training."""
-        if self._probe is None:
-            self._attach(pl_module)
+        has_head = any(isinstance(each, CategoricalHead) for each in pl_module.modules())
+        self._probe = HeadProbe(pl_module).attach() if has_head else None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the previous validation, and scores that the heads saw in training."""
         self._usage, self._inputs = {}, None
+        if self._probe is None:  # a validation outside of training
+            self.on_fit_start(trainer, pl_module)
         if self._probe is not None:
             self._probe.scores = {}
 
@@ -232,18 +198,15 @@ class VAEFigures(Callback):
             return
         # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
-            self._draw_images(trainer, pl_module)
+            if hasattr(pl_module, "reconstruct") and self._inputs is not None:
+                self._draw(trainer, "images/reconstructions", pl_module, self._reconstructions)
+            if hasattr(pl_module, "sample_prior"):
+                self._draw(trainer, "images/prior", pl_module, self._prior_samples)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
         if self._probe is not None:
             self._probe.detach()
-            self._probe = None
-
-    def _attach(self, model: LightningModule) -> None:
-        try:
-            self._probe = HeadProbe(model).attach()
-        except ValueError:  # the model has no head
             self._probe = None
 
     def _draw_usage(self, trainer: Trainer) -> None:
@@ -258,33 +221,26 @@ class VAEFigures(Callback):
             tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
             add_image(trainer.loggers, tag, heat_map(share), step_of(trainer))
 
-    def _draw_images(self, trainer: Trainer, model: Any) -> None:
-        pictures = {
-            "reconstruct": ("images/reconstructions", self._reconstructions),
-            "sample_prior": ("images/prior", self._prior_samples),
-        }
-        for method, (tag, draw) in pictures.items():
-            if not hasattr(model, method) or method in self._failed:
-                continue
+    def _draw(
+        self, trainer: Trainer, tag: str, model: Any, picture: Callable[[Any], Tensor]
+    ) -> None:
+        """Write an image; one that fails is not tried again."""
+        if tag not in self._failed:
             try:
-                picture = draw(model)
+                add_image(trainer.loggers, tag, picture(model), step_of(trainer))
             except Exception as error:  # a method of the user's own must not end the run
-                self._failed.add(method)
-                name = f"{type(model).__name__}.{method}"
-                rank_zero_warn(f"no {tag}: {name} failed with {type(error).__name__}: {error}")
-            else:
-                if picture is not None:
-                    add_image(trainer.loggers, tag, picture, step_of(trainer))
+                self._failed.add(tag)
+                what = f"{type(model).__name__} failed with {type(error).__name__}: {error}"
+                rank_zero_warn(f"no {tag}: {what}")
 
-    def _reconstructions(self, model: Any) -> Tensor | None:
-        if self._inputs is None:
-            return None
+    def _reconstructions(self, model: Any) -> Tensor:
+        assert self._inputs is not None
         images: Tensor = model.reconstruct(self._inputs)
         inputs = self._inputs.reshape(images.shape).to(images.dtype)
-        return tile(torch.cat([inputs, images]), images.shape[0])
+        return torch.cat([tile(inputs), tile(images)])
 
     def _prior_samples(self, model: Any) -> Tensor:
-        return tile(model.sample_prior(self.num_images), self.num_images)
+        return tile(model.sample_prior(self.num_images))
 
 
 class GraphFigures(Callback):
@@ -311,4 +267,6 @@ class GraphFigures(Callback):
 
 def figures_for(model: LightningModule) -> Callback:
     """The callback that writes images of this model."""
-    return GraphFigures() if kind_of(model) == "graph" else VAEFigures()
+    # hasattr would compute theta, which may not be possible before the first batch.
+    has_theta = isinstance(getattr(type(model), "theta", None), property)
+    return GraphFigures() if has_theta else VAEFigures()

@@ -52,24 +52,16 @@ class SigmoidActivation:
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
-        x, _ = self._centered(scores, constants)
+        x, _ = _centered(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
         left, right = -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
         return _impossible_at_infinity(left, right, scores)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
-        x, beyond = self._centered(scores, constants)
+        x, beyond = _centered(scores, constants)
         left, right = torch.sigmoid(x), torch.sigmoid(-x)
         return torch.where(beyond, 0.0, left), torch.where(beyond, 0.0, right)
-
-    @staticmethod
-    def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
-        bound = largest_score(scores.dtype)
-        x = scores if constants is None else scores - constants[0]
-        beyond = x.abs() > bound
-        return torch.where(beyond, bound * x.sign(), x), beyond
 
 
 @dataclass(frozen=True)
@@ -298,27 +290,30 @@ class CustomActivation:
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The function itself; an infinite score makes one side certain."""
-        x, infinite, _ = self._centered(scores, constants)
+        x, infinite, _ = self._arguments(scores, constants)
         left, right = (torch.where(infinite, 0.0, each) for each in self.function(x))
         return _impossible_at_infinity(left, right, scores)
 
     def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The derivatives of the function, by forward-mode differentiation; 0 at infinity."""
-        x, _, beyond = self._centered(scores, constants)
+        x, _, beyond = self._arguments(scores, constants)
         moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
         return torch.where(beyond, 0.0, -moved[0]), torch.where(beyond, 0.0, moved[1])
 
     @staticmethod
-    def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x = s - C for the function; which scores are infinite; which are beyond the largest.
+    def _arguments(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x = s - C, 0 where it is infinite; where it is infinite; where it is cut off."""
+        x, beyond = _centered(scores, constants)
+        infinite = scores.isinf()
+        return torch.where(infinite, 0.0, x), infinite, beyond
 
-        Few functions are made for such scores: x is 0 for infinite ones, and cut off for others.
-        """
-        bound = largest_score(scores.dtype)
-        x = scores if constants is None else scores - constants[0]
-        infinite, beyond = x.isinf(), x.abs() > bound
-        cut_off = torch.where(beyond, bound * x.sign(), x)
-        return torch.where(infinite, 0.0, cut_off), infinite, beyond
+
+def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
+    bound = largest_score(scores.dtype)
+    x = scores if constants is None else scores - constants[0]
+    beyond = x.abs() > bound
+    return torch.where(beyond, bound * x.sign(), x), beyond
 
 
 def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

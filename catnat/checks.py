@@ -5,36 +5,39 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _SIXTEEN_BITS = ("16-true", "bf16-true")
 
 
-def _require_number(name: str, value: Any) -> None:
-    if value is None or isinstance(value, (str, bytes, list, tuple, dict)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+def _require(said: str, holds: Callable[[Any], bool], values: dict[str, float]) -> None:
+    for name, value in values.items():
+        if not holds(value):
+            raise ValueError(f"{name} must {said}, got {value!r}")
 
 
 def require_positive(or_zero: bool = False, **values: float) -> None:
     """Every value is a finite number > 0, or >= 0 with ``or_zero``."""
-    for name, value in values.items():
-        _require_number(name, value)
-        if not (value > 0 or (or_zero and value == 0)) or math.isinf(value):
-            raise ValueError(f"{name} must be {'>= 0' if or_zero else 'positive'}, got {value}")
+    if or_zero:
+        _require("be >= 0", lambda value: 0 <= value < math.inf, values)
+    else:
+        _require("be positive", lambda value: 0 < value < math.inf, values)
 
 
 def require_at_least(least: float, **values: float) -> None:
-    """Every value is ``least`` or more.
+    """Every value is ``least`` or more, and so not NaN.
 
     >>> require_at_least(1, num_samples=0)
     Traceback (most recent call last):
     ValueError: num_samples must be at least 1, got 0
     """
-    for name, value in values.items():
-        _require_number(name, value)
-        if not value >= least:  # NaN is not
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    _require(f"be at least {least}", lambda value: value >= least, values)
+
+
+def require_finite(**values: float) -> None:
+    """Every value is a number, not infinite and not NaN."""
+    _require("be finite", math.isfinite, values)
 
 
 def require_within(low: float, high: float, ends: str = "[]", **values: float) -> None:
@@ -50,14 +53,14 @@ def require_within(low: float, high: float, ends: str = "[]", **values: float) -
     Traceback (most recent call last):
     ValueError: theta must lie in (0, 1], got 0.0
     """
-    for name, value in values.items():
-        _require_number(name, value)
+    closed = f"{low:g}..{high:g}"
+    shown = closed if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
+
+    def inside(value: float) -> bool:
         above = value >= low if ends[0] == "[" else value > low
-        below = value <= high if ends[1] == "]" else value < high
-        if not (above and below):
-            closed = f"{low:g}..{high:g}"
-            shown = closed if ends == "[]" else f"{ends[0]}{low:g}, {high:g}{ends[1]}"
-            raise ValueError(f"{name} must lie in {shown}, got {value!r}")
+        return above and (value <= high if ends[1] == "]" else value < high)
+
+    _require(f"lie in {shown}", inside, values)
 
 
 def checked_categories(num_categories: Any) -> int:
@@ -90,17 +93,8 @@ def shown_order(order: Any) -> str:
 
 def require_tail(tail: float) -> None:
     """The tail of a natural split is 0, or so large that its steepness is finite in float32."""
-    _require_number("tail", tail)
     if tail != 0 and not 1e-30 <= tail < 0.5:
         raise ValueError(f"tail must be 0 or lie in [1e-30, 0.5), got {tail}")
-
-
-def require_finite(**values: float) -> None:
-    """Every value is a number, not infinite and not NaN."""
-    for name, value in values.items():
-        _require_number(name, value)
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value!r}")
 
 
 def require_choice(choices: Iterable[str], **values: str) -> None:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, OneHotCategorical, constraints
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    OneHotCategorical,
+    OneHotCategoricalStraightThrough,
+    constraints,
+)
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
@@ -19,7 +25,6 @@ from catnat.numerics import (
     common_shape,
     exp_of_log_probs,
     finite_log_probs,
-    is_plain,
     safe_log,
 )
 
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
 
 ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
-MULTINOMIAL_LIMIT = 2**24
-"""Largest K of ``torch.multinomial``."""
 FLOAT32_LIMIT = 2**16
 """Largest K that is sampled with float32 noise: among more clocks, the smallest are often equal."""
 
@@ -62,7 +65,8 @@ class HeadCategorical(Categorical):
     """
 
     arg_constraints = {"logits": constraints.real_vector}
-    _source: _Source | None = None  # a head and its scores, which give the log-probabilities
+    # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
+    _source: tuple[CategoricalHead, Tensor] | None = None
 
     def __init__(
         self,
@@ -73,9 +77,10 @@ class HeadCategorical(Categorical):
         source: tuple[CategoricalHead, Tensor] | None = None,
     ) -> None:
         if source is not None:
-            self._source = _Source(*source)
+            # A copy makes this the distribution of the moment: parameters change in place later.
+            self._source = source[0], source[1].clone()
             self._num_events = source[0].num_categories
-            given, normalized = self._source.scores, True
+            given, normalized = self._source[1], True
         elif log_probs is None or log_probs.ndim == 0 or log_probs.shape[-1] == 0:
             shape = None if log_probs is None else tuple(log_probs.shape)
             raise ValueError(f"log_probs need categories last, got shape {shape}")
@@ -83,34 +88,30 @@ class HeadCategorical(Categorical):
             self._num_events = log_probs.shape[-1]
             self.logits = at_least_float32(log_probs)
             given = log_probs
+        self._batch_shape = given.shape[:-1]
         if validate_args is None:
             validate_args = Distribution._validate_args and can_branch_on(given)
-        validate_args = validate_args and given.numel() > 0  # torch cannot check nothing
-        self._batch_shape = given.shape[:-1]
-        # If the sum of all values is not NaN, no value is NaN. The sum is much cheaper than
-        # torch's check of every value, which is left to find and report the NaN.
-        # Scores of a mask may hold both infinities, whose sum is NaN as well.
-        suspicious = validate_args and bool(at_least_float32(given.detach()).sum().isnan())
-        suspicious = suspicious and bool(given.isnan().any())
-        if suspicious:
-            _ = self.logits  # torch checks log-probabilities that are there already
-        Distribution.__init__(self, given.shape[:-1], validate_args=suspicious)
+        broken = validate_args and bool(given.isnan().any())
+        if broken:
+            _ = self.logits  # torch checks, and reports, log-probabilities that are there already
+        Distribution.__init__(self, given.shape[:-1], validate_args=broken)
         self._validate_args = validate_args
         if validate_args and not normalized:
-            self._check_sums(1e-3 + 16 * torch.finfo(given.dtype).eps)
-
-    def _check_sums(self, tolerance: float) -> None:
-        sums = self.probs.detach().sum(-1)
-        worst = sums.flatten()[(sums - 1).abs().argmax()].item()
-        if abs(worst - 1) > tolerance:
-            raise ValueError(f"log_probs must be normalized, got probabilities that sum to {worst}")
+            sums = self.probs.detach().sum(-1)
+            wrong = (sums - 1).abs() > 1e-3 + 16 * torch.finfo(given.dtype).eps
+            if bool(wrong.any()):
+                raise ValueError(
+                    "log_probs must be normalized, got probabilities that sum to "
+                    f"{sums[wrong][0].item()}"
+                )
 
     @lazy_property
     def logits(self) -> Tensor:
         """Log-probabilities, (*, K), finite."""
         if self._source is None:
             raise AttributeError("logits")
-        return self._source.log_probs().expand(*self._batch_shape, self._num_events)
+        head, scores = self._source
+        return head.log_probs(scores).expand(*self._batch_shape, self._num_events)
 
     def __repr__(self) -> str:
         """Shapes, which are there before probabilities are computed."""
@@ -136,9 +137,6 @@ class HeadCategorical(Categorical):
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)
-        if torch.broadcast_shapes(self._batch_shape, batch_shape) != batch_shape:
-            was, want = tuple(self._batch_shape), tuple(batch_shape)
-            raise ValueError(f"a batch of shape {was} does not expand to {want}")
         new._source, new._num_events = self._source, self._num_events
         if "logits" in vars(self):
             new.logits = self.logits.expand(*batch_shape, self._num_events)
@@ -157,24 +155,25 @@ class HeadCategorical(Categorical):
             return out
         if self._validate_args:
             self._validate_sample(value)
-        out = self._source.head._path_log_prob(self._source.scores, value.long())
-        shape = common_shape(out.shape, self._batch_shape)
-        return out if out.shape == shape else out.expand(shape)
+        head, scores = self._source
+        shape = common_shape(value.shape, self._batch_shape)
+        return head._log_prob(scores, value.long().expand(shape))
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
         sample_shape = torch.Size(sample_shape)
         if self._source is None:
             return draw(self.probs.detach(), sample_shape, generator)
-        head, scores = self._source.head, self._source.scores.detach()
-        return head._path_sample(scores, sample_shape + self._batch_shape, generator)
+        head, scores = self._source
+        scores = scores.detach().expand(*self._batch_shape, -1)
+        return head._sample(scores, sample_shape, generator)
 
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """A sample as one-hot vectors, (*sample_shape, *, K), without gradient."""
         index = self.sample(sample_shape, generator)
-        dtype = self.logits.dtype if self._source is None else self._source.scores.dtype
+        dtype = (self.logits if self._source is None else self._source[1]).dtype
         # new_zeros, not zeros: inside vmap they are then batched like the index.
         zeros = index.new_zeros((*index.shape, self._num_events), dtype=dtype)
         return zeros.scatter(-1, index[..., None], 1)
@@ -203,7 +202,9 @@ class HeadCategorical(Categorical):
         (tensor(0.1306), tensor(0.1306))
         """
         ours, theirs = self._path_logs(value), other._path_logs(value)
-        if ours is None or theirs is None or self._order() != other._order():
+        orders = [q._source and getattr(q._source[0], "order", None) for q in (self, other)]
+        other_leaves = self._num_events != other._num_events or orders[0] != orders[1]
+        if ours is None or theirs is None or other_leaves:
             return _exact(_kl(self, other), value)
         terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
         return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
@@ -220,13 +221,7 @@ class HeadCategorical(Categorical):
         return _path_sum(-_binary_mean(ours, ours), ours[0])
 
     def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._source is None:
-            return None
-        return self._source.head._path_logs(self._source.scores, value.long())
-
-    def _order(self) -> Any:
-        """What two trees have in common if a category has the same path in both."""
-        return self._num_events, getattr(self._source and self._source.head, "order", None)
+        return self._source and self._source[0]._path_logs(self._source[1], value.long())
 
     def rsample(
         self,
@@ -288,14 +283,8 @@ class HeadCategorical(Categorical):
         """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
         return HeadOneHotCategorical(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: log-probabilities, not the head that gives them."""
-        if self._source is None:
-            return vars(self)
-        return {**vars(self), "logits": self.logits, "_source": None}
 
-
-class HeadOneHotCategorical(OneHotCategorical):
+class HeadOneHotCategorical(OneHotCategoricalStraightThrough):
     """The distribution of a :class:`~catnat.distributions.HeadCategorical` as one-hot vectors.
 
     ``q.one_hot()`` makes one. It is torch's ``OneHotCategorical``, for ``Independent`` and the
@@ -312,7 +301,6 @@ class HeadOneHotCategorical(OneHotCategorical):
     torch.Size([32, 4])
     """
 
-    has_rsample = True
     _categorical: HeadCategorical
 
     def __init__(self, categorical: HeadCategorical) -> None:
@@ -329,38 +317,11 @@ class HeadOneHotCategorical(OneHotCategorical):
         """One-hot vectors, (*sample_shape, *, K), without gradient."""
         return self._categorical.one_hot_sample(sample_shape, generator)
 
-    def rsample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """One-hot vectors with the gradient of the probabilities, (*sample_shape, *, K)."""
-        return self._categorical.rsample_straight_through(sample_shape, generator)
-
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-probabilities of one-hot vectors, whose batch shape broadcasts: (*, K) -> (*)."""
         if self._validate_args:
             self._validate_sample(value)
         return self._categorical.log_prob(value.argmax(-1))
-
-
-class _Source:
-    """A head and a copy of its scores, from which a distribution computes what it is asked for.
-
-    The copy makes the distribution one of the moment at which the head was called: parameters may
-    be updated in place later. A distribution that was made without gradients has none, whenever it
-    computes its values.
-    """
-
-    def __init__(self, head: CategoricalHead, scores: Tensor) -> None:
-        self.head, self.scores = head, scores.clone()
-
-    def log_probs(self) -> Tensor:
-        """Log-probabilities of the scores, (*, K).
-
-        Later uses may need gradients also where the first one is in inference mode.
-        """
-        traced = not is_plain(self.scores)  # tracers do not know inference mode
-        if traced or not torch.is_inference_mode_enabled() or self.scores.is_inference():
-            return self.head.log_probs(self.scores)
-        with torch.inference_mode(False):
-            return self.head.log_probs(self.scores)
 
 
 def draw(
@@ -377,25 +338,8 @@ def draw(
         return probs.new_empty(sample_shape + batch, dtype=torch.long)
     if K > FLOAT32_LIMIT or count > 1:
         rows = rows.double()
-    if K <= MULTINOMIAL_LIMIT:
-        drawn = torch.multinomial(rows, count, True, generator=generator).T
-    else:
-        drawn = checked_sample(torch.stack([_first_clock(rows, generator) for _ in range(count)]))
+    drawn = torch.multinomial(rows, count, True, generator=generator).T
     return drawn.reshape(sample_shape + batch)
-
-
-def checked_sample(index: Tensor) -> Tensor:
-    """Sampled categories; ValueError if one is -1, where that can be seen without waiting."""
-    if can_branch_on(index) and index.numel() and index.min() < 0:
-        raise ValueError("there is no category to sample where a score or a probability is nan")
-    return index
-
-
-def _first_clock(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The first of K exponential clocks with rates p to ring, (B, K) -> (B); -1 where p is NaN."""
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    rate, first = (probs / clocks.clamp_min_(torch.finfo(probs.dtype).tiny)).max(-1)
-    return torch.where(rate.isnan(), -1, first)
 
 
 def _binary_mean(logs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -442,23 +386,13 @@ def _kl_one_hot(p: OneHotCategorical, q: OneHotCategorical) -> Tensor:
     return kl_divergence(p._categorical, q._categorical)
 
 
-for _ours, _torchs, _formula in (
-    (HeadCategorical, Categorical, _kl),
-    (HeadOneHotCategorical, OneHotCategorical, _kl_one_hot),
-):
-    for _pair in ((_ours, _ours), (_ours, _torchs), (_torchs, _ours)):
-        register_kl(*_pair)(_formula)
-
+_OURS = HeadCategorical(torch.zeros(1)).one_hot()
+_TORCHS = OneHotCategorical(logits=torch.zeros(1))
+_PAIRS = ((_OURS, _OURS), (_OURS, _TORCHS), (_TORCHS, _OURS))
+for _p, _q in _PAIRS:
+    register_kl(type(_p), type(_q))(_kl_one_hot)
+    register_kl(type(_p._categorical), type(_q._categorical))(_kl)
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.
-_HEAD, _PLAIN = HeadCategorical(torch.zeros(1)), Categorical(logits=torch.zeros(1))
-_HEAD_1, _PLAIN_1 = _HEAD.one_hot(), OneHotCategorical(logits=torch.zeros(1))
-for _p, _q in (
-    (_HEAD, _HEAD),
-    (_HEAD, _PLAIN),
-    (_PLAIN, _HEAD),
-    (_HEAD_1, _HEAD_1),
-    (_HEAD_1, _PLAIN_1),
-    (_PLAIN_1, _HEAD_1),
-):
+for _p, _q in _PAIRS:
     kl_divergence(_p, _q)

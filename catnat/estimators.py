@@ -95,7 +95,9 @@ def straight_through_gumbel(
         require_positive(temperature=temperature)
     scores = at_least_float32(log_probs)
     impossible = scores <= LOG_ZERO  # a high temperature would give them a share
-    scores = (scores + gumbel_like(scores, generator=generator)).masked_fill(impossible, -torch.inf)
+    exponential = torch.empty_like(scores).exponential_(generator=generator)
+    gumbel = exponential.clamp_min_(torch.finfo(scores.dtype).tiny).log_().neg_()  # finite
+    scores = (scores + gumbel).masked_fill(impossible, -torch.inf)
     y = (scores / temperature).softmax(-1)
     if hard:
         # argmax of the scores, not of y: a high temperature rounds different scores to one y.
@@ -124,18 +126,3 @@ def reinmax(log_probs: Tensor, one_hot: Tensor) -> Tensor:
     chosen = (one_hot * log_probs).sum(-1, keepdim=True)
     change = (probs - probs.detach()) + (one_hot - probs).detach() * (chosen - chosen.detach())
     return one_hot + change / 2  # plus exactly zero: the value stays one-hot
-
-
-def gumbel_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    r"""Independent standard Gumbel noise g = -log E, with E exponential, in the shape of ``x``.
-
-    Always finite: E = 0, which a sampler may return, counts as the smallest normal number.
-
-    Shapes: ``x`` (\*), of floating dtype, result (\*).
-
-    Example:
-        >>> gumbel_like(torch.zeros(2, 3)).isfinite().all()
-        tensor(True)
-    """
-    exponential = torch.empty_like(x).exponential_(generator=generator)
-    return exponential.clamp_min_(torch.finfo(x.dtype).tiny).log_().neg_()

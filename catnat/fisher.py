@@ -10,6 +10,7 @@ Three different things, never to be confused:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -146,15 +147,17 @@ class ModuleScores:
     """A network as a function of its trainable parameters, in evaluation mode."""
 
     def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.module, self.inputs = module, inputs
+        self.module, self.inputs = copy.deepcopy(module).eval(), inputs
 
     def __call__(self, values: Parameters) -> Tensor:
         """Scores of all inputs, (*, S)."""
-        return self._evaluate(values, self.inputs)
+        scores: Tensor = functional_call(self.module, values, self.inputs)
+        return scores
 
     def of_one(self, values: Parameters, *inputs: Tensor) -> Tensor:
         """Scores of one row of the inputs."""
-        return self._evaluate(values, tuple(each[None] for each in inputs))[0]
+        scores: Tensor = functional_call(self.module, values, tuple(x[None] for x in inputs))
+        return scores[0]
 
     def takes_rows_alone(self, values: Parameters, scores: Tensor) -> bool:
         """Whether the scores of a row come from that row of the inputs alone."""
@@ -170,22 +173,12 @@ class ModuleScores:
         tolerance = 32 * torch.finfo(scores.dtype).eps ** 0.75 * (1 + scores.abs().max())
         return alone.shape == scores.shape and bool(((alone - scores).abs() <= tolerance).all())
 
-    def _evaluate(self, values: Parameters, inputs: tuple[Any, ...]) -> Tensor:
-        modes = [(m, m.training) for m in self.module.modules()]
-        self.module.eval()
-        try:
-            scores: Tensor = functional_call(self.module, values, inputs)
-        finally:
-            for m, training in modes:
-                m.training = training
-        return scores
-
 
 def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
 
-    The network is evaluated in evaluation mode, whatever its mode is: the function is called more
-    than once and must give the same scores each time. Dropout would not.
+    The function has a copy of the network in evaluation mode: it is called more than once and must
+    give the same scores each time. Dropout would not.
 
     >>> function, parameters = module_scores(torch.nn.Linear(2, 3), torch.ones(5, 2))
     >>> function(parameters).shape

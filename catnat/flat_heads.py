@@ -6,14 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from catnat.checks import require_choice, require_within
 from catnat.head import _ALIASES, _REGISTRY, CategoricalHead
-from catnat.kernels import softmax_log_probs, sparsemax_log_probs
+from catnat.kernels import sparsemax_log_probs
 from catnat.mixed_head import MixedHead
-from catnat.numerics import LOG_ZERO, safe_log
+from catnat.numerics import LOG_ZERO, floored, safe_log
 from catnat.tree_heads import NaturalHead, SigmoidHead
 
 
@@ -27,8 +26,8 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     """
 
     def log_probs(self, scores: Tensor) -> Tensor:
-        """Normalized log-probabilities, (*, K) -> (*, K)."""
-        return softmax_log_probs(self._checked(scores))
+        """Normalized log-probabilities, (*, K) -> (*, K); those at the floor get no gradient."""
+        return floored(torch.log_softmax(self._checked(scores), -1))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""
@@ -46,15 +45,8 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
         others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
         return p * (1 - p).scatter(-1, top, others)
 
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """diag(mean p) - P^T P / B over the B rows P."""
-        return self._mean_fisher(scores.reshape(-1, self.num_scores))
-
-    def diagnostics(self, scores: Tensor) -> Tensor:
-        """:meth:`mean_fisher` of B rows; no score is saturated: (*, B, S) -> (*, S^2 + 1)."""
-        return F.pad(self._mean_fisher(scores).flatten(-2), (0, 1)).float()
-
     def _mean_fisher(self, scores: Tensor) -> Tensor:
+        """diag(mean p) - P^T P / B over the B rows P."""
         p = self.probs(scores)  # (*, B, S)
         with torch.autocast(p.device.type, enabled=False):
             return self._from_products(p.mT @ p / p.shape[-2])
@@ -119,20 +111,12 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         q, support, n = self._support(scores)
         return q * (1 - 2 / n) + support * q.sum(-1, keepdim=True) / n.square()
 
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over all leading dimensions, in O(B K^2) time, O(K^2) memory."""
-        return self._mean_fisher(*self._support(scores.reshape(-1, self.num_scores)))
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        """diag(q) and, with u = 1 on the support: -(q u^T + u q^T) / n + u u^T sum(q) / n^2.
 
-    def diagnostics(self, scores: Tensor) -> Tensor:
-        """:meth:`mean_fisher` and the share of :meth:`saturated` scores, from one projection."""
+        In O(B K^2) time and O(K^2) memory.
+        """
         q, support, n = self._support(scores)
-        still = self.num_scores - torch.where(n <= 1, 0.0, n)
-        still = still.nan_to_num(0.0).mean(-2) / self.num_scores
-        return torch.cat((self._mean_fisher(q, support, n).flatten(-2), still), -1).float()
-
-    @staticmethod
-    def _mean_fisher(q: Tensor, support: Tensor, n: Tensor) -> Tensor:
-        """diag(q) and, with u = 1 on the support: -(q u^T + u q^T) / n + u u^T sum(q) / n^2."""
         half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
         with torch.autocast(q.device.type, enabled=False):
             product = half.mT @ support / q.shape[-2]
@@ -226,15 +210,9 @@ def _make(
     require_choice(head_names(), head=name)
     cls = _REGISTRY[name]
     known = _options_of(cls)
-    parameters = inspect.signature(cls).parameters.values()
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    kinds = [each.kind for each in inspect.signature(cls).parameters.values()]
     unknown = sorted(set(options) - set(known))
-    if unknown and not open_ended:
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         choices = ", ".join([*known, "mix"])
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
-    try:
-        return cls(num_categories, **options)
-    except TypeError as error:
-        if not open_ended or "unexpected keyword argument" not in str(error):
-            raise
-        raise ValueError(f"head {head!r} does not take these options: {error}") from error
+    return cls(num_categories, **options)

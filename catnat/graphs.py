@@ -57,24 +57,13 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
         raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
     error, distance = at_least_float32(error.detach()), at_least_float32(distance.detach())
     error, distance = error.mean(1), distance.mean(0)  # (M,), (M, M)
-    weight = leave_one_out_weights(error, distance.sum(1), distance.sum())
+    others = (error.sum() - error) / (M - 1)  # b_m
+    own = distance.sum(1)  # r_m
+    pairs = (distance.sum() - 2 * own) / ((M - 1) * (M - 2))  # p_m
+    weight = (error - others - own / (M - 1) + pairs) / M  # c_m
     with torch.autocast(weight.device.type, enabled=False):
         direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
-
-
-def leave_one_out_weights(error: Tensor, own: Tensor, total: Tensor) -> Tensor:
-    """The weights c_m of :func:`score_function_direction`, (*, M).
-
-    Args:
-        error: |f_m - y|, (*, M).
-        own: r_m, (*, M).
-        total: S, which broadcasts with r_m.
-    """
-    M = error.shape[-1]
-    others = (error.sum(-1, keepdim=True) - error) / (M - 1)
-    pairs = (total - 2 * own) / ((M - 1) * (M - 2))
-    return (error - others - own / (M - 1) + pairs) / M
 
 
 @torch.no_grad()
@@ -146,14 +135,12 @@ class GCN(nn.Module):
     r"""One linear graph convolution without normalization, y = Aᵀ x W, on M graphs at once.
 
     A_ji = 1 is an edge from j to i. The result is that of torch-geometric's
-    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``. Graphs with fewer than
-    ``sparse_from`` nodes are multiplied as dense matrices; for larger graphs torch-geometric passes
-    messages along the edges.
+    ``GCNConv(normalize=False, add_self_loops=False, bias=False)``, as one matrix product for all
+    pairs of an input and a graph.
 
     Args:
         in_features: of a node's x.
         out_features: of a node's y.
-        sparse_from: the smallest number of nodes for which the edges are listed.
 
     Shapes: x (B, N, in_features), graphs (M, N, N), result (M, B, N, out_features).
 
@@ -165,47 +152,23 @@ class GCN(nn.Module):
         torch.Size([3, 5, 24, 2])
     """
 
-    def __init__(self, in_features: int, out_features: int, sparse_from: int = 1024) -> None:
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         nn.init.xavier_uniform_(self.weight)
-        self.sparse_from = sparse_from
 
     def messages(self, x: Tensor) -> Tensor:
         """The message of each node, x W; y_i is the sum of the messages that arrive at node i."""
         return x @ self.weight
 
-    def is_dense(self, num_nodes: int) -> bool:
-        """Whether graphs of this size are multiplied as dense matrices."""
-        return num_nodes < self.sparse_from
-
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
         """Outputs of all nodes in every graph."""
         messages = self.messages(x)
-        if self.is_dense(graphs.shape[-1]):
-            return _dense_sums(messages, graphs)
-        return _sparse_sums(messages, graphs)
-
-
-def _dense_sums(messages: Tensor, graphs: Tensor) -> Tensor:
-    """One matrix product for all pairs of an input and a graph."""
-    (B, N, D), M = messages.shape, graphs.shape[0]
-    # Both contiguous: on ARM processors a transposed operand takes a path a hundred times slower.
-    rows = graphs.mT.reshape(M * N, N)
-    columns = messages.transpose(0, 1).reshape(N, B * D)
-    return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
-
-
-def _sparse_sums(messages: Tensor, graphs: Tensor) -> Tensor:
-    """From the N nodes of the inputs to the M N nodes of the graphs, along all edges."""
-    from torch_geometric.nn import SimpleConv  # slow to import
-
-    (B, N, D), M = messages.shape, graphs.shape[0]
-    graph, source, target = graphs.nonzero(as_tuple=True)
-    edges = torch.stack([source, graph * N + target])
-    # The targets send nothing: their empty features only say how many targets there are.
-    sums: Tensor = SimpleConv(aggr="sum")((messages, messages.new_empty(B, M * N, 0)), edges)
-    return sums.reshape(B, M, N, D).transpose(0, 1)
+        (B, N, D), M = messages.shape, graphs.shape[0]
+        # Both contiguous: on ARM processors a transposed operand is a hundred times slower.
+        rows = graphs.mT.reshape(M * N, N)
+        columns = messages.transpose(0, 1).reshape(N, B * D)
+        return (rows @ columns).reshape(M, N, B, D).transpose(1, 2)
 
 
 class GraphConvolution(nn.Module):

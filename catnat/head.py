@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import (
-    checked_categories,
-    require_at_least,
-    require_positive,
-)
+from catnat.checks import checked_categories, require_at_least, require_positive
 from catnat.distributions import HeadCategorical, draw
 from catnat.numerics import (
     at_least_float32,
@@ -56,6 +52,8 @@ class CategoricalHead(nn.Module, ABC):
     num_scores: int
     validate_args: bool | None = None  # passed to HeadCategorical by forward
     _is_finite_when_masked: ClassVar[bool] = False
+    _has_paths: bool = False  # whether _log_prob and _sample look at O(log K) scores alone
+    _is_lazy: bool = False  # whether its distribution may ask for all log-probabilities later
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
 
@@ -119,13 +117,6 @@ class CategoricalHead(nn.Module, ABC):
                 f"mask must have {self.num_categories} categories in the last dimension, "
                 f"got shape {tuple(mask.shape)}"
             )
-        try:
-            torch.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
-        except RuntimeError as error:
-            raise ValueError(
-                f"mask of shape {tuple(mask.shape)} does not broadcast with scores of shape "
-                f"{tuple(scores.shape)}"
-            ) from error
         mask = mask & self.allowed(scores)  # of scores that were masked before
         filled, some = self._masked(scores, mask), mask.any(-1)
         if not can_branch_on(mask):
@@ -141,21 +132,17 @@ class CategoricalHead(nn.Module, ABC):
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         """Scores with infinite ones where the mask decides: -inf for forbidden categories."""
-        self._require_a_score_for_each_category()
         return torch.where(mask, scores, -torch.inf)
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         self._check(scores)
-        self._require_a_score_for_each_category()
-        return scores != -torch.inf
-
-    def _require_a_score_for_each_category(self) -> None:
         if self.num_scores != self.num_categories:
             raise NotImplementedError(
                 f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
                 "categories: it must override _masked and allowed for masks"
             )
+        return scores != -torch.inf
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
         """The distribution these scores stand for, over the categories that :meth:`masked` leaves.
@@ -166,9 +153,10 @@ class CategoricalHead(nn.Module, ABC):
         """
         if mask is not None:
             scores = self.masked(scores, mask)
-        if self._is_lazy():
-            return HeadCategorical(None, self.validate_args, source=(self, self._checked(scores)))
-        log_probs = self._finite_log_probs(self._checked(scores))
+        scores = self._checked(scores)
+        if self._is_lazy:
+            return HeadCategorical(None, self.validate_args, source=(self, scores))
+        log_probs = self._finite_log_probs(scores)
         return HeadCategorical(log_probs, self.validate_args, normalized=True)
 
     def _finite_log_probs(self, scores: Tensor) -> Tensor:
@@ -182,9 +170,10 @@ class CategoricalHead(nn.Module, ABC):
         A value that is not a category is a ValueError on the CPU. Elsewhere, and under
         torch.compile and torch.func, its log-probability is NaN.
         """
-        value = self._checked_value(value)
-        if self._has_paths():
-            return self._path_log_prob(self._checked(scores), value)
+        return self._log_prob(self._checked(scores), self._checked_value(value))
+
+    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """:meth:`log_prob` of checked scores and values."""
         log_probs = self.log_probs(scores)
         shape = common_shape(value.shape, log_probs.shape[:-1])
         if can_branch_on(value):  # then all values were looked at, and are categories
@@ -202,30 +191,13 @@ class CategoricalHead(nn.Module, ABC):
         A category of probability 0 is never drawn. A NaN score that matters is an error on the CPU;
         elsewhere the sample of a tree is then -1, which is not a category.
         """
-        scores = scores.detach()
-        if self._has_paths():
-            scores = self._checked(scores)
-            shape = torch.Size(sample_shape) + scores.shape[:-1]
-            return self._path_sample(scores, shape, generator)
-        return draw(self.probs(scores), torch.Size(sample_shape), generator)
+        return self._sample(self._checked(scores.detach()), torch.Size(sample_shape), generator)
 
-    def _has_paths(self) -> bool:
-        """Whether the head has the two methods below, which do not need all log-probabilities."""
-        return False
-
-    def _is_lazy(self) -> bool:
-        """Whether the distribution may use these methods, and ask for log-probabilities later."""
-        return False
-
-    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        """:meth:`log_prob` of checked scores and values."""
-        raise NotImplementedError
-
-    def _path_sample(
-        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    def _sample(
+        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
-        """Categories of this shape; the batch shape of the checked scores broadcasts to it."""
-        raise NotImplementedError
+        """:meth:`sample` of checked scores."""
+        return draw(self.probs(scores), sample_shape, generator)
 
     def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """Log-probabilities of the steps to each category and of the turns not taken, (*, H) each.
@@ -265,20 +237,23 @@ class CategoricalHead(nn.Module, ABC):
 
     def mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over all leading dimensions, (*, S) -> (S, S)."""
-        return self.fisher(scores.reshape(-1, self.num_scores)).mean(0)
+        return self._mean_fisher(scores.reshape(-1, self.num_scores))
 
-    def diagnostics(self, scores: Tensor) -> Tensor:
-        """Mean Fisher matrix over B rows and share of saturated scores, in one float32 vector.
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over B rows, (B, S) -> (S, S) or (T, B, S) -> (T, S, S)."""
+        if scores.dim() > 2:
+            return torch.stack([self.mean_fisher(each) for each in scores])
+        return self.fisher(scores).mean(0)
 
-        (*, B, S) -> (*, S^2 + 1), or (*, S + 1) with the diagonal alone if ``fisher_is_diagonal``.
-        Made for observing every step of a run: the leading dimensions may be many steps, and the
-        host does not wait for the device.
+    def step_fishers(self, scores: Tensor) -> Tensor:
+        """Mean Fisher matrix over B rows at each of T steps, as vectors, (T, B, S) -> (T, S^2).
+
+        (T, S), the diagonals alone, if ``fisher_is_diagonal``. In float32. Made for observing every
+        step of a run: the host does not wait for the device.
         """
-        saturated = self.saturated(scores).float().mean((-2, -1))
-        steps = scores.reshape(-1, *scores.shape[-2:])
-        fisher = torch.stack([self.mean_fisher(each) for each in steps]).float()
-        fisher = fisher.diagonal(dim1=1, dim2=2) if self.fisher_is_diagonal else fisher.flatten(1)
-        return torch.cat((fisher.reshape(*saturated.shape, -1), saturated[..., None]), -1)
+        if self.fisher_is_diagonal:
+            return self.fisher_diagonal(scores).mean(1).float()
+        return self._mean_fisher(scores).flatten(1).float()
 
     def natural_gradient(self, scores: Tensor, grad: Tensor, damping: float = 0.0) -> Tensor:
         """(G + damping I)^-1 grad: the gradient in the metric of :meth:`fisher`, (*, S) -> (*, S).
@@ -322,7 +297,9 @@ class CategoricalHead(nn.Module, ABC):
         if scores.dtype in (torch.float32, torch.float64):
             return scores
         wide = at_least_float32(scores)
-        if wide.requires_grad and is_plain(scores) and not _may_be_scaled(scores):
+        # A GradScaler, which may have scaled the loss, has to see that gradients overflow.
+        scaled = scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
+        if wide.requires_grad and is_plain(scores) and not scaled:
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
@@ -385,11 +362,6 @@ class CategoricalHead(nn.Module, ABC):
                 f"got shape {tuple(x.shape)}"
             )
         return x.double()
-
-
-def _may_be_scaled(scores: Tensor) -> bool:
-    """Whether a GradScaler may have scaled the loss: it has to see that gradients overflow."""
-    return scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
 
 
 def _identity(cls: type) -> str:

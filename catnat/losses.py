@@ -234,29 +234,47 @@ def head_nll(
     if soft:
         uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
         smooth = target * (1 - label_smoothing) + label_smoothing * uniform
-        return _reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
+        return reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
     ignored = target == ignore_index
     label = head._checked_value(torch.where(ignored, 0, target), "target")
     impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
     label = torch.where(impossible, 0, label)
     loss = torch.where(impossible, torch.nan, -q.log_prob(label))
+    terms = weighted_losses(loss, label, ignored, weight, label_smoothing, lambda: q.logits, mask)
+    return reduced(*terms, reduction)
+
+
+def weighted_losses(
+    loss: Tensor,
+    label: Tensor,
+    ignored: Tensor,
+    weight: Tensor | None,
+    smoothing: float,
+    log_probs: Callable[[], Tensor],
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Losses with the weights and the smoothing of ``F.cross_entropy``, and their weights.
+
+    Shapes: ``loss`` -log p(label), ``label`` and ``ignored`` (\*); ``weight`` (K,); ``log_probs()``
+    and ``mask`` (\*, K), for smoothing alone; results (\*) each, 0 where ignored.
+    """
     of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
     loss = loss * of_label
-    if label_smoothing:
-        logits = _weighted(q.logits, weight)
+    if smoothing:
+        every = _weighted(log_probs(), weight)
         if mask is None:
-            smooth = -logits.mean(-1)
+            others = -every.mean(-1)
         else:
-            smooth = -torch.where(mask, logits, 0.0).sum(-1) / mask.sum(-1)
-        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
-    return _reduced(torch.where(ignored, 0.0, loss), torch.where(ignored, 0.0, of_label), reduction)
+            others = -torch.where(mask, every, 0.0).sum(-1) / mask.sum(-1)
+        loss = (1 - smoothing) * loss + smoothing * others
+    return torch.where(ignored, 0.0, loss), torch.where(ignored, 0.0, of_label)
 
 
 def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight.to(x.dtype)
 
 
-def _reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+def reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
     """The losses themselves, their sum, or their sum over the sum of the weights."""
     if reduction == "none":
         return losses

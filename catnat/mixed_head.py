@@ -38,6 +38,7 @@ class MixedHead(CategoricalHead):
         super().__init__(inner.num_categories)
         self.inner, self.mix = inner, float(mix)
         self.num_scores, self.validate_args = inner.num_scores, inner.validate_args
+        self._has_paths, self._is_lazy = inner._has_paths, inner._is_lazy
         self.name = getattr(inner, "name", type(inner).__name__)
 
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -77,13 +78,14 @@ class MixedHead(CategoricalHead):
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
         return self._fisher_root(scores).square().sum(-2)
 
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over all leading dimensions, a few rows at a time."""
-        rows = scores.reshape(-1, self.num_scores)
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        """:meth:`fisher` averaged over B rows, a few rows at a time."""
+        if scores.dim() > 2:
+            return super()._mean_fisher(scores)
         few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
-        parts = [self._fisher_root(part).flatten(0, 1) for part in rows.split(few)]
-        with torch.autocast(rows.device.type, enabled=False):
-            return torch.stack([part.mT @ part for part in parts]).sum(0) / len(rows)
+        parts = [self._fisher_root(part).flatten(0, 1) for part in scores.split(few)]
+        with torch.autocast(scores.device.type, enabled=False):
+            return torch.stack([part.mT @ part for part in parts]).sum(0) / len(scores)
 
     def saturated(self, scores: Tensor) -> Tensor:
         """As in the inner head: mixing gives no score a gradient."""
@@ -96,26 +98,24 @@ class MixedHead(CategoricalHead):
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return self.inner._masked(scores, mask)
 
-    def _has_paths(self) -> bool:
-        return self.inner._has_paths()
-
-    def _is_lazy(self) -> bool:
-        return self.inner._is_lazy()
-
-    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        inner, allowed = self.inner._path_log_prob(scores, value), self.allowed(scores)
+    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        if not self._has_paths:
+            return super()._log_prob(scores, value)
+        inner, allowed = self.inner._log_prob(scores, value), self.allowed(scores)
         index = value.clamp(0, self.num_categories - 1).expand(inner.shape)[..., None]
         possible = take(allowed, index)[..., 0]
         return torch.where(possible, self._mixed(inner, allowed.sum(-1)), inner)
 
-    def _path_sample(
-        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    def _sample(
+        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
-        """A uniform draw with probability ``mix``, and a draw of the inner head otherwise."""
-        drawn = self.inner._path_sample(scores, shape, generator)
+        """A uniform draw with probability ``mix``, a draw of the inner tree otherwise."""
+        if not self._has_paths:
+            return super()._sample(scores, sample_shape, generator)
+        drawn = self.inner._sample(scores, sample_shape, generator)
+        batch, shape = scores.shape[:-1], drawn.shape
         coin, level = uniform((2, *shape), scores, generator)
-        batch = shape[len(shape) - scores.dim() + 1 :]
-        rank = self.allowed(scores).cumsum(-1).expand(*batch, -1)  # (*, K)
+        rank = self.allowed(scores).cumsum(-1)  # (*, K)
         rank = rank.reshape(batch.numel(), self.num_categories).contiguous()
         level = level.reshape(-1 if len(rank) else 0, len(rank)).T.contiguous()
         wanted = (level * rank[:, -1:]).long() + 1  # from 1 to n

@@ -32,8 +32,7 @@ def by_frequency(counts: Tensor) -> Tensor:
         raise ValueError(f"expected a count for each class, got shape {tuple(counts.shape)}")
     if bool((counts < 0).any()) or bool(counts.isnan().any()):
         raise ValueError(f"counts must be >= 0, got {float(counts.min()):g}")
-    ranked = counts.argsort(descending=True, stable=True)
-    return _inverse(ranked)
+    return counts.argsort(descending=True, stable=True).argsort()
 
 
 def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
@@ -67,7 +66,7 @@ def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
         sizes[1, inner:] = 0
         members = _split_level(vectors, members, sizes, rounds, generator)
     ranked = members.flatten()
-    return _leaves_from_left(K, device)[_inverse(ranked[ranked >= 0])]
+    return _leaves_from_left(K, device)[ranked[ranked >= 0].argsort()]
 
 
 def _split_level(
@@ -110,8 +109,3 @@ def _leaves_from_left(num_categories: int, device: torch.device) -> Tensor:
     K = num_categories
     deepest = 2 ** (K - 1).bit_length() - K  # the first leaf of the last level
     return torch.arange(K, device=device).roll(-deepest)
-
-
-def _inverse(ranked: Tensor) -> Tensor:
-    """The rank of each class, from the classes by rank."""
-    return torch.empty_like(ranked).scatter_(0, ranked, torch.arange(len(ranked)).to(ranked))

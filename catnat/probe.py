@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,12 +71,7 @@ class HeadProbe:
     def __enter__(self) -> HeadProbe:
         return self.attach()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def _remember(

@@ -55,23 +55,14 @@ def separate_noise(rank: int) -> None:
 def forked_random_state(device: torch.device, seed: int) -> Iterator[None]:
     """Draw from this seed inside the block; the random state outside does not change."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        _seed(device, seed)
+        # Not torch.manual_seed for all: it would also seed a CUDA device that is first used later.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        elif device.type != "cpu":
+            torch.manual_seed(seed)
         yield
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the generators of the CPU and of a device.
-
-    ``torch.manual_seed`` seeds all kinds of devices. For each kind that is not in use it keeps a
-    note with a stack trace for later, which takes as long as evaluating a batch.
-    """
-    if device.type not in ("cpu", "cuda"):
-        torch.manual_seed(seed)
-        return
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 # -- all generators of one process -----------------------------------------------------------------

@@ -17,7 +17,8 @@ For any other K the tree is the complete one with heap numbers, which is the sam
 
 If K is not a power of two, the leaves have different depths, and a = 1/2 at every node is not the
 uniform distribution. Each node therefore has a center C such that zero scores give the uniform
-distribution (an option of the heads turns this off): its split is then :func:`right_shares`.
+distribution (an option of the heads turns this off): a is then the share of its leaves that lie
+below its bit-1 child.
 
 Example, K = 5: node 1 has the children 2 and 3, node 2 the children 4 and 5, node 3 the leaves 6
 and 7, node 4 the leaves 8 and 9; leaves 5, 6, 7, 8, 9 are the categories 0, 1, 2, 3, 4.
@@ -94,13 +95,21 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
 
 
-def right_shares(num_categories: int, device: torch.device | str = "cpu") -> Tensor:
-    """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
+def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes above leaves, root first: score indices, bits, and whether there is such a node.
 
-    These are the a of the uniform distribution; all 1/2 where K is a power of two.
+    A leaf (*) has H entries in each, (*, H). If K is not a power of two, some leaves have H - 1
+    nodes above them: the last entry is then the root again, and not inside.
 
-    >>> right_shares(3)
-    tensor([0.3333, 0.5000], dtype=torch.float64)
+    >>> nodes, bits, inside = leaf_paths(torch.tensor(3), 5)
+    >>> nodes.tolist(), bits.tolist(), inside.tolist()
+    ([0, 1, 3], [False, False, False], [True, True, True])
     """
-    left, right = subtree_sums(torch.ones(num_categories, dtype=torch.float64, device=device))
-    return right / (left + right)
+    K, H = num_categories, (num_categories - 1).bit_length()
+    heap = leaf[..., None] + K
+    depth = torch.where(heap >= 2**H, H, H - 1)
+    shift = depth - torch.arange(H, device=leaf.device)
+    nodes = heap >> shift
+    inside = nodes < K
+    bits = ((heap >> (shift - 1).clamp_min(0)) & 1).bool()
+    return torch.where(inside, nodes - 1, 0), bits, inside

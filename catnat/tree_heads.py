@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,44 +17,14 @@ from catnat.checks import (
     require_within,
     shown_order,
 )
-from catnat.distributions import checked_sample
 from catnat.head import CategoricalHead
-from catnat.kernels import (
-    tree_fisher,
-    tree_log_prob,
-    tree_log_probs,
-    tree_sample,
-)
+from catnat.kernels import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
-from catnat.numerics import exp_of_log_probs, is_plain, uniform
-from catnat.tree import path_sums, right_shares, subtree_sums
+from catnat.numerics import can_branch_on, exp_of_log_probs, is_plain, uniform
+from catnat.tree import path_sums, subtree_sums
 
-_CONSTANTS = ("constants32", "constants64")
-_ORDER = ("leaves", "classes")
-
-
-Value = TypeVar("Value")
-
-
-class _Fixed(Generic[Value]):
-    """An option that cannot change after a head is made, because constants depend on it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, head: Any, owner: type) -> Value:
-        if head is None:
-            raise AttributeError(self.name)
-        value: Value = head.__dict__[f"_{self.name}"]
-        return value
-
-    def __set__(self, head: Any, value: Value) -> None:
-        if f"_{self.name}" in head.__dict__:
-            raise AttributeError(
-                f"{self.name} of a {type(head).__name__} cannot change; "
-                f"make another head with {self.name}={value!r}"
-            )
-        head.__dict__[f"_{self.name}"] = value
+_DERIVED = ("constants32", "constants64", "leaves", "classes")
+_OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
 
 class CatnatHead(CategoricalHead):
@@ -81,10 +51,8 @@ class CatnatHead(CategoricalHead):
     """
 
     fisher_is_diagonal = True
-    activation = _Fixed[Activation]()
-    center = _Fixed[float]()
-    uniform_at_zero = _Fixed[bool]()
-    order = _Fixed["tuple[int, ...] | None"]()
+    activation: Activation
+    order: tuple[int, ...] | None
     leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
     classes: Tensor | None
     constants32: Tensor | None  # of the nodes, None where all centers are 0
@@ -106,18 +74,21 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
-        for derived in (*_CONSTANTS, *_ORDER):
+        for derived in _DERIVED:
             self.register_buffer(derived, None, persistent=False)
-        self.activation = (
-            CustomActivation(self.log_activation) if activation is None else activation
-        )
+        own = activation is None
+        self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
         self.order = None if order is None else checked_order(order, self.num_categories)
+        self._has_paths = type(self).log_probs is CatnatHead.log_probs
+        self._is_lazy = self._has_paths and not own  # a parameter of its own may change in place
+        # a(0) = 1/2 exactly, and so every center is exactly 0:
+        even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
+        self._is_centered = not own and self.center == 0 and even
         if self.order is not None:
-            device = torch.get_default_device()
-            self.leaves, self.classes = _leaves_and_classes(self.order, device)
-        if activation is not None:
+            self._set_order(torch.get_default_device())
+        if not own:
             self._set_constants(torch.get_default_device())
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,20 +112,10 @@ class CatnatHead(CategoricalHead):
         """
         if self.uniform_at_zero:
             # Exactly 0 if nothing changes; scores that were masked before have moved already.
-            before = self._share(self.allowed(scores))
-            moved = self._at_share(self._share(mask)) - self._at_share(before)
+            shares = [_shares(self._to_leaves(each)) for each in (mask, self.allowed(scores))]
+            moved = self._at_share(shares[0]) - self._at_share(shares[1])
             scores = scores + moved.to(scores.dtype)
         return self._filled(scores, mask)
-
-    def _share(self, mask: Tensor) -> Tensor:
-        """Share of the allowed leaves below each node that are below its bit-1 child.
-
-        1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
-        from the host.
-        """
-        left, right = subtree_sums(self._to_leaves(mask).double())  # numbers of allowed leaves
-        both = (left > 0) & (right > 0)
-        return torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         # Whether a side allows a category: + of bools is "or".
@@ -168,28 +129,26 @@ class CatnatHead(CategoricalHead):
         blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
         return self._from_leaves(~blocked)
 
-    def _has_paths(self) -> bool:
-        """True, unless a subclass computes its log-probabilities in another way."""
-        return type(self).log_probs is CatnatHead.log_probs
-
-    def _is_lazy(self) -> bool:
-        """False with a custom ``log_activation``: its results are checked when it is called."""
-        return self._has_paths() and not isinstance(self.activation, CustomActivation)
-
-    def _path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        if not self._has_paths:
+            return super()._log_prob(scores, value)
         return tree_log_prob(scores, self._leaf_of(value), self.activation, self._constants(scores))
 
     def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         leaf = self._leaf_of(value)
         return tree_path_logs(scores, leaf, self.activation, self._constants(scores))
 
-    def _path_sample(
-        self, scores: Tensor, shape: torch.Size, generator: torch.Generator | None
+    def _sample(
+        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
+        if not self._has_paths:
+            return super()._sample(scores, sample_shape, generator)
         height = self.num_scores.bit_length()
-        uniforms = uniform((*shape, height), scores, generator)
+        uniforms = uniform((*sample_shape, *scores.shape[:-1], height), scores, generator)
         leaf = tree_sample(scores, uniforms, self.activation, self._constants(scores))
-        return self._class_of(checked_sample(leaf))
+        if can_branch_on(leaf) and bool((leaf < 0).any()):
+            raise ValueError("there is no category to sample where a score is nan")
+        return _looked_up(leaf, self._ordering(leaf)[1])
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -219,26 +178,14 @@ class CatnatHead(CategoricalHead):
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
-        fused = self._fused_fisher(scores)
+        scores = self._checked(scores)
+        fused = tree_fisher(scores, self.activation, self._constants(scores))
         if fused is not None:
             return fused[..., :-1]
         return self.node_probs(scores) * self.information(scores)
 
-    def mean_fisher(self, scores: Tensor) -> Tensor:
-        """The diagonal matrix of the mean of :meth:`fisher_diagonal`."""
-        return torch.diag(self.fisher_diagonal(scores).reshape(-1, self.num_scores).mean(0))
-
-    def diagnostics(self, scores: Tensor) -> Tensor:
-        """Mean :meth:`fisher_diagonal` and share of saturated scores, (*, B, S) -> (*, S + 1)."""
-        fused = self._fused_fisher(scores)
-        if fused is not None:
-            return fused.mean(-2)
-        still = self.saturated(scores).float().mean((-2, -1))[..., None]
-        return torch.cat((self.fisher_diagonal(scores).float().mean(-2), still), -1)
-
-    def _fused_fisher(self, scores: Tensor) -> Tensor | None:
-        scores = self._checked(scores)
-        return tree_fisher(scores, self.activation, self._constants(scores))
+    def _mean_fisher(self, scores: Tensor) -> Tensor:
+        return torch.diag_embed(self.fisher_diagonal(scores).mean(-2))
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """grad / (G_ii + damping) in O(S)."""
@@ -260,10 +207,6 @@ class CatnatHead(CategoricalHead):
         """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
         return _looked_up(value, self._ordering(value)[0])
 
-    def _class_of(self, leaf: Tensor) -> Tensor:
-        """The class of every leaf in ``leaf``, int64; a value that is no leaf stays as it is."""
-        return _looked_up(leaf, self._ordering(leaf)[1])
-
     def _to_leaves(self, x: Tensor) -> Tensor:
         """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
         classes = self._ordering(x)[1]
@@ -271,26 +214,29 @@ class CatnatHead(CategoricalHead):
 
     def _from_leaves(self, x: Tensor) -> Tensor:
         """Values of the leaves in the order of the classes, (*, K) -> (*, K)."""
-        leaves = None if self.order is None else self._ordering(x)[0]
+        leaves = self._ordering(x)[0]
         return x if leaves is None else x.index_select(-1, leaves)
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Leaves of the classes and classes of the leaves, on the device of x."""
-        if self.order is None:
-            return None, None
-        if self.leaves is None or self.leaves.device != x.device:
-            tables = _leaves_and_classes(self.order, x.device)
+        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
             if not is_plain(x):
-                return tables
-            self.leaves, self.classes = tables
+                leaves = torch.tensor(self.order, device=x.device)
+                return leaves, leaves.argsort()
+            self._set_order(x.device)
         return self.leaves, self.classes
+
+    @torch.inference_mode(False)
+    def _set_order(self, device: torch.device) -> None:
+        leaves = torch.tensor(self.order, device="cpu")
+        self.leaves, self.classes = leaves.to(device), leaves.argsort().to(device)
 
     def _centers(self, device: torch.device) -> Tensor:
         """The center C of every node, (S,) in float64."""
-        shares = right_shares(self.num_categories, device)
         if not self.uniform_at_zero:
-            return torch.full_like(shares, self.center)
-        return self.center - self._at_share(shares)
+            return torch.full((self.num_scores,), self.center, dtype=torch.float64, device=device)
+        everything = torch.ones(self.num_categories, dtype=torch.bool, device=device)
+        return self.center - self._at_share(_shares(everything))
 
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""
@@ -301,37 +247,41 @@ class CatnatHead(CategoricalHead):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _set_constants(self, device: torch.device) -> None:
-        symmetric = not isinstance(self.activation, CustomActivation)
-        power_of_two = self.num_categories & (self.num_categories - 1) == 0
-        if not (symmetric and self.center == 0 and (power_of_two or not self.uniform_at_zero)):
+        if not self._is_centered:
             center = self._centers(torch.device("cpu"))
             self.constants32 = self.activation.node_constants(center, torch.float32).to(device)
             self.constants64 = self.activation.node_constants(center, torch.float64).to(device)
 
     def _constants(self, scores: Tensor) -> Tensor | None:
-        """``split.node_constants`` in the dtype and on the device of the scores, or None."""
-        custom = isinstance(self.activation, CustomActivation)
-        known = self._buffers["constants32"]  # nn.Module finds attributes slowly
-        if known is None and not custom:
+        """``activation.node_constants`` in the dtype and on the device of the scores, or None."""
+        if self._is_centered:
             return None
+        known = self._buffers["constants32"]  # nn.Module finds attributes slowly
         if known is None or known.device != scores.device:
-            if not is_plain(scores) or (custom and self._has_tensors()):
+            if not is_plain(scores) or self._has_tensors():
                 return self.activation.node_constants(self._centers(scores.device), scores.dtype)
             self._set_constants(scores.device)
         return self.constants64 if scores.dtype == torch.float64 else self.constants32
 
     def _has_tensors(self) -> bool:
         """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        buffers = (each for name, each in self.named_buffers() if name not in _ORDER)
+        buffers = (each for name, each in self.named_buffers() if name not in _DERIVED)
         own = (*self.parameters(), *buffers, *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget constants: a custom ``log_activation`` may depend on it."""
+        """Set an attribute, but not an option again: constants depend on the options.
+
+        A custom ``log_activation`` may depend on any other attribute: its constants are forgotten.
+        """
+        known = vars(self)
+        if name in _OPTIONS and name in known:
+            raise AttributeError(
+                f"{name} of a {type(self).__name__} cannot change; "
+                f"make another head with {name}={value!r}"
+            )
         super().__setattr__(name, value)
-        if name not in (*_CONSTANTS, *_ORDER) and isinstance(
-            vars(self).get("_activation"), CustomActivation
-        ):
+        if name not in _DERIVED and isinstance(known.get("activation"), CustomActivation):
             self.constants32 = self.constants64 = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
@@ -339,8 +289,8 @@ class CatnatHead(CategoricalHead):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.constants32 is not None:
             self._set_constants(self.constants32.device)
-        if self.order is not None and self.leaves is not None:  # .half() keeps integers
-            self.leaves, self.classes = _leaves_and_classes(self.order, self.leaves.device)
+        if self.leaves is not None:
+            self._set_order(self.leaves.device)
         return self
 
 
@@ -387,9 +337,6 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             [0.0000, 0.0000, 0.1250]])
     """
 
-    amplitude = _Fixed[float]()
-    tail = _Fixed[float]()
-
     def __init__(
         self,
         num_categories: int,
@@ -432,11 +379,15 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return torch.where(stuck, torch.nextafter(scores, outward), scores)
 
 
-@torch.inference_mode(False)
-def _leaves_and_classes(order: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The order as a tensor, and its inverse."""
-    leaves = torch.tensor(order, device="cpu")
-    return leaves.to(device), leaves.argsort().to(device)
+def _shares(allowed: Tensor) -> Tensor:
+    """Share of the allowed leaves below each node that are below its bit-1 child, (*, K) bool.
+
+    1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
+    from the host.
+    """
+    left, right = subtree_sums(allowed.double())  # numbers of allowed leaves
+    both = (left > 0) & (right > 0)
+    return torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
 
 
 def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:

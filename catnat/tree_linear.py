@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from catnat.checks import require_at_least, require_choice, require_within
+from catnat.checks import checked_order, require_at_least, require_choice, require_within
 from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import HAS_TRITON
-from catnat.numerics import at_least_float32, can_branch_on
-from catnat.tree import path_sums
+from catnat.losses import reduced, weighted_losses
+from catnat.numerics import at_least_float32, can_branch_on, uniform
+from catnat.tree import leaf_paths, levels
 from catnat.tree_heads import CatnatHead
-from catnat.tree_search import TopK, best_leaves, leaf_paths, random_leaves
 
-_CHUNK = 2**24  # numbers that a search holds at once
-_SMALL = 2048  # up to this K the best classes are found among all of them
+_CHUNK = 2**24  # numbers that a method without gradient holds at once
 
 
 class TreeLinear(nn.Embedding):
@@ -115,7 +114,7 @@ class TreeLinear(nn.Embedding):
 
         ``value`` is broadcast against the leading dimensions of ``hidden``.
         """
-        hidden, value = self._checked(hidden), self._checked_classes(value)
+        hidden, value = self._checked(hidden), self.head._checked_value(value)
         shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
         hidden = hidden.expand(*shape, -1).reshape(-1, self.in_features)
         return self._log_prob(hidden, value.expand(shape).reshape(-1)).view(shape)
@@ -155,34 +154,20 @@ class TreeLinear(nn.Embedding):
         some = can_branch_on(counts) and not bool(counts.all())
         if some:  # rows that do not count are not even read
             rows, target = rows[counts], target[counts]
-        loss, share = self._losses(rows, target, target != ignore_index, weight, label_smoothing)
+        ignored = target == ignore_index
+        label = self.head._checked_value(torch.where(ignored, 0, target), "target")
+        loss, share = weighted_losses(
+            -self._log_prob(rows, label),
+            label.clamp(0, K - 1),
+            ignored,
+            weight,
+            label_smoothing,
+            lambda: self.log_probs(rows),
+        )
         if some:
             loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
-        if reduction == "none":
-            return loss.view(hidden.shape[:-1])
-        return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
-
-    def _losses(
-        self,
-        hidden: Tensor,
-        target: Tensor,
-        counts: Tensor,
-        weight: Tensor | None,
-        smoothing: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and weights of the targets, (M, D), (M,) -> (M,) each; 0 where ignored."""
-        target = self._checked_classes(torch.where(counts, target, 0))
-        loss = -self._log_prob(hidden, target)
-        share = counts.to(loss.dtype)
-        if weight is not None:
-            weight = weight.to(loss.dtype)
-            share = share * weight[target.clamp(0, self.num_categories - 1)]
-        loss = torch.where(counts, loss * share, 0.0)
-        if smoothing:
-            logs = self.log_probs(hidden)
-            others = -(logs if weight is None else logs * weight).mean(-1)
-            loss = (1 - smoothing) * loss + smoothing * torch.where(counts, others, 0.0)
-        return loss, share
+        loss = loss.view(hidden.shape[:-1]) if reduction == "none" else loss
+        return reduced(loss, share, reduction)
 
     def sample(
         self,
@@ -191,45 +176,43 @@ class TreeLinear(nn.Embedding):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf."""
-        hidden = self._checked(hidden)
-        with torch.no_grad():
-            states = hidden.reshape(-1, self.in_features)
-            rows = torch.arange(len(states), device=states.device).repeat(math.prod(sample_shape))
-            leaves = random_leaves(self._logs(states), rows, self.num_categories, generator)
-        return self._classes_of(leaves).view(*sample_shape, *hidden.shape[:-1])
+        hidden, K = self._checked(hidden), self.num_categories
+        states = hidden.detach().reshape(-1, self.in_features)
+        rows = torch.arange(len(states), device=states.device).repeat(math.prod(sample_shape))
+        heap = torch.ones_like(rows)
+        broken = torch.zeros_like(rows, dtype=torch.bool)
+        for _ in levels(K):
+            inner = heap < K
+            right = self._log_right(states, rows, torch.where(inner, heap - 1, 0)).double()
+            u = uniform(right.shape, right, generator)
+            heap = torch.where(inner, 2 * heap + (u < right.exp()).long(), heap)
+            broken |= right.isnan()
+        if can_branch_on(broken) and bool(broken.any()):
+            raise ValueError("scores must be numbers to draw samples, got NaN")
+        leaf = torch.where(broken, 0, heap - K)
+        drawn = leaf if self.classes is None else self.classes[leaf]
+        return torch.where(broken, -1, drawn).view(*sample_shape, *hidden.shape[:-1])
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all classes, (*, D) -> (*, K)."""
         leaves = self.head.log_probs(self.scores(hidden))
         return leaves if self.order is None else leaves.index_select(-1, self.order)
 
-    def topk(self, hidden: Tensor, k: int) -> TopK:
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.
 
-        Exact: a subtree is left out only if all its probability is below the k-th best class
-        found so far. Where too little is left out, all classes are computed. NaN comes first, as
-        in ``torch.topk``. Without gradient.
+        The result has ``values`` and ``indices``, as that of ``torch.topk``, and NaN comes first.
+        All classes are computed, a few rows at a time. Without gradient.
         """
         require_within(1, self.num_categories, k=k)
         hidden = self._checked(hidden)
         rows = hidden.reshape(-1, self.in_features)
         with torch.no_grad():
             size = max(64, _CHUNK // self.num_categories)
-            found = [self._topk(each, k) for each in rows.split(size)]
+            found = [self.log_probs(each).topk(k, -1) for each in rows.split(size)]
         shape = (*hidden.shape[:-1], k)
-        return TopK(*(torch.cat(each).view(shape) for each in zip(*found, strict=True)))
-
-    def _topk(self, hidden: Tensor, k: int) -> TopK:
-        if len(hidden) and self.num_categories > max(_SMALL, 2 * k):
-            n = 255  # nodes near the root, whose scores are one matmul
-            bias = None if self.bias is None else self.bias[:n].to(hidden.dtype)
-            near = at_least_float32(F.linear(hidden, self.weight[:n].to(hidden.dtype), bias))
-            nodes = torch.arange(n, device=near.device).expand_as(near)
-            start = path_sums(*self._log_activation(near, nodes))[1]
-            found = best_leaves(self._logs(hidden), n + 1, start, self.num_categories, k)
-            if found is not None:
-                return TopK(found.values, self._classes_of(found.indices))
-        return TopK(*self.log_probs(hidden).topk(k, -1))
+        values, indices = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
+        return torch.return_types.topk((values, indices))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of all nodes, (*, D) -> (*, K-1): what the head takes."""
@@ -246,17 +229,9 @@ class TreeLinear(nn.Embedding):
             self.order = self.classes = self._unplaced = None
             return
         K, device = self.num_categories, self.weight.device
-        order = order if isinstance(order, Tensor) else torch.as_tensor(order, device="cpu")
-        if order.shape != (K,) or order.is_floating_point() or order.dtype == torch.bool:
-            shape = f"shape {tuple(order.shape)} and {order.dtype}"
-            raise ValueError(f"order must hold {K} integers, the leaf of each class, got {shape}")
-        ranked, classes = order.long().sort()
-        if not order.is_meta and not torch.equal(ranked, torch.arange(K, device=order.device)):
-            first, last = int(ranked[0]), int(ranked[-1])
-            got = f"leaves {first}..{last}{' with repetitions' * (last - first < K)}"
-            raise ValueError(f"order must be a permutation of 0..{K - 1}, got {got}")
-        self.order, self.classes = order.long().to(device), classes.to(device)
-        self._unplaced = order if device.type == "meta" else None
+        leaves = torch.tensor(checked_order(order, K), device="cpu")
+        self.order, self.classes = leaves.to(device), leaves.argsort().to(device)
+        self._unplaced = leaves if device.type == "meta" else None
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
@@ -305,18 +280,19 @@ class TreeLinear(nn.Embedding):
         logs = torch.where(inside, torch.where(bits, right, left), 0.0)
         return torch.where(leaf >= 0, logs.sum(-1), torch.nan)
 
-    def _logs(self, hidden: Tensor) -> Any:
-        """A function of rows and heap numbers of nodes, (P,) each: log(1 - a) and log a there."""
-
-        def logs(rows: Tensor, heap: Tensor) -> tuple[Tensor, Tensor]:
-            size, scores = max(1, _CHUNK // self.in_features), []
-            for row, node in zip(rows.split(size), (heap - 1).split(size), strict=True):
-                s = (hidden[row] * self.weight[node].to(hidden.dtype)).sum(-1, dtype=wide)
-                scores.append(s if self.bias is None else s + self.bias[node].to(wide))
-            return self._log_activation(torch.cat(scores), heap - 1)
-
+    @torch.no_grad()
+    def _log_right(self, hidden: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
+        """log a of some nodes in some rows, (P,) each -> (P,)."""
+        size = max(1, _CHUNK // self.in_features)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        return logs
+        parts = [
+            (hidden[row] * self.weight[node].to(hidden.dtype)).sum(-1, dtype=wide)
+            for row, node in zip(rows.split(size), nodes.split(size), strict=True)
+        ]
+        scores = torch.cat(parts)
+        if self.bias is not None:
+            scores = scores + self.bias[nodes].to(wide)
+        return self._log_activation(scores, nodes)[1]
 
     def _log_activation(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
@@ -340,20 +316,6 @@ class TreeLinear(nn.Embedding):
         if device != "cpu" and torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))
         return hidden.to(self.weight.dtype)
-
-    def _checked_classes(self, value: Tensor) -> Tensor:
-        """Classes as int64. On the CPU an impossible one raises; elsewhere its result is NaN."""
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"classes must be integers, got {value.dtype}")
-        K = self.num_categories
-        if can_branch_on(value) and value.numel():
-            for extreme in (int(value.min()), int(value.max())):
-                if not 0 <= extreme < K:
-                    raise ValueError(f"classes must lie in 0..{K - 1}, got {extreme}")
-        return value.long()
-
-    def _classes_of(self, leaves: Tensor) -> Tensor:
-        return leaves if self.classes is None else torch.where(leaves < 0, -1, self.classes[leaves])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""

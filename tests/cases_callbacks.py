@@ -9,6 +9,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from catnat import make_head
 from catnat.callbacks import FisherMonitor
 
+TAGS = (
+    "fim/off_diagonal_mass",
+    "fim/off_diagonal_mass_fro",
+    "fim/saturated",
+    "fim_sampled/off_diagonal_mass",
+    "fim_sampled/off_diagonal_mass_fro",
+    "fim_sampled/off_diagonal_share",
+    "fim_spectrum/condition_number",
+)
+
 
 class Small(L.LightningModule):
     """A linear layer with two latents of six categories; keeps the scores of every step."""

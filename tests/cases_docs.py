@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.M | re.S)
-NEEDS = re.compile(r"<!-- needs (\w+) -->")  # a package that may be missing
+NEEDS = re.compile(r"<!-- needs (\w+) -->")  # what follows needs a package that may be missing
 TITLE = re.compile(r'title="([\w./]+)"')  # of a block that is a file
 PROGRAMS = ("python train.py", "catnat", "python experiments/sweep.py")
 
 
-def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
     """(what follows the language, content) of all blocks in one of the languages."""
     found = []
-    for indent, language, rest, content in FENCE.findall(page.read_text()):
+    for indent, language, rest, content in FENCE.findall(text):
         if language in languages:
             lines = content.splitlines(keepends=True)
             found.append((rest, "".join(line.removeprefix(indent) for line in lines)))
@@ -30,24 +30,26 @@ def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
 
 def run_blocks(page: Path) -> None:
     """The Python blocks of a page in order; one with a title becomes a file instead."""
-    missing = [name for name in NEEDS.findall(page.read_text()) if find_spec(name) is None]
-    if missing:
-        print(f"{page}: without {', '.join(missing)}")
-        return
     namespace = {"__name__": "page"}
-    for i, (rest, code) in enumerate(blocks(page, "python"), 1):
-        if title := TITLE.search(rest):
-            Path(title[1]).parent.mkdir(parents=True, exist_ok=True)
-            Path(title[1]).write_text(code)
-        else:
-            exec(compile(code, f"{page}, block {i}", "exec"), namespace)
+    parts = NEEDS.split(page.read_text())
+    for package, text in zip(["sys", *parts[1::2]], parts[::2], strict=True):
+        if find_spec(package) is None:
+            print(f"{page}: without {package}")
+            continue
+        for i, (rest, code) in enumerate(blocks(text, "python"), 1):
+            if title := TITLE.search(rest):
+                Path(title[1]).parent.mkdir(parents=True, exist_ok=True)
+                Path(title[1]).write_text(code)
+            else:
+                place = f"{page}, {package}, block {i}"
+                exec(compile(code, place, "exec"), namespace)
 
 
 def commands(page: Path) -> list[list[str]]:
     """The words of all commands of ours in the shell blocks of a page."""
     lines = [
         line
-        for _, text in blocks(page, "bash", "sh")
+        for _, text in blocks(page.read_text(), "bash", "sh")
         for line in text.replace("\\\n", " ").splitlines()
     ]
     starts = tuple(f"{program} " for program in PROGRAMS)
@@ -93,7 +95,7 @@ def main(what: str, pages: list[str]) -> None:
         if what == "blocks":
             run_blocks(page)
         else:
-            for rest, code in blocks(page, "python"):
+            for rest, code in blocks(page.read_text(), "python"):
                 if title := TITLE.search(rest):
                     Path(title[1]).write_text(code)
             for words in commands(page):

@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases_callbacks import Small, fit
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, StopSignals, load_checkpoint
+from catnat.callbacks.checkpoints import (
+    AtomicCheckpointIO,
+    LastCheckpoint,
+    StopSignals,
+    load_checkpoint,
+)
 
 
 class Color(enum.Enum):
@@ -48,15 +54,20 @@ def test_a_flipped_bit_is_found_before_it_becomes_a_weight(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", [Path("x"), Color.RED, Color, np.float64(1), {"a": [np.int64(3)]}]
+    ("value", "kind"),
+    [
+        (Path("x"), "pathlib.PosixPath"),
+        (Color.RED, f"{Color.__module__}.Color"),
+        (Color, f"{Color.__module__}.Color"),
+        ({"a": [np.int64(3)]}, "numpy"),
+    ],
 )
-def test_what_could_not_be_read_back_is_said_at_the_first_save(value, tmp_path):
+def test_what_could_not_be_read_back_is_said_at_the_first_save(value, kind, tmp_path):
     path = tmp_path / "last.ckpt"
     with pytest.raises(ValueError) as error:
         AtomicCheckpointIO().save_checkpoint({"hyper_parameters": {"mine": value}}, path)
-    inner = value["a"][0] if isinstance(value, dict) else value
-    kind = inner if isinstance(inner, type) else type(inner)
-    assert f"hyper_parameters holds {kind.__module__}.{kind.__qualname__}" in str(error.value)
+    assert f"it holds {kind}" in str(error.value)
+    assert "save_hyperparameters(ignore=...)" in str(error.value)
     assert not path.exists()
 
 
@@ -67,3 +78,10 @@ def test_a_signal_stops_one_run_and_not_the_next():
     assert signals.signum == signal.SIGTERM
     signals.give_back()
     assert signals.signum == 0
+
+
+def test_a_run_gives_the_signals_back(tmp_path):
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in names]
+    fit(Small(), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    assert [signal.getsignal(each) for each in names] == before

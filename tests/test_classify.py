@@ -23,6 +23,9 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     heads = ["softmax", "sparsemax", "sigmoid", "natural", "natural, tail 0.05"]
     assert [line[:20].strip() for line in lines[1:]] == heads
     assert (tmp_path / "digits.png").stat().st_size > 10_000
+    assert len((tmp_path / "digits.csv").read_text().splitlines()) == 1 + len(example.RATES) * len(
+        heads
+    )
 
 
 def test_a_number_of_seeds_below_1_is_refused_before_the_training(example, monkeypatch, capsys):
@@ -31,4 +34,4 @@ def test_a_number_of_seeds_below_1_is_refused_before_the_training(example, monke
         example.main()
     assert exit_.value.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and "--seeds must be at least 1, got 0" in err
+    assert out == "" and "must be at least 1, got 0" in err

@@ -11,7 +11,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
 WRONG = {
     "--out=no/x.png": "--out must be a .png, .pdf or .svg in a folder that exists, got",
     "--out=x.foo": "--out must be a .png, .pdf or .svg in a folder that exists, got",
-    "--steps=-1": "--steps must be at least 1, got -1",
+    "--steps=-1": "--steps must be at least 1, got",
 }
 
 

@@ -3,7 +3,7 @@
 import lightning.pytorch as L
 import pytest
 import torch
-from cases_callbacks import Memory, Small, fit, loader
+from cases_callbacks import TAGS, Memory, Small, fit, loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,15 +12,6 @@ from catnat.callbacks import FisherMonitor, VAEFigures
 from catnat.callbacks.fisher_diagnostics import SampledShare, sampled_sums
 from catnat.fisher import condition_number, off_diagonal_mass, paired_mean_fishers
 
-TAGS = (
-    "fim/off_diagonal_mass",
-    "fim/off_diagonal_mass_fro",
-    "fim/saturated",
-    "fim_sampled/off_diagonal_mass",
-    "fim_sampled/off_diagonal_mass_fro",
-    "fim_sampled/off_diagonal_share",
-    "fim_spectrum/condition_number",
-)
 BUILT_IN = head_names()[:4]
 
 
@@ -72,14 +63,6 @@ def test_intervals_and_leaving_out_the_samples():
     assert sampled == [0, 3]
 
 
-def test_validation_does_not_get_mixed_in():
-    model, logger = Small("softmax"), Memory()
-    flags = {"max_steps": 4, "val_check_interval": 1, "val": loader(batches=1)}
-    fit(model, FisherMonitor(), logger=logger, **flags)
-    last = off_diagonal_mass(model.head.mean_fisher(model.seen[-1]), "fro")
-    assert logger.rows[3]["fim/off_diagonal_mass_fro"] == pytest.approx(float(last), rel=1e-4)
-
-
 def test_scores_that_are_parameters_are_those_before_the_update():
     class Bare(Small):
         def __init__(self):
@@ -107,11 +90,9 @@ def test_batches_may_have_many_sizes():
         assert ("fim_sampled/off_diagonal_mass" in logger.rows[step]) == (step % 2 == 0)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("every", [1, 3, 50])
-def test_no_row_is_lost_or_written_twice(late, every, monkeypatch, tmp_path):
-    """Also where results arrive later, as on a GPU, and around checkpoints."""
-    monkeypatch.setattr("catnat.callbacks.fisher_monitor._copies_take_time", lambda trainer: late)
+def test_no_row_is_lost_or_written_twice(every, tmp_path):
+    """Also around checkpoints."""
 
     class Save(L.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -146,7 +127,7 @@ def test_a_second_run_begins_anew_also_after_an_exception():
 
 
 def test_heads_are_seen_where_they_are_called():
-    """Each in some of the steps, and one in validation, too."""
+    """Each in some of the steps, and one in validation, which does not count."""
 
     class Now(Small):
         def training_step(self, batch, batch_idx):
@@ -263,7 +244,7 @@ def test_a_head_that_is_never_called_is_told_so():
         def training_step(self, batch, batch_idx):
             return -self.head.log_probs(self.linear(batch[0]).unflatten(-1, (2, -1))).mean()
 
-    with pytest.warns(UserWarning, match="observes nothing: no head was called") as told:
+    with pytest.warns(UserWarning, match="observes nothing: no head .* was called") as told:
         fit(Silent(), FisherMonitor(write_every_n_steps=1))
     assert sum("observes nothing" in str(each.message) for each in told) == 1
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from catnat.callbacks import FisherMonitor, GraphFigures
 from catnat.datamodules import CommunityGraphDataModule
-from catnat.graphs import GCN, sample_graphs
+from catnat.graphs import sample_graphs
 from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_score
 
@@ -335,10 +335,3 @@ def test_a_captured_run_on_cuda_takes_the_eager_steps(root, estimator):
     eager, replayed = models
     for ours, theirs in zip(eager.parameters(), replayed.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-3)
-
-
-def test_large_graphs_are_not_captured():
-    assert GCN(4, 2).is_dense(24)
-    for capture in (None, True):
-        model = make(predictor=GCN(4, 2, sparse_from=6), capture=capture)
-        assert "the graph is sparse" in model.why_host_needed()

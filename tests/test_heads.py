@@ -23,7 +23,6 @@ from cases import (
 
 from catnat import CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.head import _ALIASES, _REGISTRY
-from catnat.tree import right_shares
 
 # ------------------------------------------------------------------------ names and options
 
@@ -152,7 +151,6 @@ def test_zero_scores_are_uniform(name, K):
 def test_uniform_at_zero_can_be_turned_off(name):
     p = make(name, 3, uniform_at_zero=False).probs(torch.zeros(2))
     assert torch.allclose(p, torch.tensor([0.5, 0.25, 0.25]))
-    assert torch.equal(right_shares(16), torch.full((15,), 0.5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("K", [4, 5])

@@ -6,16 +6,10 @@ import torch
 from cases_callbacks import Memory, Small, fit, loader, quiet_trainer
 
 from catnat.callbacks import GraphFigures, VAEFigures
-from catnat.callbacks.images import heat_map, tile
+from catnat.callbacks.images import heat_map
 
 
-def test_tiles_and_heat_maps():
-    images = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 3)
-    grid = tile(images, 2)
-    assert grid.shape == (4, 6, 1)
-    assert grid[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
-    assert grid[3, :, 0].tolist() == [2, 2, 2, 3, 3, 3]
-    assert torch.equal(tile(images[:, 0], 2), grid)
+def test_heat_maps():
     picture = heat_map(torch.tensor([[0.0, 1.0]]), cell=2)
     assert picture.shape == (2, 4, 3)
     assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
@@ -104,16 +98,11 @@ class Conditional(Coloured):
 
 
 def test_a_method_that_fails_costs_its_image_and_one_warning_only():
-    with pytest.warns(UserWarning, match="Conditional.reconstruct failed with TypeError") as told:
+    with pytest.warns(UserWarning, match="failed with TypeError: .*reconstruct") as told:
         logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
     assert trainer.global_step == 2
     assert sum("no images/reconstructions: " in str(each.message) for each in told) == 1
     assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
-
-
-def test_images_of_other_channels_are_shown_in_gray():
-    images = torch.stack([torch.zeros(2, 2), torch.ones(2, 2)])[None].expand(3, 2, 2, 2)
-    assert torch.equal(tile(images, 3), torch.full((2, 6, 1), 0.5))
 
 
 def test_figures_count_the_categories():

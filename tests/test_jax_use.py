@@ -260,7 +260,7 @@ def test_wrong_arrays_are_named():
     head = make_head("natural", 5)
     q, other = head(jnp.zeros(4)), make_head("natural", 5, order=[1, 0, 2, 3, 4])(jnp.zeros(4))
     for call, error, said in (
-        (lambda: head(jnp.zeros((2, 7))), ValueError, r"takes 4 scores .* got shape \(2, 7\)"),
+        (lambda: head(jnp.zeros((2, 7))), ValueError, r"scores must have 4 .* got shape \(2, 7\)"),
         (lambda: head([0.0] * 4), TypeError, "scores must be a JAX or numpy array, got list"),
         (lambda: head(jnp.zeros(4), jnp.ones(5)), TypeError, "array of bool, .* got float32"),
         (lambda: q.path_kl(other, 0), ValueError, "same order"),

@@ -1,10 +1,9 @@
-"""Losses against literal sums, an independent package, and models small enough to enumerate."""
+"""Losses against literal sums, and models small enough to enumerate."""
 
 import itertools
 import math
 
 import pytest
-import scoringrules
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,17 +41,6 @@ def test_energy_score_is_the_double_loop_in_value_and_gradient(M, D, scale):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_energy_score_is_that_of_scoringrules_up_to_the_weight_of_pairs():
-    M, B, D = 9, 5, 4
-    samples, target = double(M, B, D), double(B, D)
-    biased = torch.from_numpy(
-        scoringrules.es_ensemble(target.numpy(), samples.numpy(), m_axis=0, v_axis=-1)
-    )
-    error = (samples - target).norm(dim=-1).mean(0)
-    pairs = error - biased  # divided by M² there, by M(M-1) here
-    torch.testing.assert_close(energy_score(samples, target), error - pairs * M / (M - 1))
 
 
 def test_energy_score_is_unbiased_for_every_number_of_samples():

@@ -10,7 +10,7 @@ import torch
 from cases import CATEGORIES, HEADS, random_mask, random_scores
 
 from catnat import HeadProbe, MixedHead, NaturalHead, make_head
-from catnat.fisher import off_diagonal_mass, score_fisher
+from catnat.fisher import off_diagonal_mass
 
 
 def test_the_option_makes_a_mixed_head():
@@ -57,17 +57,6 @@ def test_mixing_makes_a_trees_fisher_matrix_dense():
     scores = torch.tensor([0.5, -0.3, 0.8])
     assert off_diagonal_mass(make_head("natural", 4).fisher(scores)) == 0
     assert off_diagonal_mass(make_head("natural", 4, mix=0.1).fisher(scores)) > 0.01
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_the_sampled_fisher_matrix_and_the_natural_gradient(name):
-    head = make_head(name, 4, mix=0.2)
-    scores = head.inverse(torch.tensor([0.4, 0.3, 0.2, 0.1]).double())
-    sampled = score_fisher(head, scores, "sampled", 20_000)
-    assert torch.allclose(sampled, head.fisher(scores), atol=0.2)
-    gradient = head.fisher(scores) @ torch.arange(head.num_scores).double()
-    step = head.natural_gradient(scores, gradient)
-    assert torch.allclose(head.fisher(scores) @ step, gradient, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", HEADS)

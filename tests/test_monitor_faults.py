@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from cases_callbacks import Memory, Small, fit
+from cases_callbacks import TAGS, Memory, Small, fit
 
 from catnat import make_head
-from catnat.callbacks import FisherMonitor, fisher_diagnostics
+from catnat.callbacks import FisherMonitor, fisher_diagnostics, fisher_monitor
 from catnat.flat_heads import SoftmaxHead
 
 
@@ -23,18 +23,14 @@ def observed(model, **options):
     return logger.rows, told
 
 
-@pytest.mark.parametrize(
-    "place", ["head.diagnostics", "head.fisher", "eigvalsh", "exact_rows", "paired_mean_fishers"]
-)
+@pytest.mark.parametrize("place", ["head.diagnostics", "eigvalsh", "paired_mean_fishers"])
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
 
     def fails(*_, **__):
         raise torch.linalg.LinAlgError("did not converge")
 
-    if place == "head.fisher":  # of a head without closed forms
-        model.head = type("Own", (SoftmaxHead,), {"fisher": fails, "diagnostics": _base})(6)
-    elif place == "head.diagnostics":
+    if place == "head.diagnostics":
         monkeypatch.setattr(SoftmaxHead, "diagnostics", fails)
     elif place == "eigvalsh":
         monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
@@ -52,12 +48,6 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
             assert nan == {tag for tag in row if not tag.startswith("fim_sampled/")}
     assert len(told) == 1 and " at step 0 could not be computed" in told[0]
     assert place == "eigvalsh" or "did not converge" in told[0]
-
-
-def _base(self, scores):
-    """The diagnostics of heads without closed forms, through their Fisher matrix."""
-    fisher = self.fisher(scores).mean(-3)
-    return torch.cat((fisher.flatten(-2), torch.zeros(*fisher.shape[:-2], 1)), -1)
 
 
 def test_scores_that_are_nan_do_not_end_a_run():
@@ -78,11 +68,15 @@ def test_scores_that_are_nan_do_not_end_a_run():
 
 @pytest.mark.parametrize("name", ["softmax", "natural"])
 def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
-    monkeypatch.setattr(fisher_diagnostics, "MAX_MATRIX", 15)
-    rows, told = observed(Small(name))
-    assert math.isnan(rows[0]["fim_sampled/off_diagonal_mass"])
-    assert math.isnan(rows[1]["fim_spectrum/condition_number"]) == (name == "softmax")
-    assert len(told) == 1 and "too large" in told[0]
+    monkeypatch.setattr(fisher_monitor, "_MAX_MATRIX", 15)
+    logger = Memory()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Small(name), FisherMonitor(), logger=logger)
+    told = [each for each in caught if "FisherMonitor observes nothing" in str(each.message)]
+    assert len(told) == (name == "softmax")
+    rows = {"softmax": {}, "natural": {tag for tag in TAGS if "sampled" not in tag}}
+    assert set().union(*logger.rows.values()) == set(rows[name])
 
 
 def test_sparsemax_over_many_categories_trains_to_the_end():

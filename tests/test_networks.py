@@ -64,12 +64,11 @@ def one_by_one(conv, x, graphs):
     return torch.stack([torch.stack([conv(each, e) for each in x]) for e in edges])
 
 
-@pytest.mark.parametrize("sparse_from", [1, 1000])
-def test_both_paths_of_the_gcn_are_torch_geometrics(sparse_from):
+def test_the_gcn_is_torch_geometrics():
     from torch_geometric.nn import GCNConv
 
     x, graphs = graph_inputs()
-    ours = GCN(5, 2, sparse_from=sparse_from).double()
+    ours = GCN(5, 2).double()
     theirs = GCNConv(5, 2, normalize=False, add_self_loops=False, bias=False).double()
     theirs.lin.weight.data = ours.weight.data.t().clone()
     y = ours(x, graphs)

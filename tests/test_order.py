@@ -51,7 +51,9 @@ def test_gradients_and_the_fisher_matrix_know_the_order(name):
     assert torch.equal(jacobian(head.log_probs, scores), jacobian(plain.log_probs, scores)[ORDER])
     assert torch.allclose(head.fisher(scores), autograd_fisher(head, scores), atol=1e-9)
     assert torch.equal(head.fisher(scores), plain.fisher(scores))  # a permutation changes nothing
-    assert torch.equal(head.diagnostics(scores[None]), plain.diagnostics(scores[None]))
+    assert torch.equal(
+        head.step_fishers(scores[None, None]), plain.step_fishers(scores[None, None])
+    )
     assert torch.allclose(head(scores).entropy(), plain(scores).entropy())
 
 

@@ -42,8 +42,8 @@ def test_a_wrong_command_or_block_of_a_page_is_found(tmp_path):
     page.write_text("```bash\npython train.py --model vae --head naturl\n```\n")
     with pytest.raises(SystemExit, match="naturl"):
         cases_docs.check_command(*cases_docs.commands(page))
-    page.write_text('1. First\n\n    ```python title="a.py"\n    x = 1\n    ```\n')
-    assert cases_docs.blocks(page, "python") == [(' title="a.py"', "x = 1\n")]
+    text = '1. First\n\n    ```python title="a.py"\n    x = 1\n    ```\n'
+    assert cases_docs.blocks(text, "python") == [(' title="a.py"', "x = 1\n")]
 
 
 def test_ci_runs_the_test_command():

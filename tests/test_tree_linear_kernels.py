@@ -12,7 +12,7 @@ from cases_tree_linear import layer_and_data
 
 from catnat import TreeLinear
 from catnat.kernels import dispatch
-from catnat.tree_search import leaf_paths
+from catnat.tree import leaf_paths
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

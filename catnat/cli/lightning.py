@@ -25,7 +25,7 @@ from catnat.callbacks.checkpoints import (
     load_checkpoint,
 )
 from catnat.callbacks.images import figures_for
-from catnat.callbacks.run_record import RunLogger, RunRecord, last_validation
+from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
 from catnat.cli import report, resume
 from catnat.cli.errors import RunFailed, UsageError, is_mistake, one_line

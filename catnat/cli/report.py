@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from catnat.callbacks.run_record import RunLogger, write_hparams
+from catnat.callbacks.tensorboard import RunLogger, write_hparams
 from catnat.files import write_whole
 
 _FIM = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")

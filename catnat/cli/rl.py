@@ -24,8 +24,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.checkpoints import load_checkpoint
-from catnat.callbacks.run_record import open_writer, write_hparams, write_layout
 from catnat.callbacks.sb3_run import RunSB3, recent_return
+from catnat.callbacks.tensorboard import open_writer, write_hparams
 from catnat.checks import require_at_least
 from catnat.cli import report, resume
 from catnat.cli.errors import RunFailed, UsageError
@@ -226,7 +226,6 @@ class RLCLI:
         writer = open_writer(folder, resumed_at)
         others = [make_output_format(each, folder) for each in training.log_formats or ()]
         model.set_logger(Logger(folder, [_Output(writer), *others]))
-        write_layout(writer, "policy")
         left = max(int(training.total_steps) - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
         try:

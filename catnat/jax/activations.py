@@ -1,8 +1,8 @@
 r"""a(s): how a score divides the probability of its node, as in :mod:`catnat.activations`.
 
-An activation is given by log(1 - a) and log a, and by their slopes, -d log(1 - a)/ds and
-d log a/ds. Methods get scores (*, S) and the ``constants`` of the nodes, (R, S), or (R, 1) where
-all nodes have the same center C; x is s - C.
+An activation is given by log(1 - a) and log a; JAX differentiates them. Methods get scores (*, S)
+and the ``constants`` of the nodes, (R, S), or (R, 1) where all nodes have the same center C; x is
+s - C.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from jax import Array
 from catnat.jax.numerics import FAR_LOG, LOG_ZERO, largest_score, safe_log
 
 Pair = tuple[Array, Array]
+Constants = Array | np.ndarray
 
 
 class Activation(ABC):
     """What a tree head needs to know of a(s)."""
 
-    def log_activation(self, scores: Array, constants: Array) -> Pair:
-        """log(1 - a) and log a; their derivatives are the slopes."""
-        out: Pair = _with_slopes(self, scores, constants)
-        return out
+    def log_activation(self, scores: Array, constants: Constants) -> Pair:
+        """log(1 - a) and log a; an infinite score, which a mask makes, has an impossible side."""
+        left, right = self.logs(scores, constants)
+        left = jnp.where(scores == jnp.inf, LOG_ZERO, left)
+        return left, jnp.where(scores == -jnp.inf, LOG_ZERO, right)
 
     @abstractmethod
-    def logs(self, scores: Array, constants: Array) -> Pair:
-        """log(1 - a) and log a, whatever JAX finds as their derivatives."""
-
-    @abstractmethod
-    def slopes(self, scores: Array, constants: Array) -> Pair:
-        """-d log(1 - a)/ds and d log a/ds."""
+    def logs(self, scores: Array, constants: Constants) -> Pair:
+        """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
 
     @abstractmethod
     def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
@@ -46,28 +44,13 @@ class Activation(ABC):
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
         """The constants of nodes with these centers C, which are in float64."""
 
-    def information(self, scores: Array, constants: Array) -> Array:
-        """Fisher information a'^2 / (a (1 - a))."""
-        left, right = self.slopes(scores, constants)
-        return left * right
-
-
-def _logs(activation: Activation, scores: Array, constants: Array) -> Pair:
-    """An infinite score, which a mask makes, gives its impossible side the one floor."""
-    left, right = activation.logs(scores, constants)
-    left = jnp.where(scores == jnp.inf, LOG_ZERO, left)
-    return left, jnp.where(scores == -jnp.inf, LOG_ZERO, right)
-
-
-_with_slopes = jax.custom_jvp(_logs, nondiff_argnums=(0,))
-
-
-@_with_slopes.defjvp
-def _logs_jvp(
-    activation: Activation, primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Pair, Pair]:
-    left, right = activation.slopes(*primals)
-    return activation.log_activation(*primals), (-left * tangents[0], right * tangents[0])
+    def information(self, scores: Array, constants: Constants) -> Array:
+        """Fisher information a'^2 / (a (1 - a)): the slope of -log(1 - a) times that of log a."""
+        _, (left, right) = jax.jvp(
+            lambda s: self.log_activation(s, constants), (scores,), (jnp.ones_like(scores),)
+        )
+        information: Array = -left * right
+        return information
 
 
 @dataclass(frozen=True)
@@ -77,16 +60,11 @@ class SigmoidActivation(Activation):
     Scores beyond :func:`~catnat.jax.numerics.largest_score` count as that score, with slope 0.
     """
 
-    def logs(self, scores: Array, constants: Array) -> Pair:
+    def logs(self, scores: Array, constants: Constants) -> Pair:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
-        x, _ = self._centered(scores, constants)
+        bound, x = largest_score(scores.dtype), scores - constants[0]
+        x = jnp.where(jnp.abs(x) > bound, bound * jnp.sign(x), x)
         return -jnp.logaddexp(x, 0.0), -jnp.logaddexp(-x, 0.0)
-
-    def slopes(self, scores: Array, constants: Array) -> Pair:
-        """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
-        x, beyond = self._centered(scores, constants)
-        left, right = jax.nn.sigmoid(x), jax.nn.sigmoid(-x)
-        return jnp.where(beyond, 0.0, left), jnp.where(beyond, 0.0, right)
 
     def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
         """log(right / left); far out where one of them is 0."""
@@ -95,14 +73,6 @@ class SigmoidActivation(Activation):
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
         """The centers themselves, (1, S)."""
         return center[None].astype(dtype)
-
-    @staticmethod
-    def _centered(scores: Array, constants: Array) -> Pair:
-        """x = s - C, cut off at the largest score on both sides, and where it was cut off."""
-        bound = largest_score(scores.dtype)
-        x = scores - constants[0]
-        beyond = jnp.abs(x) > bound
-        return jnp.where(beyond, bound * jnp.sign(x), x), beyond
 
 
 @dataclass(frozen=True)
@@ -140,38 +110,26 @@ class NaturalActivation(Activation):
         """r, the slope of the rarer bit's logarithm in the tail."""
         return self.rate * math.sqrt((1 - self.tail) / self.tail)
 
-    def logs(self, scores: Array, constants: Array) -> Pair:
-        """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
+    def logs(self, scores: Array, constants: Constants) -> Pair:
+        """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one.
+
+        Outside, on an edge or beyond it or in the tail, theta is 1 and not used.
+        """
         distance, upper = self._distance(scores, constants)
-        theta, outside = self._angle(distance)
-        sine = jnp.sin(theta)
-        beyond = self._tail_log(distance, outside)[0] if self.tail else jnp.asarray(LOG_ZERO)
+        outside = distance <= self.joint
+        theta = jnp.maximum(distance * (self.rate / 2), 1e-30)  # its logarithm is finite
+        sine = jnp.sin(jnp.where(outside, 1.0, theta))
+        beyond = self._tail_log(jnp.where(outside, distance, 0.0))
         rare = jnp.where(outside, beyond, 2 * jnp.log(sine))
         likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))
         return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
 
-    def slopes(self, scores: Array, constants: Array) -> Pair:
-        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside.
-
-        In the tail r for the rarer bit, r p / (1 - p) for the likelier.
-        """
-        distance, upper = self._distance(scores, constants)
-        theta, outside = self._angle(distance)
-        tan = jnp.tan(theta)
-        tail = self._tail_slopes(distance, outside) if self.tail else (0.0, 0.0)
-        steep = jnp.where(outside, tail[0], self.rate / tan)
-        gentle = jnp.where(outside, tail[1], self.rate * tan)
-        return jnp.where(upper, steep, gentle), jnp.where(upper, gentle, steep)
-
-    def information(self, scores: Array, constants: Array) -> Array:
+    def information(self, scores: Array, constants: Constants) -> Array:
         """(pi/A)^2 up to the edges and on them, 0 outside; it falls in the tail."""
+        if self.tail:
+            return super().information(scores, constants)
         distance, _ = self._distance(scores, constants)
-        flat = self.rate**2 + 0 * jnp.where(distance < 0, 0.0, distance)  # NaN stays NaN
-        if not self.tail:
-            return jnp.where(distance < 0, 0.0, flat)
-        outside = distance <= self.joint
-        steep, gentle = self._tail_slopes(distance, outside)
-        return jnp.where(outside, steep * gentle, flat)
+        return jnp.where(distance < 0, 0.0, self.rate**2 + 0 * distance)  # NaN stays NaN
 
     def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
         """A/2 - d where the upper edge is nearer, d - A/2 elsewhere."""
@@ -191,11 +149,11 @@ class NaturalActivation(Activation):
             rows += [high, (edge - high.astype(np.float64)).astype(dtype)]
         return np.stack(rows)
 
-    def saturated(self, scores: Array, constants: Array) -> Array:
+    def saturated(self, scores: Array, constants: Constants) -> Array:
         """Whether a score is on an edge or beyond it, without a tail."""
         return self._distance(scores, constants)[0] <= 0
 
-    def _distance(self, scores: Array, constants: Array) -> Pair:
+    def _distance(self, scores: Array, constants: Constants) -> Pair:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge.
 
         The edge is chosen before its low part is added. XLA would turn (high - s) + low with
@@ -206,27 +164,9 @@ class NaturalActivation(Activation):
         low = jnp.where(upper, constants[1], -constants[3])
         return jnp.where(upper, above, below) + low, upper
 
-    def _angle(self, distance: Array) -> Pair:
-        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
-
-        theta is at least 1e-30, and 1 outside, where the callers do not use it.
-        """
-        outside = distance <= self.joint
-        theta = jnp.where(outside, 1.0, distance) * (self.rate / 2)
-        theta = jnp.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
-        return jnp.where(outside, 1.0, theta), outside
-
-    def _tail_log(self, distance: Array, outside: Array) -> Pair:
-        """log p of the rarer bit in the tail, and where it was cut off at the largest score."""
-        bound, at_edge = largest_score(distance.dtype), math.log(self.tail)
-        at_edge -= self.steepness * self.joint
-        log_p = at_edge + self.steepness * jnp.where(outside, distance, 0.0)
-        beyond = log_p < -bound
-        return jnp.where(beyond, -bound, log_p), beyond
-
-    def _tail_slopes(self, distance: Array, outside: Array) -> Pair:
-        """r for the rarer bit and r p / (1 - p) for the likelier; 0 beyond the largest score."""
-        log_p, beyond = self._tail_log(distance, outside)
-        p = jnp.exp(log_p)
-        steep = jnp.where(beyond, 0.0, self.steepness + 0 * p)
-        return steep, steep * (p / (1 - p))
+    def _tail_log(self, distance: Array) -> Array:
+        """log p of the rarer bit in the tail, or of an impossible one."""
+        if not self.tail:
+            return jnp.full_like(distance, LOG_ZERO)
+        at_edge = math.log(self.tail) - self.steepness * self.joint
+        return jnp.maximum(at_edge + self.steepness * distance, -largest_score(distance.dtype))

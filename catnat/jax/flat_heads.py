@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from catnat.checks import require_choice, require_within
+from catnat.checks import require_choice
 from catnat.jax.head import CategoricalHead
 from catnat.jax.mixed_head import MixedHead
 from catnat.jax.numerics import LOG_ZERO, largest_score, safe_log
@@ -47,7 +47,6 @@ def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) 
         raise ValueError(
             f"head {name!r} has no option {unknown[0]!r}; its options: {', '.join(choices)}"
         )
-    require_within(0, 1, "[)", mix=mix)
     head = cls(num_categories, **options)
     return MixedHead(head, mix) if mix else head
 

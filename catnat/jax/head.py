@@ -38,7 +38,12 @@ class CategoricalHead(ABC):
         jax.tree_util.register_static(cls)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_categories", checked_categories(self.num_categories))
+        self._set(num_categories=checked_categories(self.num_categories))
+
+    def _set(self, **fields: Any) -> None:
+        """Set fields of a head that is being made."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_scores(self) -> int:
@@ -119,14 +124,9 @@ class CategoricalHead(ABC):
                 that of the scores. Every row allows a category. A row that does not is an error
                 where it can be seen, and becomes NaN elsewhere.
         """
-        scores, mask = self._checked(scores), _array("mask", mask)
+        scores, mask = self._checked(scores), _array("mask", mask, self.num_categories)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
-        if not mask.ndim or mask.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"mask must have {self.num_categories} categories in the last dimension, "
-                f"got shape {mask.shape}"
-            )
         try:
             jnp.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
         except ValueError:
@@ -154,29 +154,22 @@ class CategoricalHead(ABC):
 
     def _checked(self, scores: Array) -> Array:
         """Scores in float32 or float64, after checking their shape and dtype."""
-        scores = _array("scores", scores)
-        if not scores.ndim or scores.shape[-1] != self.num_scores:
-            raise ValueError(
-                f"{type(self).__name__} over {self.num_categories} categories takes "
-                f"{self.num_scores} scores in the last dimension, got shape {scores.shape}"
-            )
+        scores = _array("scores", scores, self.num_scores)
         if not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
         return at_least_float32(scores)
 
     def _checked_probs(self, probs: Array) -> Array:
         """Probabilities in float32 or float64, after checking their shape, signs and sums."""
-        probs, K = _array("probs", probs), self.num_categories
-        if not probs.ndim or probs.shape[-1] != K:
-            raise ValueError(f"expected {K} probabilities in the last dimension, got {probs.shape}")
+        probs = _array("probs", probs, self.num_categories)
         wide = at_least_float32(probs)
-        if probs.size and can_branch_on(wide):
+        if can_branch_on(wide):
             if bool((wide < 0).any()):
                 raise ValueError(f"probabilities must not be negative, got {float(wide.min())}")
-            sums = wide.sum(-1).ravel()
-            worst = float(sums[jnp.argmax(jnp.where(jnp.isnan(sums), 0.0, jnp.abs(sums - 1)))])
-            if abs(worst - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps):
-                raise ValueError(f"probabilities must sum to 1, got a sum of {worst}")
+            sums = np.asarray(wide.sum(-1))
+            wrong = sums[np.abs(sums - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps)]
+            if wrong.size:
+                raise ValueError(f"probabilities must sum to 1, got a sum of {wrong[0]}")
         return wide
 
     def _checked_value(self, value: Array) -> tuple[Array, Array]:
@@ -191,8 +184,11 @@ class CategoricalHead(ABC):
         return jnp.where(known, value, 0).astype(jnp.int32), known
 
 
-def _array(name: str, x: Any) -> Array:
-    """``x`` as a JAX array."""
+def _array(name: str, x: Any, size: int | None = None) -> Array:
+    """``x`` as a JAX array, with ``size`` numbers in the last dimension if that is given."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | int):
         raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}")
-    return jnp.asarray(x)
+    out: Array = jnp.asarray(x)
+    if size is not None and out.shape[-1:] != (size,):
+        raise ValueError(f"{name} must have {size} in the last dimension, got shape {out.shape}")
+    return out

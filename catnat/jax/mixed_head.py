@@ -32,9 +32,8 @@ class MixedHead(CategoricalHead):
 
     def __post_init__(self) -> None:
         require_within(0, 1, "()", mix=self.mix)
-        object.__setattr__(self, "mix", float(self.mix))
-        object.__setattr__(self, "num_categories", self.inner.num_categories)
-        object.__setattr__(self, "name", self.inner.name)
+        inner = self.inner
+        self._set(mix=float(self.mix), num_categories=inner.num_categories, name=inner.name)
 
     @property
     def num_scores(self) -> int:

@@ -13,7 +13,12 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import checked_order, require_finite, require_tail, require_within
-from catnat.jax.activations import Activation, NaturalActivation, SigmoidActivation
+from catnat.jax.activations import (
+    Activation,
+    Constants,
+    NaturalActivation,
+    SigmoidActivation,
+)
 from catnat.jax.head import CategoricalHead
 from catnat.jax.numerics import LOG_ZERO, pick, uniform
 from catnat.jax.tree import path_sums, right_shares, subtree_sums
@@ -43,10 +48,9 @@ class CatnatHead(CategoricalHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_finite(center=self.center)
-        object.__setattr__(self, "center", float(self.center))
-        object.__setattr__(self, "uniform_at_zero", bool(self.uniform_at_zero))
+        self._set(center=float(self.center), uniform_at_zero=bool(self.uniform_at_zero))
         if self.order is not None:
-            object.__setattr__(self, "order", checked_order(self.order, self.num_categories))
+            self._set(order=checked_order(self.order, self.num_categories))
 
     @property
     def num_scores(self) -> int:
@@ -151,14 +155,13 @@ class CatnatHead(CategoricalHead):
 
     def _at_shares(self, allowed: Array, dtype: Any) -> Array:
         """x at which a node divides as its allowed leaves do; as halves if a side has none."""
-        left, right = subtree_sums(self._by_leaf(allowed.astype(jnp.int32)))
+        left, right = subtree_sums(self._by_leaf(allowed.astype(dtype)))
         both = (left > 0) & (right > 0)
-        sides = (jnp.where(both, each, 1).astype(dtype) for each in (left, right))
-        out: Array = self.activation.inverse(*sides)
+        out: Array = self.activation.inverse(*(jnp.where(both, each, 1) for each in (left, right)))
         return out
 
     def _filled(self, scores: Array, mask: Array) -> Array:
-        left, right = (each > 0 for each in subtree_sums(self._by_leaf(mask.astype(jnp.int32))))
+        left, right = (each > 0 for each in subtree_sums(self._by_leaf(mask.astype(scores.dtype))))
         one_sided = jnp.where(left, -jnp.inf, jnp.where(right, jnp.inf, 0.0))
         return jnp.where(left & right, scores, one_sided.astype(scores.dtype))
 
@@ -170,10 +173,10 @@ class CatnatHead(CategoricalHead):
 
     def _log_activation(self, scores: Array, index: Array | None = None) -> tuple[Array, Array]:
         """log(1 - a) and log a of all nodes, or of the nodes with these score indices, (*, H)."""
-        constants = _constants(self, scores.dtype)
+        constants: Constants = _constants(self, scores.dtype)
         if index is not None:
             scores = pick(scores, index)
-            constants = constants if constants.shape[-1] == 1 else constants[:, index]
+            constants = constants if constants.shape[-1] == 1 else jnp.asarray(constants)[:, index]
         return self.activation.log_activation(scores, constants)
 
     def _by_class(self, leaves: Array) -> Array:
@@ -196,13 +199,9 @@ def _centers(head: CatnatHead) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _host_constants(head: CatnatHead, dtype: Any) -> np.ndarray:
-    return head.activation.node_constants(_centers(head), dtype)
-
-
-def _constants(head: CatnatHead, dtype: Any) -> Array:
+def _constants(head: CatnatHead, dtype: Any) -> np.ndarray:
     """``activation.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
-    return jnp.asarray(_host_constants(head, np.dtype(dtype)))
+    return head.activation.node_constants(_centers(head), dtype)
 
 
 @dataclass(frozen=True)
@@ -245,8 +244,7 @@ class NaturalHead(CatnatHead):
         super().__post_init__()
         require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
         require_tail(self.tail)
-        object.__setattr__(self, "amplitude", float(self.amplitude))
-        object.__setattr__(self, "tail", float(self.tail))
+        self._set(amplitude=float(self.amplitude), tail=float(self.tail))
 
     @property
     def activation(self) -> NaturalActivation:

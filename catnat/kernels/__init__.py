@@ -1,22 +1,18 @@
 """Kernels of the heads.
 
-Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`,
-:func:`softmax_log_probs`; along one path of a tree, in O(log K): :func:`tree_log_prob`,
-:func:`tree_sample`.
+Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`; along
+one path of a tree, in O(log K): :func:`tree_log_prob`, :func:`tree_sample`. Softmax is torch's own.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
 - ``reference.py``, plain torch: any device and dtype, torch.func, torch.compile, differentiable any
   number of times;
 - ``cpu.py``, the C kernels of ``cpu.c``: CPU, float32, one pass forward and one backward;
-- ``triton_tree.py``, ``triton_path.py`` with ``triton_activations.py``, and
+- ``triton_heads.py``, which launches the kernels of ``triton_tree.py``, ``triton_path.py`` and
   ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass.
-
-Softmax is torch's own on every device.
 """
 
 from catnat.kernels.dispatch import (
-    softmax_log_probs,
     sparsemax_log_probs,
     tree_fisher,
     tree_log_prob,
@@ -25,7 +21,6 @@ from catnat.kernels.dispatch import (
 )
 
 __all__ = [
-    "softmax_log_probs",
     "sparsemax_log_probs",
     "tree_fisher",
     "tree_log_prob",

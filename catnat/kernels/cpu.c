@@ -3,9 +3,8 @@
  *
  * Scores are (B, K-1) or (B, K), rows contiguous. A kernel works through blocks of rows small
  * enough for the first-level cache: elementwise mathematics over the whole block (vectorized by
- * the compiler), then one walk over each row's tree; a long row is walked block by block. Built with
- * -ffinite-math-only, which makes comparisons cheap to vectorize; NaN is looked for in the bits and
- * put into the results.
+ * the compiler), then one walk over each row's tree. Built with -ffinite-math-only, which makes
+ * comparisons cheap to vectorize; NaN is looked for in the bits and put into the results.
  */
 #include <math.h>
 #include <pthread.h>
@@ -33,10 +32,13 @@ typedef struct {
     float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
 } activation;
 
-typedef struct {
+typedef struct { /* cpu.py has the same fields */
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centered at 0 */
+    const long long *leaf;
+    const double *uniforms;
     float *out;
-    long rows, categories;
+    long long *sampled;
+    long rows, categories, repeats, constant_rows; /* repeats: results for each row, of paths */
     activation activation;
     int failed;
 } job;
@@ -454,48 +456,12 @@ static void weigh(long rows, long K, const float *restrict log_p, float *restric
     }
 }
 
-/* Both walks for a long row, K >= 2 BLOCK: a block of nodes is evaluated, and the walk goes through it
- * at once. Nodes below `half` have their children in the heap; if K is odd, so is one leaf, K. */
-static void descend_long(const job *j, const float *scores, float *left, float *right, float *heap,
-                         float *out) {
-    long K = j->categories, half = (K + 1) / 2;
-    const float *c = j->constants;
-    activation_logs(j, scores, c, 1, BLOCK - 1, left, right);
-    descend(BLOCK, left, right, heap, heap + BLOCK);
-    for (long node = BLOCK, n; node < K; node += n) {
-        n = (node < half ? half : K) - node;
-        n = n < BLOCK ? n : BLOCK;
-        activation_logs(j, scores + node - 1, c ? c + node - 1 : NULL, 1, n, left, right);
-        children(heap + node, left, right, n, node < half ? heap + 2 * node : out + (2 * node - K));
-    }
-    if (K % 2) out[0] = heap[K];
-}
-
-static void ascend_long(const job *j, const float *scores, const float *grad, float *left,
-                        float *right, float *heap, float *out) {
-    long K = j->categories, half = (K + 1) / 2;
-    const float *c = j->constants;
-    if (K % 2) heap[K] = grad[0];
-    for (long end = K, n; end > BLOCK; end -= n) {
-        n = end - (end > half ? half : BLOCK);
-        n = n < BLOCK ? n : BLOCK;
-        long node = end - n;
-        activation_slopes(j, scores + node - 1, c ? c + node - 1 : NULL, 1, n, left, right);
-        parents(node < half ? heap + 2 * node : grad + (2 * node - K), left, right, n, heap + node,
-                out + node - 1);
-    }
-    activation_slopes(j, scores, c, 1, BLOCK - 1, left, right);
-    ascend(BLOCK, left, right, heap + BLOCK, heap, out);
-}
-
 /* Room for n floats and some more. What comes next begins with a cache line, and not at the same place
  * of a page as the n floats: a processor takes equal places for one and waits. */
 static long padded(long n) { return (n + 32) / 16 * 16; }
 
 static void walk_rows(job *j, long first, long last, int backward) {
-    long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1;
-    int is_long = K >= 2 * BLOCK;
-    long part = padded(is_long ? BLOCK : chunk * S);
+    long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, part = padded(chunk * S);
     float *heap = aligned_alloc(64, sizeof(float) * (size_t)(padded(K + 1) + 2 * part));
     if (!heap) {
         j->failed = 1;
@@ -504,20 +470,16 @@ static void walk_rows(job *j, long first, long last, int backward) {
     float *left = heap + padded(K + 1), *right = left + part;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
-        const float *scores = j->scores + row * S, *grad = backward ? j->grad + row * K : NULL;
-        float *out = j->out + row * (backward ? S : K);
-        if (is_long && backward) {
-            ascend_long(j, scores, grad, left, right, heap, out);
-        } else if (is_long) {
-            descend_long(j, scores, left, right, heap, out);
-        } else if (backward) {
+        const float *scores = j->scores + row * S;
+        if (backward) {
             activation_slopes(j, scores, j->constants, n, S, left, right);
             for (long r = 0; r < n; r++)
-                ascend(K, left + r * S, right + r * S, grad + r * K, heap, out + r * S);
+                ascend(K, left + r * S, right + r * S, j->grad + (row + r) * K, heap,
+                       j->out + (row + r) * S);
         } else {
             activation_logs(j, scores, j->constants, n, S, left, right);
             for (long r = 0; r < n; r++)
-                descend(K, left + r * S, right + r * S, heap, out + r * K);
+                descend(K, left + r * S, right + r * S, heap, j->out + (row + r) * K);
         }
     }
     free(heap);
@@ -630,6 +592,126 @@ NARROW static void sparsemax_backward_rows(job *j, long first, long last) {
         sparsemax_grad_row(j->scores + r * K, j->grad + r * K, K, j->out + r * K);
 }
 
+/* ---------------------------------------------------------------------------------- paths
+ *
+ * A job's result i belongs to row i % rows of the scores: N results for every row. A block of nodes
+ * is gathered, scores and constants, into contiguous memory, where the functions of all trees apply
+ * to it as to one row. */
+
+typedef struct { /* of BLOCK nodes */
+    job tree;
+    float scores[BLOCK], left[BLOCK], right[BLOCK], constants[];
+} node_block;
+
+static int height(long K) { /* ceil(log2 K): levels of the tree */
+    int H = 0;
+    while (H < 62 && (1L << H) < K) H++;
+    return H;
+}
+
+static node_block *make_block(const job *j) {
+    node_block *b = malloc(sizeof(node_block) + sizeof(float) * (size_t)j->constant_rows * BLOCK);
+    if (!b) return NULL;
+    b->tree = *j;
+    b->tree.constants = j->constants ? b->constants : NULL;
+    return b;
+}
+
+/* Put the node with this score into place i of a block of n nodes. */
+static inline void gather(const job *j, node_block *b, long i, long n, long row, long score) {
+    long S = j->categories - 1;
+    b->scores[i] = j->scores[row * S + score];
+    for (long r = 0; r < j->constant_rows; r++)
+        b->constants[r * n + i] = j->constants[r * S + score];
+}
+
+/* Apply activation_logs or activation_slopes to the n nodes of a block. */
+static void activate_block(node_block *b, long n,
+                        void (*function)(const job *, const float *, const float *, long, long,
+                                      float *, float *)) {
+    b->tree.categories = n + 1;
+    function(&b->tree, b->scores, b->tree.constants, 1, n, b->left, b->right);
+}
+
+/* The numbers of results of rows first..last-1, in blocks; the leaves' paths are walked upwards. */
+static void path_rows(job *j, long first, long last, int backward) {
+    long K = j->categories, S = K - 1, rows = j->rows, H = height(K), chunk = BLOCK / H;
+    node_block *b = make_block(j);
+    if (!b) {
+        j->failed = 1;
+        return;
+    }
+    for (long repeat = 0; repeat < j->repeats; repeat++)
+        for (long row = first; row < last; row += chunk) {
+            long n = last - row < chunk ? last - row : chunk, start = repeat * rows + row;
+            for (long i = 0; i < n; i++) {
+                long long leaf = j->leaf[start + i];
+                long heap = K + (leaf >= 0 && leaf < K ? (long)leaf : 0);
+                for (long h = 0; h < H; h++) {
+                    heap >>= 1;
+                    gather(j, b, i * H + h, n * H, row + i, heap > 0 ? heap - 1 : 0);
+                }
+            }
+            activate_block(b, n * H, backward ? activation_slopes : activation_logs);
+            for (long i = 0; i < n; i++) {
+                long long leaf = j->leaf[start + i];
+                int valid = leaf >= 0 && leaf < K;
+                long heap = K + (valid ? (long)leaf : 0);
+                const float *left = b->left + i * H, *right = b->right + i * H;
+                if (backward) {
+                    float grad = valid ? j->grad[start + i] : from_bits(-1);
+                    float *out = j->out + (row + i) * S;
+                    for (long h = 0; heap > 1; h++, heap >>= 1)
+                        out[heap / 2 - 1] += grad * (heap & 1 ? right[h] : -left[h]);
+                } else {
+                    float sum = 0;
+                    for (long h = 0; heap > 1; h++, heap >>= 1) sum += heap & 1 ? right[h] : left[h];
+                    j->out[start + i] = valid ? sum : from_bits(-1);
+                }
+            }
+        }
+    free(b);
+}
+
+/* Results start from the root together and go down level by level. */
+static void sample_rows(job *j, long first, long last) {
+    long K = j->categories, H = height(K);
+    node_block *b = make_block(j);
+    if (!b) {
+        j->failed = 1;
+        return;
+    }
+    for (long repeat = 0; repeat < j->repeats; repeat++)
+        for (long row = first; row < last; row += BLOCK) {
+            long n = last - row < BLOCK ? last - row : BLOCK, start = repeat * j->rows + row;
+            const double *u = j->uniforms + start * H;
+            long long *heap = j->sampled + start; /* 0: lost at a NaN */
+            for (long i = 0; i < n; i++) heap[i] = 1;
+            for (long h = 0; h < H; h++) {
+                for (long i = 0; i < n; i++) {
+                    int inside = heap[i] > 0 && heap[i] < K;
+                    gather(j, b, i, n, row + i, inside ? (long)heap[i] - 1 : 0);
+                }
+                activate_block(b, n, activation_logs);
+                for (long i = 0; i < n; i++)
+                    if (heap[i] > 0 && heap[i] < K)
+                        heap[i] = nan_mask(b->left[i])
+                                      ? 0
+                                      : 2 * heap[i] + (u[i * H + h] >= exp((double)b->left[i]));
+            }
+            for (long i = 0; i < n; i++) heap[i] = heap[i] ? heap[i] - K : -1;
+        }
+    free(b);
+}
+
+static void path_forward_rows(job *j, long first, long last) {
+    path_rows(j, first, last, 0);
+}
+
+static void path_backward_rows(job *j, long first, long last) {
+    path_rows(j, first, last, 1);
+}
+
 /* ------------------------------------------------------------------------------- threads */
 
 typedef struct {
@@ -663,186 +745,15 @@ static int run(kernel kernel, job *job, int threads) {
     return job->failed;
 }
 
-int catnat_tree_forward(const float *scores, const float *constants, float *out, long rows,
-                        long categories, const activation *a, int threads) {
-    job j = {scores, NULL, constants, out, rows, categories, *a, 0};
-    return run(forward_rows, &j, threads);
-}
+size_t catnat_job_size(void) { return sizeof(job); } /* cpu.py compares it */
 
-int catnat_tree_fisher(const float *scores, const float *constants, float *out, long rows,
-                       long categories, const activation *a, int threads) {
-    job j = {scores, NULL, constants, out, rows, categories, *a, 0};
-    return run(fisher_rows, &j, threads);
-}
-
-int catnat_tree_backward(const float *scores, const float *constants, const float *grad,
-                         float *out, long rows, long categories, const activation *a, int threads) {
-    job j = {scores, grad, constants, out, rows, categories, *a, 0};
-    return run(backward_rows, &j, threads);
-}
-
-int catnat_sparsemax_forward(const float *scores, float *out, long rows, long categories,
-                             int threads) {
-    job j = {.scores = scores, .out = out, .rows = rows, .categories = categories};
-    return run(sparsemax_forward_rows, &j, threads);
-}
-
-int catnat_sparsemax_backward(const float *log_probs, const float *grad, float *out, long rows,
-                              long categories, int threads) {
-    job j = {.scores = log_probs, .grad = grad, .out = out, .rows = rows, .categories = categories};
-    return run(sparsemax_backward_rows, &j, threads);
-}
-
-/* ---------------------------------------------------------------------------------- paths
- *
- * A job's result i belongs to row i % rows of the scores: N results for every row. A block of nodes
- * is gathered, scores and constants, into contiguous memory, where the functions of all trees apply
- * to it as to one row. */
-
-typedef struct {
-    job tree; /* first: a kernel gets a pointer to this */
-    const long long *leaf;
-    const double *uniforms;
-    long long *sampled;
-    long repeats, constant_rows;
-} path_job;
-
-typedef struct { /* of BLOCK nodes */
-    job tree;
-    float scores[BLOCK], left[BLOCK], right[BLOCK], constants[];
-} node_block;
-
-static int height(long K) { /* ceil(log2 K): levels of the tree */
-    int H = 0;
-    while (H < 62 && (1L << H) < K) H++;
-    return H;
-}
-
-static node_block *make_block(const path_job *p) {
-    node_block *b = malloc(sizeof(node_block) + sizeof(float) * (size_t)p->constant_rows * BLOCK);
-    if (!b) return NULL;
-    b->tree = p->tree;
-    b->tree.constants = p->tree.constants ? b->constants : NULL;
-    return b;
-}
-
-/* Put the node with this score into place i of a block of n nodes. */
-static inline void gather(const path_job *p, node_block *b, long i, long n, long row, long score) {
-    long S = p->tree.categories - 1;
-    b->scores[i] = p->tree.scores[row * S + score];
-    for (long r = 0; r < p->constant_rows; r++)
-        b->constants[r * n + i] = p->tree.constants[r * S + score];
-}
-
-/* Apply activation_logs or activation_slopes to the n nodes of a block. */
-static void activate_block(node_block *b, long n,
-                        void (*function)(const job *, const float *, const float *, long, long,
-                                      float *, float *)) {
-    b->tree.categories = n + 1;
-    function(&b->tree, b->scores, b->tree.constants, 1, n, b->left, b->right);
-}
-
-/* The numbers of results of rows first..last-1, in blocks; the leaves' paths are walked upwards. */
-static void path_rows(path_job *p, long first, long last, int backward) {
-    long K = p->tree.categories, S = K - 1, rows = p->tree.rows, H = height(K), chunk = BLOCK / H;
-    node_block *b = make_block(p);
-    if (!b) {
-        p->tree.failed = 1;
-        return;
-    }
-    for (long repeat = 0; repeat < p->repeats; repeat++)
-        for (long row = first; row < last; row += chunk) {
-            long n = last - row < chunk ? last - row : chunk, start = repeat * rows + row;
-            for (long i = 0; i < n; i++) {
-                long long leaf = p->leaf[start + i];
-                long heap = K + (leaf >= 0 && leaf < K ? (long)leaf : 0);
-                for (long h = 0; h < H; h++) {
-                    heap >>= 1;
-                    gather(p, b, i * H + h, n * H, row + i, heap > 0 ? heap - 1 : 0);
-                }
-            }
-            activate_block(b, n * H, backward ? activation_slopes : activation_logs);
-            for (long i = 0; i < n; i++) {
-                long long leaf = p->leaf[start + i];
-                int valid = leaf >= 0 && leaf < K;
-                long heap = K + (valid ? (long)leaf : 0);
-                const float *left = b->left + i * H, *right = b->right + i * H;
-                if (backward) {
-                    float grad = valid ? p->tree.grad[start + i] : from_bits(-1);
-                    float *out = p->tree.out + (row + i) * S;
-                    for (long h = 0; heap > 1; h++, heap >>= 1)
-                        out[heap / 2 - 1] += grad * (heap & 1 ? right[h] : -left[h]);
-                } else {
-                    float sum = 0;
-                    for (long h = 0; heap > 1; h++, heap >>= 1) sum += heap & 1 ? right[h] : left[h];
-                    p->tree.out[start + i] = valid ? sum : from_bits(-1);
-                }
-            }
-        }
-    free(b);
-}
-
-/* Results start from the root together and go down level by level. */
-static void sample_rows(job *j, long first, long last) {
-    path_job *p = (path_job *)j;
-    long K = j->categories, H = height(K);
-    node_block *b = make_block(p);
-    if (!b) {
-        j->failed = 1;
-        return;
-    }
-    for (long repeat = 0; repeat < p->repeats; repeat++)
-        for (long row = first; row < last; row += BLOCK) {
-            long n = last - row < BLOCK ? last - row : BLOCK, start = repeat * j->rows + row;
-            const double *u = p->uniforms + start * H;
-            long long *heap = p->sampled + start; /* 0: lost at a NaN */
-            for (long i = 0; i < n; i++) heap[i] = 1;
-            for (long h = 0; h < H; h++) {
-                for (long i = 0; i < n; i++) {
-                    int inside = heap[i] > 0 && heap[i] < K;
-                    gather(p, b, i, n, row + i, inside ? (long)heap[i] - 1 : 0);
-                }
-                activate_block(b, n, activation_logs);
-                for (long i = 0; i < n; i++)
-                    if (heap[i] > 0 && heap[i] < K)
-                        heap[i] = nan_mask(b->left[i])
-                                      ? 0
-                                      : 2 * heap[i] + (u[i * H + h] >= exp((double)b->left[i]));
-            }
-            for (long i = 0; i < n; i++) heap[i] = heap[i] ? heap[i] - K : -1;
-        }
-    free(b);
-}
-
-static void path_forward_rows(job *j, long first, long last) {
-    path_rows((path_job *)j, first, last, 0);
-}
-
-static void path_backward_rows(job *j, long first, long last) {
-    path_rows((path_job *)j, first, last, 1);
-}
-
-int catnat_path_forward(const float *scores, const float *constants, const long long *leaf,
-                        float *out, long repeats, long constant_rows, long rows, long categories,
-                        const activation *a, int threads) {
-    job j = {scores, NULL, constants, out, rows, categories, *a, 0};
-    path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
-    return run(path_forward_rows, &p.tree, threads);
-}
-
-int catnat_path_backward(const float *scores, const float *constants, const long long *leaf,
-                         const float *grad, float *out, long repeats, long constant_rows,
-                         long rows, long categories, const activation *a, int threads) {
-    job j = {scores, grad, constants, out, rows, categories, *a, 0};
-    path_job p = {.tree = j, .leaf = leaf, .repeats = repeats, .constant_rows = constant_rows};
-    return run(path_backward_rows, &p.tree, threads);
-}
-
-int catnat_path_sample(const float *scores, const float *constants, const double *uniforms,
-                       long long *sampled, long repeats, long constant_rows, long rows,
-                       long categories, const activation *a, int threads) {
-    job j = {scores, NULL, constants, NULL, rows, categories, *a, 0};
-    path_job p = {.tree = j, .uniforms = uniforms, .sampled = sampled, .repeats = repeats,
-                  .constant_rows = constant_rows};
-    return run(sample_rows, &p.tree, threads);
-}
+#define EXPORT(NAME, ROWS) \
+    int catnat_##NAME(job *j, int threads) { return run(ROWS, j, threads); }
+EXPORT(tree_forward, forward_rows)
+EXPORT(tree_backward, backward_rows)
+EXPORT(tree_fisher, fisher_rows)
+EXPORT(path_forward, path_forward_rows)
+EXPORT(path_backward, path_backward_rows)
+EXPORT(path_sample, sample_rows)
+EXPORT(sparsemax_forward, sparsemax_forward_rows)
+EXPORT(sparsemax_backward, sparsemax_backward_rows)

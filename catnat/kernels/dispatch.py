@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation
 from catnat.kernels import cpu, reference
-from catnat.numerics import common_shape, floored, is_plain, safe_log
+from catnat.numerics import common_shape, is_plain, safe_log
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TREE_TRITON_LIMIT = 32768
@@ -48,11 +48,8 @@ def tree_fisher(
     fused = _tree_kernels(scores, activation)
     if fused is None or (scores.requires_grad and torch.is_grad_enabled()):
         return None
-    if fused == "triton":
-        from catnat.kernels import triton_tree
-
-        return triton_tree.fisher(scores.detach(), activation, constants)
-    return cpu.tree_fisher(scores.detach(), activation, constants)
+    out: Tensor = _kernels(fused).tree_fisher(scores.detach(), activation, constants)
+    return out
 
 
 def tree_log_prob(
@@ -88,11 +85,8 @@ def tree_sample(
     if fused is None:
         return reference.tree_sample(scores, uniforms, activation, constants)
     flat, noise = scores.reshape(-1, scores.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
-    if fused == "triton":
-        from catnat.kernels import triton_path
-
-        return triton_path.sample(flat, noise, activation, constants).view(shape)
-    return cpu.tree_sample(flat, noise, activation, constants).view(shape)
+    out: Tensor = _kernels(fused).path_sample(flat, noise, activation, constants)
+    return out.view(shape)
 
 
 def sparsemax_log_probs(scores: Tensor) -> Tensor:
@@ -102,15 +96,6 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
         return safe_log(reference.sparsemax_probs(scores))
     out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
     return out
-
-
-def softmax_log_probs(scores: Tensor) -> Tensor:
-    """Log-probabilities of softmax by torch, (*, K) -> (*, K); those at the floor get no gradient.
-
-    The log-probability of a score of -inf, which a mask gives, is that of every impossible
-    category.
-    """
-    return floored(torch.log_softmax(scores, -1))
 
 
 def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
@@ -128,6 +113,15 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
     on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
     known = plain or (torch.compiler.is_compiling() and not _is_exporting())
     return "triton" if on_gpu and known else None
+
+
+def _kernels(fused: str) -> Any:
+    """The module of the C kernels or of the Triton kernels; both have the same functions."""
+    if fused == "cpu":
+        return cpu
+    from catnat.kernels import triton_heads
+
+    return triton_heads
 
 
 def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
@@ -164,24 +158,15 @@ class _TreeLogProbs(torch.autograd.Function):
     ) -> Tensor:
         ctx.activation, ctx.fused = activation, fused
         ctx.save_for_backward(scores, constants)
-        if fused == "triton":
-            from catnat.kernels import triton_tree
-
-            return triton_tree.forward(scores, activation, constants)
-        return cpu.tree_forward(scores, activation, constants)
+        out: Tensor = _kernels(fused).tree_forward(scores, activation, constants)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         scores, constants = ctx.saved_tensors
-        if _needs_reference(grad):
-            out = reference.tree_vjp(scores, grad, ctx.activation, constants)
-        elif ctx.fused == "triton":
-            from catnat.kernels import triton_tree
-
-            out = triton_tree.backward(scores, grad, ctx.activation, constants)
-        else:
-            out = cpu.tree_backward(scores, grad, ctx.activation, constants)
-        return out, None, None, None
+        plainly = _needs_reference(grad)
+        pull = reference.tree_vjp if plainly else _kernels(ctx.fused).tree_backward
+        return pull(scores, grad, ctx.activation, constants), None, None, None
 
 
 class _TreeLogProb(torch.autograd.Function):
@@ -198,11 +183,8 @@ class _TreeLogProb(torch.autograd.Function):
     ) -> Tensor:
         ctx.activation, ctx.fused = activation, fused
         ctx.save_for_backward(scores, leaf, constants)
-        if fused == "triton":
-            from catnat.kernels import triton_path
-
-            return triton_path.forward(scores, leaf, activation, constants)
-        return cpu.tree_path_forward(scores, leaf, activation, constants)
+        out: Tensor = _kernels(fused).path_forward(scores, leaf, activation, constants)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -214,12 +196,9 @@ class _TreeLogProb(torch.autograd.Function):
             out = reference.tree_path_vjp(
                 scores, leaf.view(shape), grad.view(shape), ctx.activation, constants
             )
-        elif ctx.fused == "triton":
-            from catnat.kernels import triton_path
-
-            out = triton_path.backward(scores, leaf, grad, ctx.activation, constants)
         else:
-            out = cpu.tree_path_backward(scores, leaf, grad, ctx.activation, constants)
+            pull = _kernels(ctx.fused).path_backward
+            out = pull(scores, leaf, grad, ctx.activation, constants)
         return out, None, None, None, None
 
 
@@ -229,22 +208,13 @@ class _SparsemaxLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
         ctx.fused = fused
-        if fused == "triton":
-            from catnat.kernels import triton_sparsemax
-
-            log_probs = triton_sparsemax.forward(scores)
-        else:
-            log_probs = cpu.sparsemax_forward(scores)
+        log_probs: Tensor = _kernels(fused).sparsemax_forward(scores)
         ctx.save_for_backward(log_probs)
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (log_probs,) = ctx.saved_tensors
-        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
-            return reference.sparsemax_vjp(log_probs, grad), None
-        if ctx.fused == "triton":
-            from catnat.kernels import triton_sparsemax
-
-            return triton_sparsemax.backward(log_probs, grad), None
-        return cpu.sparsemax_backward(log_probs, grad), None
+        plainly = _needs_reference(grad)  # a derivative of log_probs comes back to this method
+        pull = reference.sparsemax_vjp if plainly else _kernels(ctx.fused).sparsemax_backward
+        return pull(log_probs, grad), None

@@ -7,12 +7,11 @@ that all nodes are centered at 0. The numbers rate, high, low, joint, slope and 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from catnat.activations import Activation, NaturalActivation
 from catnat.numerics import LOG_ZERO, largest_score
@@ -21,17 +20,10 @@ _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LARGEST = tl.constexpr(largest_score(torch.float32))
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Make the device of x the current one: Triton launches kernels there."""
-    here = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
-    if here or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device_of(x)
-
-
-def activation_numbers(activation: Activation) -> dict[str, float]:
-    """The numbers of an activation, which kernels take; those of sigmoid are not used."""
-    natural = activation if isinstance(activation, NaturalActivation) else NaturalActivation()
+def activation_arguments(activation: Activation, centered: bool) -> dict[str, Any]:
+    """The arguments of a kernel that describe an activation; sigmoid does not use the numbers."""
+    is_natural = isinstance(activation, NaturalActivation)
+    natural = activation if is_natural else NaturalActivation()
     high, low = natural.half_width(torch.float32)
     return {
         "rate": natural.rate,
@@ -40,13 +32,9 @@ def activation_numbers(activation: Activation) -> dict[str, float]:
         "joint": natural.joint,
         "slope": natural.steepness,
         "edge": natural.log_at_edge,
+        "NATURAL": 0 if not is_natural else 2 if natural.tail else 1,
+        "CENTERED": centered,
     }
-
-
-def activation_constants(activation: Activation, centered: bool) -> dict[str, int | bool]:
-    """``NATURAL`` and ``CENTERED`` of an activation."""
-    natural = isinstance(activation, NaturalActivation)
-    return {"NATURAL": 0 if not natural else 2 if activation.tail else 1, "CENTERED": centered}
 
 
 @triton.jit

@@ -23,12 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.activations import Activation, NaturalActivation, SigmoidActivation
-from catnat.kernels.triton_activations import (
-    _log_activation,
-    _slopes,
-    activation_constants,
-    activation_numbers,
-)
+from catnat.kernels.triton_activations import _log_activation, _slopes, activation_arguments
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul
@@ -87,7 +82,6 @@ class _LogProb(torch.autograd.Function):
         out = hidden.new_empty(M, dtype=torch.float32)
         absent = constants is None
         sizes = {"N": N, "D": D, "K": K, "H": H, "U": U, "PU": _power(U), "PL": _power(H - U)}
-        natural, centered = activation_constants(activation, absent).values()
         _forward_kernel[(M,)](
             hidden,
             weight,
@@ -98,12 +92,10 @@ class _LogProb(torch.autograd.Function):
             keys,
             slopes,
             out,
-            *activation_numbers(activation).values(),
+            **activation_arguments(activation, absent),
             **sizes,
             B=min(256, _power(D)),
             BIAS=bias is not None,
-            NATURAL=natural,
-            CENTERED=centered,
         )
         ctx.save_for_backward(given, weight, bias, leaf, keys, slopes)
         return out

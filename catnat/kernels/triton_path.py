@@ -8,27 +8,14 @@ limit. Tensors in a program are (1, R): a row of R nodes for the functions of
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from catnat.activations import Activation
-from catnat.kernels.triton_activations import (
-    _log_activation,
-    _slopes,
-    activation_constants,
-    activation_numbers,
-    on_device_of,
-)
-
-_BLOCK = 128
+from catnat.kernels.triton_activations import _log_activation, _slopes
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def _forward_kernel(
+def forward_kernel(
     scores,
     constants,
     leaf,
@@ -47,6 +34,7 @@ def _forward_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    """Log-probabilities of leaves: up from a leaf to the root."""
     S = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -69,7 +57,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def _backward_kernel(
+def backward_kernel(
     scores,
     constants,
     leaf,
@@ -89,6 +77,7 @@ def _backward_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    """Gradient in the scores of the nodes above leaves."""
     S = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -111,7 +100,7 @@ def _backward_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def _sample_kernel(
+def sample_kernel(
     scores,
     constants,
     uniforms,
@@ -130,6 +119,7 @@ def _sample_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    """Random leaves: down from the root."""
     S = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -146,58 +136,3 @@ def _sample_kernel(
         child = 2 * heap + (u >= tl.exp(left)).to(tl.int64)
         heap = tl.where(inside, tl.where(left != left, 0, child), heap)
     tl.store(out + i, tl.where(heap > 0, heap - K, -1), mask=alive)
-
-
-def forward(
-    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
-    out = scores.new_empty(leaf.shape)
-    _launch(_forward_kernel, scores, (leaf.contiguous(), out), activation, constants)
-    return out
-
-
-def backward(
-    scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
-    out = scores.new_zeros(scores.shape)
-    tensors = (leaf.contiguous(), grad.contiguous(), out)
-    _launch(_backward_kernel, scores, tensors, activation, constants)
-    return out
-
-
-def sample(
-    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
-    out = uniforms.new_empty(uniforms.shape[0], dtype=torch.int64)
-    _launch(_sample_kernel, scores, (uniforms.contiguous(), out), activation, constants)
-    return out
-
-
-def _launch(
-    kernel: Any,
-    scores: Tensor,
-    tensors: tuple[Tensor, ...],
-    activation: Activation,
-    constants: Tensor | None,
-) -> None:
-    (rows, S), count = scores.shape, tensors[0].shape[0]
-    if not count:
-        return
-    scores = scores.contiguous()
-    settings = {
-        "count": count,
-        "rows": rows,
-        "K": S + 1,
-        **activation_numbers(activation),
-        "R": _BLOCK,
-        "HEIGHT": S.bit_length(),
-        **activation_constants(activation, constants is None),
-        "num_warps": 4,
-    }
-    with on_device_of(scores):
-        kernel[(triton.cdiv(count, _BLOCK),)](
-            scores, scores if constants is None else constants, *tensors, **settings
-        )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from catnat.kernels.triton_activations import on_device_of
 from catnat.numerics import LOG_ZERO
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -59,7 +54,7 @@ def _forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """With g = grad / p on the support: g minus its mean there, 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -72,32 +67,3 @@ def _backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexp
     size = tl.maximum(tl.sum(support.to(tl.float32), axis=1), 1.0)
     mean = (tl.sum(g, axis=1) / size)[:, None]
     tl.store(out + offset, tl.where(support, g - mean, 0.0), mask=inside)
-
-
-def forward(scores: Tensor) -> Tensor:
-    """Log-probabilities, (*, K) -> (*, K)."""
-    scores = scores.contiguous()
-    out = torch.empty_like(scores)
-    _launch(_forward_kernel, scores, out)
-    return out
-
-
-def backward(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from that in the log-probabilities, (*, K) -> (*, K)."""
-    grad = grad.contiguous()
-    out = torch.empty_like(grad)
-    _launch(_backward_kernel, log_probs, grad, out)
-    return out
-
-
-def _launch(kernel: Any, *tensors: Tensor) -> None:
-    """A program holds R whole rows, each in the least power of two P >= K."""
-    K = tensors[0].shape[-1]
-    rows = tensors[0].numel() // K
-    if not rows:
-        return
-    P = triton.next_power_of_2(K)
-    R = max(1, (1024 if P <= 64 else 512) // P)
-    warps = 4 if P <= 64 else min(16, max(1, R * P // 512))
-    with on_device_of(tensors[0]):
-        kernel[(triton.cdiv(rows, R),)](*tensors, rows=rows, K=K, R=R, P=P, num_warps=warps)

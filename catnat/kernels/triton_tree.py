@@ -7,20 +7,10 @@ added. Only the scores are kept for the backward pass.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from catnat.activations import Activation
-from catnat.kernels.triton_activations import (
-    _information,
-    _log_activation,
-    _slopes,
-    activation_constants,
-    activation_numbers,
-    on_device_of,
-)
+from catnat.kernels.triton_activations import _information, _log_activation, _slopes
 
 
 @triton.jit
@@ -34,7 +24,7 @@ def _load_levels(source, alive, HEIGHT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(
+def forward_kernel(
     scores,
     constants,
     out,
@@ -52,6 +42,7 @@ def _forward_kernel(
     NATURAL: tl.constexpr,  # see triton_activations
     CENTERED: tl.constexpr,
 ):
+    """Log-probabilities of the leaves."""
     K: tl.constexpr = P + REST
     S: tl.constexpr = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
@@ -80,7 +71,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(
+def backward_kernel(
     scores,
     constants,
     grad,
@@ -99,6 +90,7 @@ def _backward_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    """Gradient in the scores, from that in the log-probabilities."""
     K: tl.constexpr = P + REST
     S: tl.constexpr = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
@@ -132,7 +124,7 @@ def _backward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _fisher_kernel(
+def fisher_kernel(
     scores,
     constants,
     out,
@@ -150,6 +142,7 @@ def _fisher_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    """Fisher diagonal, and the share of flat activations."""
     K: tl.constexpr = P + REST
     S: tl.constexpr = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
@@ -177,79 +170,3 @@ def _fisher_kernel(
         tl.store(target + node[None, :], tl.exp(here) * information, mask=both)
         count += tl.sum(tl.where(both, flat, 0.0), 1)
     tl.store(target + S, count[:, None] / S, mask=alive)
-
-
-def forward(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
-    """Log-probabilities of the leaves, (*, K-1) -> (*, K)."""
-    return _from_scores("forward", scores, activation, constants)
-
-
-def fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
-    """Fisher diagonal and, in the last column, share of flat activations, (*, K-1) -> (*, K)."""
-    return _from_scores("fisher", scores, activation, constants)
-
-
-def _from_scores(
-    name: str, scores: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    scores = scores.contiguous()
-    *batch, S = scores.shape
-    out = scores.new_empty((*batch, S + 1))
-    given = scores if constants is None else constants
-    _launch(name, out.numel() // (S + 1), S + 1, activation, constants is None, scores, given, out)
-    return out
-
-
-def backward(
-    scores: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (*, K-1), from that in the log-probabilities, (*, K)."""
-    scores, grad = scores.contiguous(), grad.contiguous()
-    out = torch.empty_like(scores)
-    K = grad.shape[-1]
-    given = scores if constants is None else constants
-    _launch(
-        "backward", grad.numel() // K, K, activation, constants is None, scores, given, grad, out
-    )
-    return out
-
-
-# Kernels, with the elements and the warps of a program that were fastest on an H200.
-_KERNELS = {
-    "forward": (_forward_kernel, 1024, 1),
-    "fisher": (_fisher_kernel, 1024, 1),
-    "backward": (_backward_kernel, 512, 2),
-}
-
-
-def _launch(
-    name: str, rows: int, K: int, activation: Activation, centered: bool, *tensors: Tensor
-) -> None:
-    if not rows:
-        return
-    kernel, elements, small_warps = _KERNELS[name]
-    programs, settings = _settings(rows, K, activation, centered, elements, small_warps)
-    with on_device_of(tensors[0]):
-        kernel[(programs,)](*tensors, **settings)
-
-
-def _settings(
-    rows: int, K: int, activation: Activation, centered: bool, elements: int, small_warps: int
-) -> tuple[int, dict[str, int | float | bool]]:
-    """Number of programs, and the arguments of a kernel after its tensors."""
-    height = K.bit_length() - 1
-    P = 1 << height
-    R = max(2, min(16, elements // P))  # one row alone leads Triton to a far slower layout
-    while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
-        R //= 2
-    warps = min(16, small_warps if P <= 64 else max(1, R * P // (1024 * small_warps)))
-    return triton.cdiv(rows, R), {
-        "rows": rows,
-        **activation_numbers(activation),
-        "R": R,
-        "P": P,
-        "HEIGHT": height,
-        "REST": K - P,
-        **activation_constants(activation, centered),
-        "num_warps": warps,
-    }

@@ -43,6 +43,7 @@ def _draw_all(folder: Path) -> None:
     _save(_tree(), folder / "tree.png")
     _save(_all_curves(), folder / "curves.png")
     _save(_tails(), folder / "tail.png")
+    _save(_paths(), folder / "paths.png")
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -62,6 +63,49 @@ def _two_categories(name: str, **options: float) -> tuple[Any, Any, Any]:
     s = torch.linspace(-5, 5, 1001, dtype=torch.float64)
     scores = s[:, None] if head.num_scores == 1 else torch.stack([0 * s, s], 1)
     return s, head.probs(scores)[:, 1], head.fisher_diagonal(scores)[:, -1]
+
+
+def _paths() -> Any:
+    """Errors of estimates of KL divergence and entropy from one sample, over the categories."""
+    import matplotlib.pyplot as plt
+    import torch
+    from torch.distributions import kl_divergence
+
+    from catnat import make_head
+
+    sizes = [2**power for power in range(3, 16, 2)]
+    kl = {"log q - log p": [], "r - 1 - log r": [], "path": []}
+    entropy = {"-log q": [], "path": []}
+    generator = torch.Generator().manual_seed(0)
+    for K in sizes:
+        head = make_head("sigmoid", K)
+        scores = torch.randn(K - 1, generator=generator, dtype=torch.float64).expand(1000, -1)
+        moved = scores + 0.1 * torch.randn(K - 1, generator=generator, dtype=torch.float64)
+        q, p = head(scores), head(moved)
+        c = head.sample(scores, generator=generator)
+        log_ratio = p.log_prob(c) - q.log_prob(c)
+        exact = kl_divergence(head(scores[:1]), head(moved[:1]))
+        for each, values in zip(
+            kl.values(),
+            (-log_ratio, log_ratio.exp() - 1 - log_ratio, q.path_kl(p, c)),
+            strict=True,
+        ):
+            each.append(float((values - exact).square().mean().sqrt()))
+        spread = head(scores[:1]).entropy()
+        for each, values in zip(entropy.values(), (-q.log_prob(c), q.path_entropy(c)), strict=True):
+            each.append(float((values - spread).square().mean().sqrt()))
+    figure, panels = plt.subplots(1, 2, figsize=(7.5, 2.8))
+    colours = {"path": COLOURS["sigmoid"], "r - 1 - log r": "#999999"}
+    for axes, title, errors in zip(
+        panels, ("KL divergence", "entropy"), (kl, entropy), strict=True
+    ):
+        for label, values in errors.items():
+            axes.plot(sizes, values, "o-", label=label, color=colours.get(label, "#000000"), ms=3)
+        axes.set(title=title, xlabel="categories K", xscale="log", yscale="log")
+        axes.set_ylabel("error of one sample (nats)")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure
 
 
 def _curve(name: str) -> Any:

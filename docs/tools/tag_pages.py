@@ -1,20 +1,16 @@
-"""The page about the tags of a run, from the texts that TensorBoard shows."""
+"""The page about the tags of a run, from the text that TensorBoard shows."""
 
-from catnat.callbacks.tensorboard import Kind, guide
+from catnat.callbacks.tensorboard import guide
 
-MODELS: dict[Kind, str] = {"vae": "Discrete VAEs", "graph": "Graphs", "policy": "PPO and A2C"}
 INTRODUCTION = """# Tags of a run
 
 Every tag is a card in TensorBoard; see [the dashboard](dashboard.md).
-[Fisher diagnostics](fisher.md#what-each-tag-means) says more about the first ones."""
+[Fisher diagnostics](fisher.md#what-each-tag-means) says more about the first ones. The other tags
+of PPO and A2C are [those of Stable-Baselines3][sb3].
+
+[sb3]: https://stable-baselines3.readthedocs.io/en/master/common/logger.html"""
 
 
 def page() -> str:
-    """Markdown: the tags of all models, then those of each model."""
-    parts = [INTRODUCTION]
-    for kind, title in MODELS.items():
-        fisher, *others = guide(kind).split("\n\n## ")[1:]
-        if len(parts) == 1:
-            parts.append(f"## {fisher}")
-        parts += [f"## {title}", *(f"### {each}" for each in others)]
-    return "\n\n".join(parts) + "\n"
+    """Markdown: our own tags, with what each means."""
+    return f"{INTRODUCTION}\n\n{guide()}\n"
