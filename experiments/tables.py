@@ -71,16 +71,15 @@ def tables_of(name: str, args: argparse.Namespace) -> list[str]:
     if name in plans.names() or name.endswith((".yaml", ".yml")):
         sweep = Sweep(name, args)
         return [draw(sweep.plan, cells_of(sweep.plan, sweep.rows(), sweep.only))]
-    found = []
-    for each in plans.names():
-        for scale in plans.scales(each):
-            plan = plans.load(each, scale)
-            rows = Rows(runs.read(runs.path_of(plan.study, results)), [*plan.formerly, plan.name])
-            cells = cells_of(plan, rows, {}) if plan.study == name and scale != SMOKE else []
+    studies = {each: plans.load(each).study for each in plans.names()}
+    table, found = runs.read(runs.path_of(name, results)), []
+    for each in (each for each, study in studies.items() if study == name):
+        for plan in (plans.load(each, scale) for scale in plans.scales(each) if scale != SMOKE):
+            cells = cells_of(plan, Rows(table, [*plan.formerly, plan.name]), {})
             if any(cell.rows for cell in cells):
                 found.append(draw(plan, cells))
     if not found:
-        known = [*plans.names(), "gaps", *sorted({plans.load(x).study for x in plans.names()})]
+        known = [*studies, "gaps", *sorted(set(studies.values()))]
         raise ValueError(f"{name} is neither a plan nor a study with rows; choose from {known}")
     return found
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOADED = ["torch", "torchvision", "lightning.pytorch", "matplotlib.pyplot"]
+PRELOADED = ["torch", "torchvision", "lightning.pytorch.cli", "matplotlib.pyplot"]
+PRELOADED += ["torch.utils.tensorboard"]
 
 one_server = pytest.mark.xdist_group("fresh")
 """Marks tests that use this module: one worker runs them all, so that there is one server."""

@@ -92,4 +92,5 @@ def workspace(tmp_path, monkeypatch, data):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
     sizes = ["--batch_size=10", "--max_steps=3", "--nll_samples=2"]
+    sizes += ["--fisher.image_every_n_steps=0"]  # pictures take half of such a run
     return [f"--data.root={data}", "--accelerator=cpu", *sizes]

@@ -15,7 +15,7 @@ from torch.func import jacrev, vmap
 
 from catnat import CategoricalHead, make_head
 
-ROWS, EXAMPLES = 20, 100
+ROWS, EXAMPLES = 20, 60
 OPTIONS = {
     "mix": st.sampled_from([0.0, 0.0, 1e-6, 0.01, 0.5]),
     "tail": st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.4]),  # of natural alone

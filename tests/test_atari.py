@@ -169,12 +169,12 @@ def test_a_reset_plays_fewer_no_ops_than_noop_max_and_fire_in_place_of_the_last(
 
 
 def test_wrong_actions_are_refused_and_the_game_goes_on(make):
-    env = make("Breakout", 4)
+    env = make("Breakout", 2)
     env.reset()
-    for actions in ([0, 0, 0, 4], [0, -1, 0, 0], [0, 0, 0], [0.5, 0, 0, 0], None):
+    for actions in ([0, 4], [-1, 0], [0], [0.5, 0], None):
         with pytest.raises(ValueError, match=r"actions lie in 0\.\.3, got|whole numbers, got"):
             env.step(actions)
-    assert env.step(np.zeros(4, int))[0].shape == (4, 4, 84, 84)
+    assert env.step(np.zeros(2, int))[0].shape == (2, 4, 84, 84)
 
 
 def test_a_lost_life_ends_the_episode_and_not_the_game(make):
@@ -203,17 +203,17 @@ def test_a_lost_life_ends_the_episode_and_not_the_game(make):
 
 
 def test_the_learner_knows_what_was_played(make):
-    env = make("Breakout", 4)
+    env = make("Breakout", 2)
     env.reset()
     seen = 0
     for _ in range(120):
         forced = env.forced_actions
-        env.step(np.full(4, LEFT))
+        env.step(np.full(2, LEFT))
         assert np.array_equal(env.actions_played, np.where(forced >= 0, forced, LEFT))
         seen += (forced >= 0).sum()
-    assert seen >= 4
-    free = make("Breakout", 4, life_loss=False)
-    rows = play(free, always(LEFT, 4), 120)
+    assert seen >= 2
+    free = make("Breakout", 2, life_loss=False)
+    rows = play(free, always(LEFT, 2), 120)
     assert not any(row[2].any() for row in rows[:60])
     assert sum((row[4] >= 0).sum() for row in rows) == seen  # FIRE is needed all the same
 
@@ -248,26 +248,26 @@ def test_a_game_is_cut_off(backend, make):
 def test_seeds_decide(make):
     one, same = (play(make("Breakout", 2, seed=7), at_random(2), 15) for _ in range(2))
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(one, same, strict=True))
-    first, second = (make("Breakout", 4, seed=seed).reset() for seed in (7, 8))
+    first, second = (make("Breakout", 2, seed=seed).reset() for seed in (7, 8))
     assert np.array_equal(first[1:], second[:-1])
     assert not np.array_equal(first, second)
 
 
 def test_seed_applies_to_the_next_reset(make):
-    env = make("Breakout", 4, seed=3)
-    first = play(env, at_random(4), 10)
-    env.step_async(np.zeros(4, int))  # a reset forgets a step under way
-    assert env.seed(3) == [3, 4, 5, 6]
-    again = play(env, at_random(4), 10)
+    env = make("Breakout", 2, seed=3)
+    first = play(env, at_random(2), 10)
+    env.step_async(np.zeros(2, int))  # a reset forgets a step under way
+    assert env.seed(3) == [3, 4]
+    again = play(env, at_random(2), 10)
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
 
 
 def test_a_seed_is_drawn_where_none_is_given(make):
-    env = make("Breakout", 4)
-    for _ in range(12):  # a seed of 32 bits would fail in half of the tries
-        seeds = env.seed(None)
-        assert [seed - seeds[0] for seed in seeds] == [0, 1, 2, 3]
-        assert env.reset().shape == (4, 4, 84, 84)
+    env = make("Breakout", 2)
+    for _ in range(12):
+        first, second = env.seed(None)
+        assert second == first + 1 < 2**31  # what the emulator takes
+    assert env.reset().shape == (2, 4, 84, 84)
 
 
 def test_closed_games_say_so(make):

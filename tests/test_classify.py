@@ -28,17 +28,10 @@ def test_every_head_is_trained_and_drawn(example, tmp_path, monkeypatch, capsys)
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--seeds", "0"], "--seeds and --steps must be at least 1, got 0, 600"),
-        (["--out", "no/such/x.png"], "in a folder that exists, got no/such/x.png"),
-    ],
-)
-def test_bad_input_is_refused_before_the_training(example, arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["classify.py", *arguments])
+def test_a_number_of_seeds_below_1_is_refused_before_the_training(example, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["classify.py", "--seeds", "0"])
     with pytest.raises(SystemExit) as exit_:
         example.main()
     assert exit_.value.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and said in err
+    assert out == "" and "must be at least 1, got 0" in err

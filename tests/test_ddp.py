@@ -109,7 +109,8 @@ def evaluate_one_item(folder):
             data = CommunityGraphDataModule(communities=1, num_pairs=19, batch_size=5)
         trainer, _ = run(
             model, root, folder / name, 2, data=data, steps=2,
-            callbacks=[FisherMonitor(), VAEFigures()], logger=CSVLogger(folder / name),
+            callbacks=[FisherMonitor(image_every_n_steps=1), VAEFigures()],
+            logger=CSVLogger(folder / name),
             val_check_interval=1, check_val_every_n_epoch=None,
         )  # fmt: skip
         validated = dict(trainer.callback_metrics)

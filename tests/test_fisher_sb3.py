@@ -56,6 +56,8 @@ def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, s
     )
     rows = Rows()
     model.set_logger(Logger(None, [rows]))
+    if monitor:
+        monitor.image_every_n_rollouts = 0  # a picture takes longer than such a run
     model.learn(steps, monitor, log_interval=log_interval)
     return model, rows.rows
 
@@ -66,8 +68,8 @@ def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, s
 )
 def test_numbers_are_those_of_the_rollout(head, algorithm):
     monitor = Kept()
-    model, rows = run(head, algorithm, monitor)
-    assert list(rows) == [32, 64, 96]
+    model, rows = run(head, algorithm, monitor, steps=64)
+    assert list(rows) == [32, 64]
     for (states, weights), step in zip(monitor.seen, rows, strict=True):
         model.policy.load_state_dict(weights)
         assert states.shape == (32, 3)
@@ -86,9 +88,8 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
         assert row["fim/off_diagonal_mass_fro"] == pytest.approx(frobenius, abs=1e-4)
         assert row["fim/saturated"] == pytest.approx(it.saturated(scores).double().mean().item())
         assert row["train/entropy"] == pytest.approx(entropy.item(), abs=1e-5)
-    explained = "train/explained_variance"
-    assert all(explained in rows[step] for step in (64, 96))
-    assert algorithm is A2C or "train/approx_kl" in rows[96]
+    assert "train/explained_variance" in rows[64]
+    assert algorithm is A2C or "train/approx_kl" in rows[64]
 
 
 @pytest.mark.parametrize("head", ["softmax", "natural"])
@@ -114,7 +115,7 @@ def test_what_is_learned_stays_the_same(algorithm):
 
 
 def test_steps_are_right_when_the_logger_writes_seldom():
-    monitor = FisherMonitorSB3(every_n_rollouts=2, num_samples=0, image_every_n_rollouts=0)
+    monitor = FisherMonitorSB3(every_n_rollouts=2, num_samples=0)
     _, rows = run(monitor=monitor, log_interval=2, steps=5 * 32)
     seen = [step for step, row in rows.items() if "fim/off_diagonal_mass" in row]
     assert seen == [32, 96, 160]
@@ -196,7 +197,9 @@ def run_masked(head, space, masked=True, monitor=None, algorithm=MaskablePPO):
     rows = Rows()
     model.set_logger(Logger(None, [rows]))
     use = {} if algorithm is HeadPPO else {"use_masking": masked}
-    model.learn(32, monitor or FisherMonitorSB3(num_samples=512), **use)
+    monitor = monitor or FisherMonitorSB3(num_samples=512)
+    monitor.image_every_n_rollouts = 0
+    model.learn(32, monitor, **use)
     return model, rows.rows[32]
 
 

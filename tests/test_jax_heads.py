@@ -34,7 +34,7 @@ GRID = [
     for dtype, some in WIDTHS.items()
     for K in some
 ]
-GRID += [("sigmoid", 2, np.float32), ("natural", 32, np.float64), ("tail", 5, np.float64)]
+GRID += [("sigmoid", 2, np.float32), ("tail", 5, np.float64)]
 
 
 # ------------------------------------------------------------------------ against the torch heads
@@ -48,7 +48,9 @@ def test_the_numbers_of_torch(name, K, dtype):
     weight = rng.standard_normal((len(scores), K)).astype(dtype)
     value = rng.integers(0, K, len(scores))
 
-    @partial(jax.jit, compiler_options=AS_USERS_HAVE_IT if K == 18 else None)
+    as_users_have_it = (name, K) in (("natural", 18), ("softmax", 18))
+
+    @partial(jax.jit, compiler_options=AS_USERS_HAVE_IT if as_users_have_it else None)
     def compute(scores, weight, value):
         log_probs, pull = jax.vjp(head.log_probs, scores)
         path, pull_path = jax.vjp(lambda s: head.log_prob(s, value), scores)
@@ -214,7 +216,7 @@ def test_second_derivatives(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "mix"),
-    [(name, 0.0) for name in CASES] + [(name, 0.1) for name in ("softmax", "sparsemax", "tail")],
+    [(name, 0.0) for name in CASES] + [("sparsemax", 0.1), ("tail", 0.1)],
 )
 @pytest.mark.parametrize("dtype", [np.float64])
 def test_fisher_is_that_of_automatic_differentiation(name, mix, dtype):
@@ -297,9 +299,8 @@ def test_a_mask_can_be_applied_again_and_a_narrower_one_after_it(name):
         head.masked(once[0], ~wide)
 
 
-@pytest.mark.parametrize("name", ["softmax", "natural"])
-def test_a_mask_broadcasts_and_a_row_without_categories_is_no_distribution(name):
-    head = make_head(name, 4)
+def test_a_mask_broadcasts_and_a_row_without_categories_is_no_distribution():
+    head = make_head("natural", 4)
     scores, mask = jnp.zeros((3, head.num_scores)), np.array([True, False, True, True])
     assert head(scores, mask).probs.shape == (3, 4)
     assert head(scores[0], np.stack([mask, mask])).batch_shape == (2,)
@@ -313,7 +314,7 @@ def test_a_mask_broadcasts_and_a_row_without_categories_is_no_distribution(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, np.float32) for name in CASES] + [("tail", np.float64)]
+    ("name", "dtype"), [(name, np.float32) for name in HEADS] + [("tail", np.float64)]
 )
 def test_mix(name, dtype):
     name, options = CASES[name]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("lit_modules", "datamodules", "callbacks")  # know catnat, and never each other
@@ -202,15 +203,16 @@ def plant(root: Path, file: str, source: str) -> None:
     path.write_text(source)
 
 
+@one_server
 def test_importing_catnat_stays_light():
     heavy = {
         "lightning", "pytorch_lightning", "torchvision", "torchmetrics", "torch_geometric",
         "stable_baselines3", "gymnasium", "matplotlib", "scipy",
     }  # fmt: skip
     code = (
-        "import sys, torch; before = set(sys.modules); import catnat; catnat.head_names();"
-        f"print(*sorted((set(sys.modules) - before) & {heavy!r}))"
+        f"import sys\nfor name in {heavy!r}: sys.modules.pop(name, None)\n"
+        f"import catnat; catnat.head_names(); print(*sorted(sys.modules.keys() & {heavy!r}))"
     )
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    out = run_fresh("-c", code)
     assert out.returncode == 0, out.stderr
     assert out.stdout.split() == []

@@ -23,7 +23,7 @@ def run(example, monkeypatch, *arguments):
 
 def test_both_heads_learn_with_and_without_masks(example, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "roads.png"
-    run(example, monkeypatch, "--steps", "600", "--out", str(picture))
+    run(example, monkeypatch, "--steps", "512", "--out", str(picture))
     lines = capsys.readouterr().out.splitlines()
     heads = ["softmax, masks", "softmax, no masks", "natural, masks", "natural, no masks"]
     assert [line[:20].strip() for line in lines] == heads

@@ -40,7 +40,7 @@ scores_of = st.one_of(
 
 
 @pytest.mark.parametrize("name", GRID)
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_finite_score(name: str, data: st.DataObject) -> None:
     K = data.draw(st.sampled_from((2, 3, 5, 8, 18)))

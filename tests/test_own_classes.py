@@ -111,7 +111,7 @@ class Late(Plain):
 
 '''
 QUICK = ["--max_steps=4", "--enable_progress_bar=false"]
-VAE = [*QUICK, "--nll_samples=2"]
+VAE = [*QUICK, "--nll_samples=2", "--fisher.image_every_n_steps=0"]
 
 
 @pytest.fixture(autouse=True)

@@ -49,12 +49,12 @@ def assert_each_once(found):
 
 
 def test_a_run_is_one_file_with_every_value_once(options):
-    assert run(*options) == 0
+    assert run(*options, "--fisher.image_every_n_steps=9") == 0
     assert len(list(FOLDER.rglob("events.*"))) == 1
     found = steps()
     assert_each_once(found)
     assert found["train/loss"] == found["fim/saturated"] == [0, 1, 2, 3, 4]
-    assert found["test/nll"] == [5]
+    assert found["test/nll"] == [5] and found["fim/picture"] == [0, 4]
     kept = json.loads((FOLDER / "metrics.json").read_text())
     (tested,) = events().Scalars("test/nll")
     assert tested.value == pytest.approx(kept["test/nll"])

@@ -68,8 +68,9 @@ def test_a_resumed_run_ends_at_the_same_parameters(root, straight, step):
     assert_same(resumed, model)
 
 
-@pytest.mark.parametrize("options", [{"limit_train_batches": 3}, {"max_steps": -1, "max_epochs": 3},
-                                     {"val_check_interval": 2}])  # fmt: skip
+@pytest.mark.parametrize("options", [{"limit_train_batches": 3, "max_steps": 9},
+                                     {"max_steps": -1, "max_epochs": 3},
+                                     {"val_check_interval": 2, "max_steps": 9}])  # fmt: skip
 def test_it_holds_at_the_end_of_an_epoch_and_after_validation(root, tmp_path, options):
     make, variant = MODELS["mlp-vae"]
 

@@ -153,7 +153,8 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     assert figures.main(words) == 0
 
 
-def test_landscapes_and_the_steps_that_heads_need(tmp_path, capsys):
+def test_landscapes_and_the_steps_that_heads_need(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(figures, "RATES", (2.0,))
     needed = {name: figures.descend(make_head(name, 3), 1.0, 200).steps_needed for name in HEADS}
     assert all(needed.values()) and needed["softmax"] == min(needed.values())
     assert figures.main(["landscapes", "--out", str(tmp_path), "--steps", "5"]) == 0

@@ -18,7 +18,8 @@ def workspace(tmp_path, monkeypatch):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
     return ["--num_pairs=200", "--batch_size=20", "--max_steps=6",
-            "--test_passes=1", "--communities=2", "--accelerator=cpu"]  # fmt: skip
+            "--test_passes=1", "--communities=2", "--accelerator=cpu",
+            "--fisher.image_every_n_steps=0"]  # fmt: skip
 
 
 def run(*argv, head="natural"):
