@@ -163,7 +163,8 @@ class HeadPPO(HeadAlgorithm, PPO):
         restore = way_back(self.policy)
         self._upload()
         epochs: list[list[Tensor]] = []
-        for _ in range(self.n_epochs):
+        for epoch in range(self.n_epochs):
+            self._last_epoch = epoch == self.n_epochs - 1
             epochs.append([])
             self._n_updates += 1
             if not self._train_epoch(epochs[-1]):
@@ -261,7 +262,9 @@ class HeadPPO(HeadAlgorithm, PPO):
         entropy_loss = -(-log_prob if entropy is None else entropy).mean()
         loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
-            kl = (self._path_kl(batch) if self._paths else ratio - 1 - log_ratio).mean()
+            # The last epoch's is logged; a captured step is the same in all epochs.
+            paths = self._paths and (self._captured or self._last_epoch)
+            kl = (self._path_kl(batch) if paths else ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
         parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
         return loss, torch.stack([part.detach() for part in parts])
@@ -391,5 +394,5 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _excluded_save_params(self) -> list[str]:
         made_anew = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
-        made_anew += ["_baked", "uses_masks", "rollout_buffer_class"]
+        made_anew += ["_baked", "_last_epoch", "uses_masks", "rollout_buffer_class"]
         return [*super()._excluded_save_params(), *made_anew]
