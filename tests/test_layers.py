@@ -17,7 +17,7 @@ from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("lit_modules", "datamodules", "callbacks")  # know catnat, and never each other
-WALKED = ("catnat", *SIDES, "experiments", "benchmarks", "examples", "docs")
+WALKED = ("catnat", *SIDES, "experiments", "benchmarks", "examples", "docs", "results")
 # Programs at the root, and the programs that each of them may import.
 PROGRAMS = {
     "train": set(),

@@ -23,15 +23,15 @@ def observed(model, **options):
     return logger.rows, told
 
 
-@pytest.mark.parametrize("place", ["head.diagnostics", "eigvalsh", "paired_mean_fishers"])
+@pytest.mark.parametrize("place", ["head.step_fishers", "eigvalsh", "paired_mean_fishers"])
 def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
     model = Small("softmax")
 
     def fails(*_, **__):
         raise torch.linalg.LinAlgError("did not converge")
 
-    if place == "head.diagnostics":
-        monkeypatch.setattr(SoftmaxHead, "diagnostics", fails)
+    if place == "head.step_fishers":
+        monkeypatch.setattr(SoftmaxHead, "step_fishers", fails)
     elif place == "eigvalsh":
         monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
         monkeypatch.setattr(torch.linalg, "svdvals", fails)
