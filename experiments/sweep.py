@@ -253,22 +253,16 @@ def check_arguments(arguments: list[str]) -> None:
     from jsonargparse import ArgumentError
 
     from catnat.cli.errors import UsageError, one_line
+    from catnat.cli.main import command_line
     from catnat.cli.names import read_names
 
     try:
-        if read_names(arguments).is_rl:
-            from catnat.cli.rl import RLCLI as Command  # noqa: N811
-        else:
-            from catnat.cli.lightning import CatnatCLI as Command  # type: ignore[assignment]
 
-        class Parsed(Command):
+        class Parsed(command_line(read_names(arguments))):  # type: ignore[misc]
             """The options alone."""
 
             def instantiate_classes(self) -> None:
-                """No model, no data, no Trainer."""
-
-            def _make(self) -> None:
-                """No environment, no policy."""
+                """No model, no data, no Trainer, no environment."""
 
         Parsed(arguments, run=False)
     except (UsageError, ArgumentError) as error:

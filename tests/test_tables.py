@@ -3,6 +3,9 @@
 import csv
 import io
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -160,3 +163,9 @@ def test_landscapes_and_the_steps_that_heads_need(tmp_path, capsys, monkeypatch)
     assert figures.main(["landscapes", "--out", str(tmp_path), "--steps", "5"]) == 0
     assert (tmp_path / "landscapes.png").is_file()
     assert figures.main(["landscapes", "--steps", "0"]) == 2
+
+
+def test_the_page_of_recomputed_verdicts_follows_from_the_rows():
+    page = Path(__file__).parents[1] / "results" / "recomputed.md"
+    done = subprocess.run([sys.executable, page.with_name("recompute.py")], stdout=-1, text=True)
+    assert done.stdout == page.read_text()
