@@ -68,7 +68,7 @@ class Search:
     """How the settings of a cell are found: in a grid, at random, or given.
 
     Attributes:
-        grid: values of each option, for all heads or by head; all combinations are tried.
+        grid: as the plan's, with values for all heads or by head; all combinations are tried.
         factors: with a grid of one option, the best value is then multiplied by each of them.
         space: of a random search.
         trials: how many settings a random search tries.
@@ -146,13 +146,7 @@ class Plan:
 
     def cells(self, only: Mapping[str, Iterable[str]] | None = None) -> list[Options]:
         """The combinations of the grid, or those with some values alone."""
-        keys = [key.split() for key in self.grid]
-        found = []
-        for combination in itertools.product(*self.grid.values()):
-            cell: Options = {}
-            for names, value in zip(keys, combination, strict=True):
-                cell |= zip(names, value if len(names) > 1 else [value], strict=True)
-            found.append(cell)
+        found = combinations(self.grid)
         wanted = {self.long(name): set(values) for name, values in (only or {}).items()}
         for name, values in wanted.items():
             known = {str(cell[name]) for cell in found if name in cell} | (
@@ -242,8 +236,7 @@ class Plan:
                 {name: space.draw(noise) for name, space in self.search.space.items()}
                 for _ in range(self.search.trials)
             ]
-        grid = self._of_head(cell, self.search.grid)
-        return [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
+        return combinations(self._of_head(cell, self.search.grid))
 
     def _of_head(self, cell: Options, settings: Options) -> Options:
         """Settings that may be given by head, for the head of a cell."""
@@ -274,6 +267,17 @@ class Plan:
             if mean == mean:
                 means.append((mean, number))
         return [tried[number] for _, number in sorted(means)]
+
+
+def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
+    """All of them; a key of several options has lists as values, with null for one not given."""
+    found = []
+    for values in itertools.product(*grid.values()):
+        one: Options = {}
+        for names, value in zip(map(str.split, grid), values, strict=True):
+            one |= zip(names, value if len(names) > 1 else [value], strict=True)
+        found.append(one)
+    return found
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -321,7 +325,7 @@ def _check(plan: Plan) -> None:
     """What types cannot express."""
     options = [option for key in plan.grid for option in key.split()]
     search = plan.search
-    searched = list(search.fixed or search.space or search.grid) if search else []
+    searched = list(search.fixed or search.space or " ".join(search.grid).split()) if search else []
     if bool(plan.model) == bool(plan.program):
         raise ValueError("give either model or program")
     for option in plan.columns:
@@ -336,7 +340,7 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"seeds: {plan.seeds} has one twice")
     if search and not (search.grid or (search.space and search.trials) or search.fixed):
         raise ValueError("search: give a grid, a space with trials, or fixed settings")
-    if search and search.factors and not search.fixed and len(search.grid) != 1:
+    if search and search.factors and not search.fixed and len(searched) != 1:
         raise ValueError("search: factors refine a grid of one option")
     for cell in plan.cells():
         head = (plan.options | cell).get("head")

@@ -69,8 +69,8 @@ class Run:
 
     def arguments(self, folder: Path) -> list[str]:
         """The words for ``train.py``, or for the plan's own program."""
-        every = {**self.options, "default_root_dir": folder}
-        return [f"--{name}={text_of(x)}" for name, x in every.items() if name != "program"]
+        every = {**self.options, "default_root_dir": folder, "program": None}
+        return [f"--{name}={text_of(x)}" for name, x in every.items() if x is not None]
 
     def command(self, folder: Path) -> list[str]:
         """The whole command."""
