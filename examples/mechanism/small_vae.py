@@ -1,6 +1,6 @@
 """A VAE small enough to sum over all its latents: is catnat's lead a matter of the estimator?
 
-    python ../../experiments/sweep.py estimators.yaml --engine batched
+    python ../../experiments/sweep.py estimators.yaml --engine batched --results ../../results
 
 With ``--estimator exact`` the loss is the negative ELBO itself, a sum over all K^N latents, and its
 gradient has neither bias nor noise. All other estimators are those of the VAE it is made from.
