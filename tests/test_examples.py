@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 WRONG = {
@@ -34,3 +35,19 @@ def test_an_example_refuses_wrong_options_before_it_begins(script, capsys, tmp_p
             runpy.run_path(str(script), run_name="__main__")
         assert stop.value.code == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
+    kind = runpy.run_path(str(EXAMPLES[0].parent / "mechanism" / "small_vae.py"))["SmallVAE"]
+    torch.manual_seed(0)
+    model, images = kind("sigmoid", num_latents=2, num_categories=3), torch.rand(4, 1, 28, 28)
+    assert model.codes.shape == (9, 2, 3)
+    with torch.no_grad():
+        for each in model.decoder.parameters():
+            each *= 5  # latents matter
+        q = model(images)
+        exact, model.exact = model.loss(images, q), False
+        sampled = torch.stack([model.loss(images, q) for _ in range(2000)])
+    error = float(sampled.std()) / 2000**0.5
+    assert float(exact) == pytest.approx(float(sampled.mean()), abs=4 * error)
+    assert sampled.std() > 1
