@@ -47,7 +47,7 @@ def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
             each *= 5  # latents matter
         q = model(images)
         exact, model.exact = model.loss(images, q), False
-        sampled = torch.stack([model.loss(images, q) for _ in range(2000)])
-    error = float(sampled.std()) / 2000**0.5
+        sampled = torch.stack([model.loss(images, q) for _ in range(400)])
+    error = float(sampled.std()) / 400**0.5
     assert float(exact) == pytest.approx(float(sampled.mean()), abs=4 * error)
     assert sampled.std() > 1
