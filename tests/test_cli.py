@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -145,25 +144,6 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     other = printed(capsys, "--config=c.yaml", "--head=softmax", "--max_steps=9")
     assert (other["model"]["init_args"]["head"], other["trainer"]["max_steps"]) == ("softmax", 9)
     assert other["model"]["init_args"]["num_latents"] == 7
-
-
-@pytest.mark.parametrize("model, options", [
-    ("vae", {"limit_val_batches": 1, "limit_train_batches": 2, "gradient_clip_val": 3}),
-    ("ppo", {"total_steps": 1000, "eval_every": 100}),
-])  # fmt: skip
-def test_a_whole_number_stays_whole_whatever_types_other_libraries_have_made(
-    model, options, capsys
-):
-    argv = [f"--{name}={value}" for name, value in options.items()]
-    printed(capsys, f"--model={model}")  # imports all it needs
-    for clear in typing._cleanups:  # Python caches Optional[...], and the first order stays
-        clear()
-    written, joined = typing.Union[float, int, None], float | int | None  # noqa: UP007
-    assert typing.Optional[written] == typing.Optional[joined]  # noqa: UP045
-    config = printed(capsys, f"--model={model}", *argv)["trainer"]
-    assert {name: repr(config[name]) for name in options} == {
-        name: str(value) for name, value in options.items()
-    }, "1 is one batch, 1.0 is all batches"
 
 
 def test_names_may_be_short_or_full_and_seeds_have_two(capsys):

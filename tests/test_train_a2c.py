@@ -29,7 +29,7 @@ run = partial(cases_ppo.run, model="a2c")
 def test_the_defaults_are_those_of_stable_baselines(capsys):
     assert run("--env=CartPole-v1", "--print_config") == 0
     config = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
-    wanted = {"learning_rate": 7e-4, "num_steps": 5, "gamma": 0.99, "gae_lambda": 1.0,
+    wanted = {"learning_rate": 7e-4, "n_steps": 5, "gamma": 0.99, "gae_lambda": 1.0,
               "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5, "use_rms_prop": True,
               "rms_prop_eps": 1e-5, "normalize_advantage": False, "anneal_lr": False}  # fmt: skip
     assert config | wanted == config
@@ -59,7 +59,7 @@ def test_it_takes_the_steps_of_stable_baselines_which_loads_its_zip(capfd):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("--clip_coef 0.1", "unrecognized arguments: --clip_coef"),
+        ("--clip_range 0.1", "unrecognized arguments: --clip_range"),
         ("--rms_prop_eps 0", "rms_prop_eps must be positive, got 0"),
     ],
 )

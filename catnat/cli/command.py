@@ -20,7 +20,7 @@ from catnat.cli import report
 from catnat.cli.errors import RunFailed, UsageError, check_choice, is_mistake, one_line
 from catnat.cli.folders import RunFolder
 from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
-from catnat.cli.options import Parser, arguments, full_names
+from catnat.cli.options import arguments, full_names
 from catnat.flat_heads import head_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
@@ -67,7 +67,6 @@ class RunCLI(LightningCLI):
             super().__init__(
                 save_config_callback=None,
                 seed_everything_default=0,
-                parser_class=Parser,
                 parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
                 args=self._words(),
                 run=False,

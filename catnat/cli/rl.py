@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat, make_output_format
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -25,9 +24,9 @@ from catnat.checks import require_at_least
 from catnat.cli.command import RunCLI
 from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.options import short_names
-from catnat.cli.rl_options import Algorithm, Environments, Training
-from catnat.datamodules.environments import is_atari, write_gif
+from catnat.cli.options import add_arguments, short_names
+from catnat.cli.rl_options import Algorithm, Training
+from catnat.datamodules.environments import is_atari, make_env, write_gif
 from catnat.rng import forked_random_state
 from catnat.sb3 import (
     HeadActorCriticCnnPolicy,
@@ -65,59 +64,57 @@ class RLCLI(RunCLI):
         """Find the class of the algorithm."""
         self.recipe = RECIPES[self.names.model]
         self.algorithm: type[Algorithm] = load(self.names.path, "--model")
-        self.short = short_names(self.algorithm, Environments, Training, {})
+        self.short = short_names(self.algorithm, make_env, Training, {})
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
         self.short["net_arch"] = "model.policy_kwargs.net_arch"
-        self.groups = {"model": self.algorithm, "data": Environments, "trainer": Training,
+        self.groups = {"model": self.algorithm, "data": make_env, "trainer": Training,
                        "fisher": FisherMonitorSB3}  # fmt: skip
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
         parser.add_subclass_arguments(Algorithm, "model", required=False)
         for group in ("data", "trainer", "fisher"):
-            parser.add_class_arguments(self.groups[group], group, fail_untyped=False)
+            add_arguments(parser, self.groups[group], group)
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults that depend on the environment and on the length of the run."""
         asked = [word for word in given if not word.startswith("--print_config")]
         first = self.parser.parse_args([*self._classes(), *asked])
-        usual = {}
-        if not is_atari(first.data.env):
-            usual = dict(self.algorithm.not_atari)
+        kind, atari = self.algorithm, is_atari(first.data.env)
+        recipe = kind.atari if atari else kind.not_atari
+        usual = {f"model.{name}": value for name, value in recipe.items()}
+        usual["trainer.eval_deterministic"] = not atari
+        if not atari:
             self.recipe = Recipe(steps=50_000, steps_on_cpu=50_000)
-        if (most := self.algorithm.monitor_every) > 1:
+        if kind.every > 1:
             # The monitor looks at a few of many short rollouts, at one in the last tenth of a run.
-            rollout = max(first.model.init_args.num_steps * first.data.num_envs, 1)
+            rollout = max(first.model.init_args.n_steps * first.data.num_envs, 1)
             often = int(first.trainer.total_steps or self.recipe.steps_on_cpu) // rollout // 10
-            usual["fisher.every_n_rollouts"] = max(1, min(most, often))
-            usual["fisher.image_every_n_rollouts"] = 20 * most
+            usual["fisher.every_n_rollouts"] = max(1, min(kind.every, often))
+            usual["fisher.image_every_n_rollouts"] = 20 * kind.every
         return [f"--{name}={value}" for name, value in usual.items()]
 
     def instantiate_classes(self) -> None:
         """Make environments, model and callbacks."""
         made = self.parser.instantiate(self.config)
-        self.environments, self.training, self.fisher = made.data, made.trainer, made.fisher
+        self.training, self.fisher = made.trainer, made.fisher
         self.seed, training = self.config.seed_everything, made.trainer
-        make, gamma = self.environments.make, made.model.gamma
-        self.title += f" on {self.environments.env}"
-        self.env = make(self.environments.num_envs, self.seed, gamma)
+        self.hparams = self.config.model.init_args.as_dict() | self.config.data.as_dict()
+        self.title += f" on {self.config.data.env}"
+        self.env = self._environments()
         policy = policy_for(self.env.observation_space)
         small = training.device == "auto" and policy is HeadActorCriticPolicy
         device = "cpu" if small else training.device  # small networks are faster there
         steps = training.total_steps
-        arguments = made.model.arguments(self.env, steps)
-        self.model: Any = self.algorithm.kind(
-            policy, self.env, device=device, seed=self.seed, **arguments
-        )
-        self.hparams = asdict(made.model) | asdict(made.data)
+        self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
             self.env.seed(self.seed + self.step)  # not the games that the run began with
-        self.longest = training.eval_max_steps
-        if self.longest is None and not is_atari(self.environments.env):
-            limit = self.env.get_attr("spec")[0].max_episode_steps
-            self.longest = _LONGEST_GAME if limit is None else None
-        self.eval_env = make(min(training.eval_games, 16), self.seed, gamma, self.longest)
+        count, limit = min(training.eval_games, 16), dict(self.config.data.env_kwargs or {})
+        atari = is_atari(self.config.data.env)
+        if not atari and self.env.get_attr("spec")[0].max_episode_steps is None:
+            limit["max_episode_steps"] = _LONGEST_GAME
+        self.eval_env = self._environments(num_envs=count, env_kwargs=limit)
         save_every, eval_every = self.config.save_every, training.eval_every
         save_every = max(25_000, steps // 100) if save_every is None else save_every
         eval_every = max(steps // 10, 1) if eval_every is None else eval_every
@@ -127,6 +124,12 @@ class RLCLI(RunCLI):
         self.callback = RunSB3(place, self.hparams, self.evaluate, save_every, eval_every, show)
         self.callback.best = self.checkpoint.get("best", self.callback.best)
         self.callback.model = self.model
+
+    def _environments(self, **changes: Any) -> VecEnv:
+        """Environments with the options of the command line, or some others."""
+        gamma = self.config.model.init_args.gamma
+        options = self.config.data.as_dict() | changes
+        return make_env(**options, seed=self.seed, gamma=gamma)
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -139,19 +142,18 @@ class RLCLI(RunCLI):
         """Learn, play, write a GIF."""
         model, training, folder = self.model, self.training, str(self.folder.path)
         if self._masked:
-            print(f"actions are masked: {self.environments.env} has action_masks()", flush=True)
+            print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         write_options(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         writer = open_writer(folder, resumed_at)
-        others = [make_output_format(each, folder) for each in training.log_formats or ()]
-        model.set_logger(Logger(folder, [_Output(writer), *others]))
+        model.set_logger(Logger(folder, [_Output(writer)]))
         left = max(training.total_steps - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
         try:
             model.learn(
                 left,
                 callbacks,
-                log_interval=self.algorithm.log_interval,
+                log_interval=self.algorithm.every,
                 reset_num_timesteps=False,
                 progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
             )
@@ -198,12 +200,7 @@ class RLCLI(RunCLI):
                 return_episode_rewards=True,
             )
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
-        found = {"return": float(mean), "return_std": float(spread), "length": float(length)}
-        if self.longest and (unfinished := sum(each >= self.longest for each in lengths)):
-            print(f"{unfinished} games of an evaluation were not finished after {self.longest} "
-                  "steps; they count as they are (--eval_max_steps)")  # fmt: skip
-            found["unfinished"] = float(unfinished)
-        return found
+        return {"return": float(mean), "return_std": float(spread), "length": float(length)}
 
     def _player(self, env: VecEnv) -> Any:
         """Who plays in an environment: the model, with masks if it learns with masks."""
@@ -217,7 +214,7 @@ class RLCLI(RunCLI):
         """A GIF of one game, in the run's folder and for TensorBoard."""
         path = self.folder.path / "game.gif"
         # Games in C++ threads cannot be drawn.
-        env = self.environments.make(1, self.seed, self.model.gamma, backend="sb3")
+        env = self._environments(num_envs=1, backend="sb3")
         share_moments(self.env, env)
         deterministic = self.training.eval_deterministic
         try:
