@@ -59,15 +59,11 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(model, clock, capfd, i
 STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
 
 
-def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
+def test_a_run_is_resumed_with_what_it_began_with():
     assert run(*QUICK, *STARTED) == 0
     before = yaml.safe_load((FOLDER / "config.yaml").read_text())
-    capfd.readouterr()
     more = ["--total_steps=192", "--gamma=0.8"]
     assert train.main(["--model=ppo", "--ckpt_path=last", *more]) == 0
-    out = capfd.readouterr().out
-    assert "total_steps 128 -> 192" in out and "gamma 0.9 -> 0.8" in out
-    assert "the learning rate falls until the new last step" in out
     after = yaml.safe_load((FOLDER / "config.yaml").read_text())
     assert after["model"]["init_args"] == before["model"]["init_args"] | {"gamma": 0.8}
     assert last()["global_step"] == after["trainer"]["total_steps"] == 192

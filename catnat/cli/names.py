@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from catnat.checks import did_you_mean
-from catnat.cli.errors import UsageError, check_choice
+from catnat.checks import did_you_mean, require_choice
 from catnat.cli.folders import find_checkpoint, record_of
 
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -114,7 +113,7 @@ class Names:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise ValueError(message)
 
 
 def read_names(argv: list[str]) -> Names:
@@ -129,7 +128,7 @@ def read_names(argv: list[str]) -> Names:
     roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
     parser.add_argument(*roots, dest="root")
     command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
-    check_choice("command", command, COMMANDS)
+    require_choice(COMMANDS, command=command)
     found, rest = parser.parse_known_args(words)
     for path in reversed(found.configs):
         _add_names_of(read_yaml(path), found)
@@ -143,7 +142,7 @@ def read_names(argv: list[str]) -> Names:
         found.configs.insert(0, str(record))
     model = _name(found.model)
     if "." not in model:
-        check_choice("--model", model, MODELS, "a class like my_module.MyVAE")
+        require_choice((*MODELS, "or my_module.MyVAE"), model=model)
     return Names(command, model, found.head, _data_path(found.data, model), found.imports,
                  ckpt_path, found.configs, record, found.root or "runs", rest)  # fmt: skip
 
@@ -170,11 +169,11 @@ def _data_path(data: str | None, model: str) -> str | None:
     """The path of the data's class; names of data are checked."""
     if model in RL_MODELS:
         if data is not None:
-            raise UsageError(f"--data {data}: {model} plays in environments; see --env")
+            raise ValueError(f"--data {data}: {model} plays in environments; see --env")
         return None
     choices = RECIPES[model].data if model in RECIPES else tuple(DATA)
     if data is not None and "." not in data:
-        check_choice("--data", data, choices, "a class like my_module.MyData")
+        require_choice((*choices, "or my_module.MyData"), data=data)
     return DATA.get(data or "", data)
 
 
@@ -183,9 +182,9 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from error
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise UsageError(f"--config {path} should read like what --print_config prints")
+        raise ValueError(f"--config {path} should read like what --print_config prints")
     return config
 
 
@@ -204,7 +203,7 @@ def load(path: str, option: str = "") -> Any:
     module, _, name = path.rpartition(".")
     found = import_module(module, f"{option} {path}")
     if not hasattr(found, name):
-        raise UsageError(
+        raise ValueError(
             f"{option} {path}: {module} has no {name}{did_you_mean(name, vars(found))}"
         )
     return getattr(found, name)
@@ -217,4 +216,4 @@ def import_module(name: str, option: str = "--import") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{option}: {error}") from error
+        raise ValueError(f"{option}: {error}") from error

@@ -9,7 +9,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from catnat.cli.errors import UsageError
 from catnat.flat_heads import head_option_names
 
 
@@ -72,6 +71,6 @@ def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
         if known in short and (known != "optimizer" or (value or following).islower()):
             full = short[known]
             if full.startswith("data.") and full[5:] != known.removeprefix("model."):
-                raise UsageError(f"--{typed} follows from --{full}: set that")
+                raise ValueError(f"--{typed} follows from --{full}: set that")
             name = full + name.removeprefix(known)
         yield f"--{name}{plus}{equals}{value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,11 @@ from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import (
+    VecEnv,
+    VecNormalize,
+    sync_envs_normalization,
+)
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat.callbacks import FisherMonitorSB3
@@ -28,13 +31,7 @@ from catnat.cli.options import add_arguments, short_names
 from catnat.cli.rl_options import Algorithm, Training
 from catnat.datamodules.environments import is_atari, make_env, write_gif
 from catnat.rng import forked_random_state
-from catnat.sb3 import (
-    HeadActorCriticCnnPolicy,
-    HeadActorCriticPolicy,
-    HeadMultiInputActorCriticPolicy,
-    MaskedPlayer,
-    NonFinite,
-)
+from catnat.sb3 import MaskedPlayer, NonFinite
 from catnat.sb3.run_state import load_state
 
 _EVALUATION = 10**9  # added to the seed of a run: the games of evaluations are others
@@ -54,8 +51,6 @@ class RLCLI(RunCLI):
     in_checkpoints = "optimizer"
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # --env my_module:Mine-v0 may lie here
         super().__init__(args, run, auto_configure_optimizers=False)
 
     # -- from words to objects -----------------------------------------------------------------
@@ -103,7 +98,7 @@ class RLCLI(RunCLI):
         self.title += f" on {self.config.data.env}"
         self.env = self._environments()
         policy = policy_for(self.env.observation_space)
-        small = training.device == "auto" and policy is HeadActorCriticPolicy
+        small = training.device == "auto" and policy == "MlpPolicy"
         device = "cpu" if small else training.device  # small networks are faster there
         steps = training.total_steps
         self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
@@ -126,10 +121,13 @@ class RLCLI(RunCLI):
         self.callback.model = self.model
 
     def _environments(self, **changes: Any) -> VecEnv:
-        """Environments with the options of the command line, or some others."""
+        """Environments with the options of the command line; with others, to play in only."""
         gamma = self.config.model.init_args.gamma
         options = self.config.data.as_dict() | changes
-        return make_env(**options, seed=self.seed, gamma=gamma)
+        env = make_env(**options, seed=self.seed, gamma=gamma)
+        if changes and isinstance(env, VecNormalize):
+            env.training = env.norm_reward = False
+        return env
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class RLCLI(RunCLI):
     def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
         self.eval_env.seed(self.seed + _EVALUATION)
-        share_moments(self.env, self.eval_env)
+        sync_envs_normalization(self.env, self.eval_env)
         lengths: Any
         with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
@@ -215,7 +213,7 @@ class RLCLI(RunCLI):
         path = self.folder.path / "game.gif"
         # Games in C++ threads cannot be drawn.
         env = self._environments(num_envs=1, backend="sb3")
-        share_moments(self.env, env)
+        sync_envs_normalization(self.env, env)
         deterministic = self.training.eval_deterministic
         try:
             with forked_random_state(self.model.device, self.seed):
@@ -240,17 +238,8 @@ class _Output(TensorBoardOutputFormat):
         self._is_closed, self.writer = False, writer
 
 
-def policy_for(space: gymnasium.Space[Any]) -> Any:
+def policy_for(space: gymnasium.Space[Any]) -> str:
     """The policy that can look at such observations."""
     if isinstance(space, spaces.Dict):
-        return HeadMultiInputActorCriticPolicy
-    if is_image_space(space):
-        return HeadActorCriticCnnPolicy
-    return HeadActorCriticPolicy
-
-
-def share_moments(learned: VecEnv, env: VecEnv) -> None:
-    """Scale observations as in training, and rewards not at all."""
-    if isinstance(env, VecNormalize) and isinstance(learned, VecNormalize):
-        env.training = env.norm_reward = False
-        env.obs_rms = learned.obs_rms
+        return "MultiInputPolicy"
+    return "CnnPolicy" if is_image_space(space) else "MlpPolicy"

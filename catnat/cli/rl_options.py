@@ -1,6 +1,7 @@
 """Options of reinforcement learning: algorithms with Stable-Baselines3's own options, training.
 
-A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in ``names.RL_MODELS``.
+A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
+``names.RL_MODELS``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Algorithm:
         **kwargs: Any,
     ) -> None:
         def numbers(*names: str) -> dict[str, Any]:
-            return {name: kwargs[name] for name in names if isinstance(kwargs.get(name), int | float)}
+            given = {name: kwargs.get(name) for name in names}
+            return {name: x for name, x in given.items() if isinstance(x, int | float)}
 
         require_positive(learning_rate=learning_rate)
         require_positive(**numbers("clip_range", "max_grad_norm", "rms_prop_eps"))
