@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from cases import HEADS
 from gymnasium import spaces
+from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import nn
 
-from catnat.sb3 import HeadPPO
+from catnat.sb3 import HeadPolicy, HeadPPO
 
 BOX = spaces.Box(-1, 1, (3,))
 PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
@@ -25,6 +27,14 @@ BOTH = spaces.Dict({"picture": PICTURE, "number": spaces.Discrete(3)})
 def every_head_with(first, *others):
     """Every head with the first case, natural with the others."""
     return [(head, first) for head in HEADS] + [("natural", case) for case in others]
+
+
+class HeadMaskablePolicy(HeadPolicy, MaskableActorCriticPolicy):
+    """A policy of sb3-contrib's MaskablePPO with a head."""
+
+
+class HeadLstmPolicy(HeadPolicy, RecurrentActorCriticPolicy):
+    """A policy with memory and a head."""
 
 
 class Guess(gym.Env):

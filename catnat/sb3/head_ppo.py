@@ -32,7 +32,7 @@ from catnat.cuda_graph import (
 )
 from catnat.sb3.action_distributions import categories_of, unchecked
 from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays, way_back
-from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
+from catnat.sb3.masks import decide, masks_of, split_masks
 from catnat.sb3.objective import ValueLoss, value_error
 from catnat.sb3.policies import HeadPolicy
 from catnat.tree_heads import CatnatHead
@@ -314,11 +314,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
-        # A zip of stable_baselines3.PPO or MaskablePPO brings the name of its own buffer.
-        given = self.rollout_buffer_class
-        if given not in (None, RolloutBuffer, DictRolloutBuffer) and not (
-            given.__module__ == "sb3_contrib.common.maskable.buffers"
-        ):
+        given = self.rollout_buffer_class  # a zip of stable_baselines3.PPO brings that of its own
+        if given not in (None, RolloutBuffer, DictRolloutBuffer):
             raise ValueError(f"HeadPPO makes minibatches by itself, it cannot use {given.__name__}")
         self.rollout_buffer_class = None
         super()._setup_model()
@@ -335,10 +332,7 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         self.uses_masks = self._decide_masks()  # there may be another environment
         self._prepare()
-        total, callback = super()._setup_learn(*args, **kwargs)
-        if self.uses_masks:
-            warn_of_evaluation(callback)
-        return total, callback
+        return super()._setup_learn(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
