@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete
 from numpy.typing import NDArray
-from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
 
@@ -115,27 +113,3 @@ def make_env(
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
         raise ValueError(f"{env}: {error}") from error
     return VecNormalize(made, gamma=gamma) if normalize else made
-
-
-def write_gif(player: Any, env: VecEnv, path: Path, deterministic: bool, most: int = 2000) -> bool:
-    """Write an animation of one game, 40 ms a step; False if the environment cannot be drawn.
-
-    Args:
-        player: chooses the actions by ``predict``, as models of Stable-Baselines3 do.
-        env: one environment.
-        path: the file.
-        deterministic: play the likeliest actions.
-        most: steps after which the pictures end, even if the game continues.
-    """
-    observations, images = env.reset(), []
-    for _ in range(most):
-        (frame,) = env.get_images()
-        if frame is None:
-            return False
-        images.append(Image.fromarray(frame).convert("P", palette=Image.Palette.ADAPTIVE))
-        actions, _ = player.predict(observations, deterministic=deterministic)
-        observations, _, _, infos = env.step(actions)
-        if "episode" in infos[0]:  # a lost life is not an end
-            break
-    images[0].save(path, save_all=True, append_images=images[1:], duration=40, loop=0)
-    return True

@@ -226,9 +226,8 @@ def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
         _REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
 
 
-@pytest.mark.parametrize("option", ["--fast_dev_run=true", "--barebones=true"])
-def test_runs_that_leave_nothing(option, workspace, capfd):
-    assert run(*workspace, option) == 0
+def test_a_run_that_leaves_nothing(workspace, capfd):
+    assert run(*workspace, "--fast_dev_run=true") == 0
     assert "2000 steps" not in capfd.readouterr().out
     assert not Path("runs").exists()
 

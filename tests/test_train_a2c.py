@@ -72,7 +72,7 @@ def test_a_wrong_command_line_gets_one_line(line, reason, capfd):
 def test_the_end_of_a_short_run_reports_its_last_tenth(capfd):
     """And not the first of many short rollouts, where the entropy is that of no learning."""
     argv = ["--env=CartPole-v1", "--num_envs=2", "--total_steps=400", "--eval_games=1",
-            "--eval_every=0", "--gif=false", "--learning_rate=0.01"]  # fmt: skip
+            "--eval_every=0", "--learning_rate=0.01"]  # fmt: skip
     assert run(*argv) == 0
     seen = EventAccumulator(str(FOLDER)).Reload().Scalars("train/entropy")
     assert seen[-1].step > 0.85 * 400

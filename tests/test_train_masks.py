@@ -11,7 +11,7 @@ import train
 
 FOLDER = Path("runs/ppo/natural/version_0")
 QUICK = ["--env=Corridor-v0", "--num_envs=2", "--n_steps=16", "--n_epochs=1",
-         "--total_steps=64", "--eval_games=2", "--eval_every=32", "--gif=false"]  # fmt: skip
+         "--total_steps=64", "--eval_games=2", "--eval_every=32"]  # fmt: skip
 
 
 class Corridor(gymnasium.Env):

@@ -20,7 +20,6 @@ from cases_ppo import (
     run,
     same_run,
 )
-from PIL import Image
 
 import train
 from catnat.cli.rl import RLCLI
@@ -160,16 +159,6 @@ def test_breakout_with_c_threads():
     assert run(*argv) == 0
     assert last()["state_dict"]["action_net.weight"].shape == (3, 512)
     assert (FOLDER / "checkpoints/best.ckpt").exists()  # the game at the end is an evaluation, too
-    game = Image.open(FOLDER / "game.gif")
-    assert game.n_frames > 20
-    assert game.size == (160, 210)
-    (file,) = FOLDER.glob("events*")
-    assert b"GIF89a" in file.read_bytes()
-
-
-def test_an_environment_that_cannot_be_drawn_has_no_gif(clock, capfd):
-    assert run(*clock, "--total_steps=64", "--gif=true") == 0
-    assert "no GIF of a game: " in capfd.readouterr().out
 
 
 def test_looking_on_changes_nothing(clock):

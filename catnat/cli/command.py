@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
 from catnat.cli import report
 from catnat.cli.errors import RunFailed, is_mistake, one_line
-from catnat.cli.folders import RunFolder
+from catnat.cli.folders import RunFolder, record_of
 from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
 from catnat.cli.options import full_names
 from catnat.flat_heads import head_names, make_head
@@ -156,16 +156,17 @@ class RunCLI(LightningCLI):
 
     def _check_resumed(self) -> None:
         """Raise a ValueError if the checkpoint is one of another model or another head."""
-        if self.in_checkpoints not in self.checkpoint:
-            raise ValueError(f"checkpoint {self.names.ckpt_path} is one of another model")
-        now, record = yaml.safe_load(self.options), self.names.record
+        path = self.names.ckpt_path
+        if path is None or self.in_checkpoints not in self.checkpoint:
+            raise ValueError(f"checkpoint {path} is one of another model")
+        now, record = yaml.safe_load(self.options), record_of(path)
         began = read_yaml(str(record)) if record else now
         if not record and (kept := self.checkpoint.get("hyper_parameters")):
             began = {"model": {"class_path": self.names.path, "init_args": kept}, "data": kept}
         for name in _SAME:
             if _at(began, name) != _at(now, name):
                 what = f"{name.rpartition('.')[2]} {_at(began, name)}, not {_at(now, name)}"
-                raise ValueError(f"checkpoint {self.names.ckpt_path} has {what}")
+                raise ValueError(f"checkpoint {path} has {what}")
 
     # -- the run -------------------------------------------------------------------------------
 

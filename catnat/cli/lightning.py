@@ -93,8 +93,6 @@ class CatnatCLI(RunCLI):
         self.fisher = next(
             (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher
         )
-        if options["barebones"]:
-            return Trainer(**options | {"callbacks": own or None})
         callbacks = [figures_for(self.model), *own, RunRecord()]
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
@@ -134,8 +132,7 @@ class CatnatCLI(RunCLI):
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        trainer = self.config.trainer
-        return super().keeps and not trainer.fast_dev_run and not trainer.barebones
+        return super().keeps and not self.config.trainer.fast_dev_run
 
     @property
     def step(self) -> int:

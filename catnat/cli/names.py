@@ -84,7 +84,6 @@ class Names:
         imports: modules to import first.
         ckpt_path: the checkpoint to resume or to test.
         configs: files of options; that of the run of the checkpoint comes first.
-        record: the config.yaml of the checkpoint's run.
         root: the folder of all runs.
         words: the rest of the command line.
     """
@@ -96,7 +95,6 @@ class Names:
     imports: list[str]
     ckpt_path: Path | None
     configs: list[str]
-    record: Path | None
     root: str
     words: list[str]
 
@@ -132,19 +130,18 @@ def read_names(argv: list[str]) -> Names:
     found, rest = parser.parse_known_args(words)
     for path in reversed(found.configs):
         _add_names_of(read_yaml(path), found)
-    ckpt_path = record = None
+    ckpt_path = None
     if found.ckpt_path is not None:
         home = Path(found.root or "runs", _name(found.model))
         ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
-        record = record_of(ckpt_path)
-    if record is not None:
-        _add_names_of(read_yaml(str(record)), found)
-        found.configs.insert(0, str(record))
+        if record := record_of(ckpt_path):
+            _add_names_of(read_yaml(str(record)), found)
+            found.configs.insert(0, str(record))
     model = _name(found.model)
     if "." not in model:
         require_choice((*MODELS, "or my_module.MyVAE"), model=model)
     return Names(command, model, found.head, _data_path(found.data, model), found.imports,
-                 ckpt_path, found.configs, record, found.root or "runs", rest)  # fmt: skip
+                 ckpt_path, found.configs, found.root or "runs", rest)  # fmt: skip
 
 
 def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:

@@ -23,7 +23,9 @@ def add_arguments(
     if isinstance(of, type):
         return set(parser.add_class_arguments(of, group, fail_untyped=False))
     kinds = {name: each.kind for name, each in inspect.signature(of).parameters.items()}
-    skip = {name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
+    skip: set[str | int] = {
+        name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY
+    }
     return set(parser.add_function_arguments(of, group, skip=skip))
 
 

@@ -18,7 +18,6 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
     sync_envs_normalization,
 )
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import RunSB3, recent_return
@@ -29,7 +28,7 @@ from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
 from catnat.cli.options import add_arguments, short_names
 from catnat.cli.rl_options import Algorithm, Training
-from catnat.datamodules.environments import is_atari, make_env, write_gif
+from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import MaskedPlayer, NonFinite
 from catnat.sb3.run_state import load_state
@@ -137,7 +136,7 @@ class RLCLI(RunCLI):
         return int(self.model.num_timesteps) if hasattr(self, "model") else 0
 
     def fit(self) -> dict[str, Any]:
-        """Learn, play, write a GIF."""
+        """Learn, then play."""
         model, training, folder = self.model, self.training, str(self.folder.path)
         if self._masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
@@ -165,8 +164,6 @@ class RLCLI(RunCLI):
         model.logger.dump(model.num_timesteps)
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
         write_hparams(writer, self.hparams | about, list(played))
-        if training.gif:
-            self._film(writer)
         writer.flush()
         return dict(played | recent_return(model) | self.fisher.latest)
 
@@ -190,7 +187,7 @@ class RLCLI(RunCLI):
         lengths: Any
         with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
-                self._player(self.eval_env),
+                MaskedPlayer(self.model, self.eval_env) if self._masked else self.model,
                 self.eval_env,
                 self.training.eval_games,
                 deterministic=self.training.eval_deterministic,
@@ -200,35 +197,10 @@ class RLCLI(RunCLI):
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
         return {"return": float(mean), "return_std": float(spread), "length": float(length)}
 
-    def _player(self, env: VecEnv) -> Any:
-        """Who plays in an environment: the model, with masks if it learns with masks."""
-        return MaskedPlayer(self.model, env) if self._masked else self.model
-
     @property
     def _masked(self) -> bool:
+        """Whether the model learns with masks."""
         return getattr(self.model, "uses_masks", False)
-
-    def _film(self, writer: Any) -> None:
-        """A GIF of one game, in the run's folder and for TensorBoard."""
-        path = self.folder.path / "game.gif"
-        # Games in C++ threads cannot be drawn.
-        env = self._environments(num_envs=1, backend="sb3")
-        sync_envs_normalization(self.env, env)
-        deterministic = self.training.eval_deterministic
-        try:
-            with forked_random_state(self.model.device, self.seed):
-                drawn = write_gif(self._player(env), env, path, deterministic)
-            missing = None if drawn else "this environment cannot be drawn"
-        except gymnasium.error.DependencyNotInstalled as error:
-            missing = str(error)
-        finally:
-            env.close()
-        if missing:
-            print(f"no GIF of a game: {missing}")
-            return
-        picture = Summary.Image(colorspace=3, encoded_image_string=path.read_bytes())
-        value = Summary.Value(tag="game", image=picture)
-        writer._get_file_writer().add_summary(Summary(value=[value]), self.model.num_timesteps)
 
 
 class _Output(TensorBoardOutputFormat):

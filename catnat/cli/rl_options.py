@@ -109,7 +109,6 @@ class Training:
         eval_games: games of an evaluation. A game that has no time limit ends after 10,000 steps.
         eval_every: steps between evaluations; by default a tenth of all, 0 for none.
         eval_deterministic: evaluate with the likeliest actions, do not sample.
-        gif: write a GIF of a game at the end.
         callbacks: callbacks of Stable-Baselines3.
         enable_progress_bar: show progress.
         default_root_dir: where runs go.
@@ -120,7 +119,6 @@ class Training:
     eval_games: int = 10
     eval_every: int | None = None
     eval_deterministic: bool = False
-    gif: bool = True
     callbacks: list[BaseCallback] | None = None
     enable_progress_bar: bool = True
     default_root_dir: str = "runs"
