@@ -59,8 +59,8 @@ RECIPES = {
             ("out_features", "out_features", None),
         ),
     ),
-    "ppo": Recipe("catnat.cli.rl_options.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
-    "a2c": Recipe("catnat.cli.rl_options.A2C", steps=8_000_000, steps_on_cpu=30_000),
+    "ppo": Recipe("catnat.cli.rl.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
+    "a2c": Recipe("catnat.cli.rl.A2C", steps=8_000_000, steps_on_cpu=30_000),
 }
 RL_MODELS = ("ppo", "a2c")
 MODELS = tuple(RECIPES)
