@@ -107,7 +107,8 @@ def require_choice(choices: Iterable[str], **values: str) -> None:
     choices = tuple(choices)
     for name, value in values.items():
         if value not in choices:
-            raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
+            close = did_you_mean(str(value), choices)
+            raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(choices)}{close}")
 
 
 def require_name(**values: str) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete
 from numpy.typing import NDArray
-from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, rom_of
@@ -74,54 +72,44 @@ def is_atari(name: str) -> bool:
 
 
 def make_env(
-    name: str,
-    num_envs: int,
+    env: str = "Breakout",
+    num_envs: int = 8,
     backend: Backend = "native",
-    seed: int = 0,
     num_actions: int | None = None,
-    **options: Any,
+    normalize: bool = False,
+    env_kwargs: dict[str, Any] | None = None,
+    subprocesses: bool = False,
+    *,
+    seed: int = 0,
+    gamma: float = 0.99,
 ) -> VecEnv:
     """Several environments of a name.
 
     Args:
-        name: an Atari game in any spelling, or a Gymnasium id such as "CartPole-v1".
-        num_envs: how many.
-        backend: of Atari games, see :func:`make_atari_vec_env`.
+        env: an Atari game in any spelling, or a Gymnasium id such as CartPole-v1.
+        num_envs: how many side by side.
+        backend: of Atari games: C++ threads, or the wrappers of Stable-Baselines3.
+        num_actions: if given, an environment's actions are taken modulo their number.
+        normalize: scale observations and rewards by their running moments.
+        env_kwargs: arguments of the environment, such as max_episode_steps.
+        subprocesses: play each environment in a process of its own.
         seed: of the first environment; the others count on from it.
-        num_actions: if given, actions are taken modulo the environment's own number of them.
-        options: of Stable-Baselines3's make_vec_env; not for Atari games.
+        gamma: discount of the returns whose spread scales the rewards, with ``normalize``.
     """
-    if is_atari(name):
-        if num_actions is not None:
-            raise ValueError(f"num_actions is for environments other than Atari games, not {name}")
-        return make_atari_vec_env(name, num_envs, backend, seed)
+    if is_atari(env):
+        if num_actions is not None or normalize or env_kwargs or subprocesses:
+            raise ValueError(
+                "num_actions, normalize, env_kwargs and subprocesses are for environments other "
+                f"than Atari games, not {env}"
+            )
+        return make_atari_vec_env(env, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
     wrapper = None if num_actions is None else partial(ModuloActions, num_actions=num_actions)
+    kind = SubprocVecEnv if subprocesses else None
     try:
-        return make_vec_env(name, num_envs, seed, wrapper_class=wrapper, **options)
+        made = make_vec_env(
+            env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs, vec_env_cls=kind
+        )
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
-        raise ValueError(f"{name}: {error}") from error
-
-
-def write_gif(player: Any, env: VecEnv, path: Path, deterministic: bool, most: int = 2000) -> bool:
-    """Write an animation of one game, 40 ms a step; False if the environment cannot be drawn.
-
-    Args:
-        player: chooses the actions by ``predict``, as models of Stable-Baselines3 do.
-        env: one environment.
-        path: the file.
-        deterministic: play the likeliest actions.
-        most: steps after which the pictures end, even if the game continues.
-    """
-    observations, images = env.reset(), []
-    for _ in range(most):
-        (frame,) = env.get_images()
-        if frame is None:
-            return False
-        images.append(Image.fromarray(frame).convert("P", palette=Image.Palette.ADAPTIVE))
-        actions, _ = player.predict(observations, deterministic=deterministic)
-        observations, _, _, infos = env.step(actions)
-        if "episode" in infos[0]:  # a lost life is not an end
-            break
-    images[0].save(path, save_all=True, append_images=images[1:], duration=40, loop=0)
-    return True
+        raise ValueError(f"{env}: {error}") from error
+    return VecNormalize(made, gamma=gamma) if normalize else made

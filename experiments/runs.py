@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
 RESULTS = Path("results")
 OBSERVING = {  # options that do not change what is learned, nor how it is tested
-    *("accelerator", "capture", "device", "enable_progress_bar", "eval_every", "gif"),
+    *("accelerator", "capture", "device", "enable_progress_bar", "eval_every"),
     "log_every_n_steps",
     *("root", "data.root", "save_every", "val_check_interval"),
     *("fisher.every_n_steps", "fisher.num_samples"),

@@ -252,7 +252,7 @@ def check_arguments(arguments: list[str]) -> None:
     """Raise a ValueError if ``train.py`` would refuse these options."""
     from jsonargparse import ArgumentError
 
-    from catnat.cli.errors import UsageError, one_line
+    from catnat.cli.errors import one_line
     from catnat.cli.main import command_line
     from catnat.cli.names import read_names
 
@@ -265,7 +265,7 @@ def check_arguments(arguments: list[str]) -> None:
                 """No model, no data, no Trainer, no environment."""
 
         Parsed(arguments, run=False)
-    except (UsageError, ArgumentError) as error:
+    except (ValueError, ArgumentError) as error:
         raise ValueError(one_line(error)) from error
 
 

@@ -12,8 +12,8 @@ import train
 from catnat.callbacks.sb3_run import RunSB3
 
 FOLDER = Path("runs/ppo/natural/version_0")
-QUICK = ["--env=CartPole-v1", "--num_envs=4", "--num_steps=16", "--update_epochs=1",
-         "--total_steps=128", "--eval_games=1", "--eval_every=64", "--gif=false",
+QUICK = ["--env=CartPole-v1", "--num_envs=4", "--n_steps=16", "--n_epochs=1",
+         "--total_steps=128", "--eval_games=1", "--eval_every=64",
          "--fisher.image_every_n_rollouts=0"]  # fmt: skip
 # Its episodes last as long as a rollout and always begin alike: so nothing of them is lost when a
 # run stops between two rollouts, and what follows must be the same to the last bit.

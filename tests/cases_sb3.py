@@ -14,7 +14,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import nn
 
 from catnat.sb3 import HeadPPO
+from catnat.sb3.contrib import HeadMaskableActorCriticPolicy as HeadMaskablePolicy
+from catnat.sb3.contrib import HeadRecurrentActorCriticPolicy as HeadLstmPolicy
 
+__all__ = ["HeadLstmPolicy", "HeadMaskablePolicy", "HeadPPO"]  # beside what is defined here
 BOX = spaces.Box(-1, 1, (3,))
 PICTURE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
 SMALL = {"n_steps": 16, "batch_size": 16, "n_epochs": 2, "seed": 0, "device": "cpu"}

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ WRONG = {
     "--model": "expected one argument",
     "--modle vae": "did you mean --model?",
     "--head naturl": "did you mean natural?",
-    "traim --model vae": "'traim' is not one of fit",
+    "traim --model vae": "unknown command 'traim'; choose from fit",
     "--import no_such_module --head mine": "no_such_module",
     "--config no_such_file.yaml": "No such file",
     "--config {broken}": "cannot be read",
@@ -45,7 +44,7 @@ WRONG = {
     "--head_options.amplitde 3": "no option 'amplitde'",
     "--batch_size 5000": "more than the 60 items to train on",
     "--data mnits": "did you mean mnist?",
-    "--data community-graph": "not one of mnist, fashion-mnist, kmnist",
+    "--data community-graph": "choose from mnist, fashion-mnist, kmnist",
     "--seed -1": "not in bounds",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
@@ -147,25 +146,6 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     assert other["model"]["init_args"]["num_latents"] == 7
 
 
-@pytest.mark.parametrize("model, options", [
-    ("vae", {"limit_val_batches": 1, "limit_train_batches": 2, "gradient_clip_val": 3}),
-    ("ppo", {"total_steps": 1000, "eval_every": 100}),
-])  # fmt: skip
-def test_a_whole_number_stays_whole_whatever_types_other_libraries_have_made(
-    model, options, capsys
-):
-    argv = [f"--{name}={value}" for name, value in options.items()]
-    printed(capsys, f"--model={model}")  # imports all it needs
-    for clear in typing._cleanups:  # Python caches Optional[...], and the first order stays
-        clear()
-    written, joined = typing.Union[float, int, None], float | int | None  # noqa: UP007
-    assert typing.Optional[written] == typing.Optional[joined]  # noqa: UP045
-    config = printed(capsys, f"--model={model}", *argv)["trainer"]
-    assert {name: repr(config[name]) for name in options} == {
-        name: str(value) for name, value in options.items()
-    }, "1 is one batch, 1.0 is all batches"
-
-
 def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
     for argv in (["--max_steps", "9"], ["--trainer.max_steps=9"], ["--max-steps=9"]):
         assert printed(capsys, *argv)["trainer"]["max_steps"] == 9
@@ -246,9 +226,8 @@ def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
         _REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
 
 
-@pytest.mark.parametrize("option", ["--fast_dev_run=true", "--barebones=true"])
-def test_runs_that_leave_nothing(option, workspace, capfd):
-    assert run(*workspace, option) == 0
+def test_a_run_that_leaves_nothing(workspace, capfd):
+    assert run(*workspace, "--fast_dev_run=true") == 0
     assert "2000 steps" not in capfd.readouterr().out
     assert not Path("runs").exists()
 

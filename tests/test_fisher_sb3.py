@@ -9,12 +9,9 @@ import pytest
 import torch
 from cases import HEADS, autograd_fisher
 from cases_callbacks import TAGS
-from cases_sb3 import SMALL, Guess, Rows
+from cases_sb3 import SMALL, Guess, HeadLstmPolicy, HeadMaskablePolicy, Rows
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO, RecurrentPPO
-from sb3_contrib.common.recurrent.policies import (
-    RecurrentActorCriticPolicy,
-)
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.env_util import make_vec_env
@@ -25,9 +22,7 @@ from catnat.callbacks.fisher_diagnostics import SampledShare, sampled_sums
 from catnat.fisher import off_diagonal_mass, paired_mean_fishers
 from catnat.sb3 import (
     HeadActorCriticPolicy,
-    HeadMaskableActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
-    HeadPolicy,
     HeadPPO,
     NonFinite,
 )
@@ -190,7 +185,7 @@ class Few(Guess):
 
 def run_masked(head, space, masked=True, monitor=None, algorithm=MaskablePPO):
     env = make_vec_env(Few, 2, seed=0, env_kwargs={"action_space": space})
-    kind, few = HeadMaskableActorCriticPolicy, {}
+    kind, few = HeadMaskablePolicy, {}
     if algorithm is HeadPPO:
         kind, few = HeadActorCriticPolicy, {"masks": masked}
     model = algorithm(kind, env, policy_kwargs={"head": head}, **SMALL, **few)
@@ -245,10 +240,6 @@ def test_masks_of_several_actions_go_to_their_heads():
     assert row["train/entropy"] == pytest.approx(math.log(2) + math.log(3), abs=0.05)
     _, alone = run_masked("natural", spaces.MultiDiscrete([4, 1, 2]))  # one choice is left in each
     assert alone["train/entropy"] == pytest.approx(0, abs=1e-6)
-
-
-class HeadLstmPolicy(HeadPolicy, RecurrentActorCriticPolicy):
-    """A policy with memory and a head."""
 
 
 @pytest.mark.parametrize("head", ["softmax", "natural"])

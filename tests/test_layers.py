@@ -32,7 +32,6 @@ GUESTS = {
     "catnat/graphs.py": {"torch_geometric"},
     "catnat/rng.py": {"numpy"},
     "catnat/sb3/": {"stable_baselines3", "gymnasium", "numpy"},
-    "catnat/sb3/contrib.py": {"sb3_contrib"},
     "catnat/kernels/": {"triton"},
     "catnat/jax/": {"jax", "numpy"},
 }

@@ -131,7 +131,7 @@ def config(folder):
     return yaml.safe_load(Path(folder, "config.yaml").read_text())
 
 
-def test_a_data_module_of_the_users_own_trains_and_resumes(capfd):
+def test_a_data_module_of_the_users_own_trains_and_resumes():
     own = ["--data=own_classes.Noise", "--data.count=30"]
     assert run("--model=vae", *own, *VAE) == 0
     before = config("runs/vae/natural/version_0")
@@ -139,9 +139,7 @@ def test_a_data_module_of_the_users_own_trains_and_resumes(capfd):
     assert before["data"] == {"class_path": "own_classes.Noise", "init_args": options}
     assert run("--ckpt_path=last", "--max_steps=6") == 0, "the run knows its data"
     assert last()["global_step"] == 6
-    capfd.readouterr()
     assert run("--ckpt_path=last", "--count=40", "--max_steps=7") == 0
-    assert "count 30 -> 40" in capfd.readouterr().out
     assert run("test", "--ckpt_path=last") == 0
     small = ["--data=mnist", "--data.download=false", "--limit_test_batches=1"]
     assert run("test", "--ckpt_path=last", *small) == 0
@@ -198,7 +196,7 @@ def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
 WRONG = {
     "--data own_classes.Nois": "own_classes has no Nois; did you mean Noise?",
     "--data own_classes.Plain": "not correspond to a subclass of LightningDataModule",
-    "--model gsl --data mnist": "not one of community-graph",
+    "--model gsl --data mnist": "unknown data 'mnist'; choose from community-graph",
     "--model gsl --data own_classes.Pairs": "num_nodes",
     "--model ppo --data mnist": "ppo plays in environments; see --env",
     "--model own_classes.Wid": "did you mean Wide?",

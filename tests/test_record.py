@@ -100,8 +100,8 @@ def test_a_clock_that_was_set_back_does_not_mix_the_files(model, options, monkey
     if model == "vae":
         first, again, tag, wanted = options, [*options, "--max_steps=7"], "train/loss", range(7)
     else:
-        first = ["--env=CartPole-v1", "--num_envs=2", "--num_steps=8", "--total_steps=32",
-                 "--eval_games=1", "--eval_every=0", "--gif=false"]  # fmt: skip
+        first = ["--env=CartPole-v1", "--num_envs=2", "--n_steps=8", "--total_steps=32",
+                 "--eval_games=1", "--eval_every=0"]  # fmt: skip
         again, tag, wanted = ["--total_steps=64"], "fim/saturated", (16, 32, 48, 64)
     folder = Path("runs", model, "natural", "version_0")
     with monkeypatch.context() as patch:
@@ -117,8 +117,8 @@ def test_a_clock_that_was_set_back_does_not_mix_the_files(model, options, monkey
 
 
 def test_a_killed_policy_leaves_no_second_curve(options):
-    first = ["--model=ppo", "--env=CartPole-v1", "--num_envs=2", "--num_steps=8", "--eval_games=1",
-             "--eval_every=0", "--gif=false", "--save_every=32"]  # fmt: skip
+    first = ["--model=ppo", "--env=CartPole-v1", "--num_envs=2", "--n_steps=8", "--eval_games=1",
+             "--eval_every=0", "--save_every=32"]  # fmt: skip
     folder = Path("runs/ppo/natural/version_0")
     assert train.main([*first, "--total_steps=32"]) == 0
     saved = (folder / "checkpoints/last.ckpt").read_bytes()

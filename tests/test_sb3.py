@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 from cases import HEADS
-from cases_fresh import one_server, run_fresh
-from cases_sb3 import BOTH, BOX, PICTURE, SMALL, Guess, every_head_with, same_parameters
+from cases_sb3 import (
+    BOX,
+    SMALL,
+    Guess,
+    HeadLstmPolicy,
+    HeadMaskablePolicy,
+    every_head_with,
+    same_parameters,
+)
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, PPO
@@ -15,13 +22,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-import catnat.sb3
 from catnat import NaturalHead, make_head
 from catnat.sb3 import (
-    HeadA2C,
-    HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
-    HeadMaskableActorCriticPolicy,
     HeadPPO,
 )
 from catnat.sb3.action_distributions import HeadDistribution
@@ -80,7 +83,7 @@ def test_softmax_draws_what_stable_baselines_draws():
 @pytest.mark.parametrize(("head", "kind"), every_head_with("model", "policy"))
 def test_saving_keeps_head_and_options(head, kind, tmp_path):
     options = {"amplitude": 5.0, "center": 0.1} if head == "natural" else {}
-    kwargs = {"head": head, "head_options": options, "uniform_mix": 0.01, "net_arch": [7]}
+    kwargs = {"head": head, "head_options": options | {"mix": 0.01}, "net_arch": [7]}
     model = PPO(HeadActorCriticPolicy, make_vec_env(Guess, 2), policy_kwargs=kwargs, **SMALL)
     model.learn(32)
     if kind == "model":
@@ -125,7 +128,7 @@ def test_multidiscrete(head):
 @pytest.mark.parametrize(("head", "algorithm"), every_head_with(HeadPPO, PPO, A2C, MaskablePPO))
 @pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
 def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
-    kind = HeadMaskableActorCriticPolicy if algorithm is MaskablePPO else HeadActorCriticPolicy
+    kind = HeadMaskablePolicy if algorithm is MaskablePPO else HeadActorCriticPolicy
     few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
     env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
     model = algorithm(kind, env, policy_kwargs={"head": head}, **few).learn(32)
@@ -166,8 +169,7 @@ def test_binary_actions_are_trained(algorithm):
         ({"head": "natural", "action_space": spaces.Box(-1, 1, (2,))}, "Discrete action space, or"),
         ({"head": "natural", "action_space": spaces.Discrete(3, start=5)}, "must begin with 0"),
         ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
-        ({"head": "sparsemax", "uniform_mix": 1.0}, r"uniform_mix must lie in \[0, 1\), got 1.0"),
-        ({"head": "softmax", "uniform_mix": 0.1, "head_options": {"mix": 0.1}}, "give one of the"),
+        ({"head": "sparsemax", "head_options": {"mix": 1.0}}, r"mix must lie in \[0, 1\), got 1.0"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -175,34 +177,12 @@ def test_bad_options_are_refused(options, message):
         policy(**options)
 
 
-@one_server
-def test_without_sb3_contrib_everything_else_is_imported():
-    code = (
-        "import sys; sys.modules['sb3_contrib'] = None\n"
-        "from catnat.sb3 import *\n"
-        "print(HeadPPO.__name__, 'HeadMaskableActorCriticPolicy' in globals())"
-    )
-    out = run_fresh("-c", code)
-    assert out.stdout.strip() == "HeadPPO False", out.stderr
-
-
-@pytest.mark.parametrize("kind", ["", "Cnn", "MultiInput"])
-def test_recurrent_policies_learn_and_are_saved(kind, tmp_path):
-    name = f"HeadRecurrent{kind}ActorCriticPolicy".replace("CnnActorCritic", "ActorCriticCnn")
-    shown = {"": BOX, "Cnn": PICTURE, "MultiInput": BOTH}[kind]
-    env = make_vec_env(Guess, 2, seed=0, env_kwargs={"observation_space": shown})
+def test_recurrent_policies_learn_and_are_saved(tmp_path):
     few = SMALL | {"policy_kwargs": {"head": "natural", "lstm_hidden_size": 8}}
-    model = RecurrentPPO(getattr(catnat.sb3, name), env, **few).learn(32)
+    model = RecurrentPPO(HeadLstmPolicy, make_vec_env(Guess, 2, seed=0), **few).learn(32)
     model.save(tmp_path / "it")
     copy = RecurrentPPO.load(tmp_path / "it", device="cpu")
     assert same_parameters(model.policy, copy.policy) and copy.policy.heads[0].name == "natural"
-
-
-@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
-def test_policies_have_names_for_configuration_files(algorithm):
-    model = algorithm("HeadMlpPolicy", make_vec_env(Guess, 2), device="cpu", n_steps=16)
-    assert type(model.policy) is catnat.sb3.HeadMlpPolicy is HeadActorCriticPolicy
-    assert algorithm.policy_aliases["HeadCnnPolicy"] is HeadActorCriticCnnPolicy
 
 
 def test_sparsemax_keeps_every_action_possible():

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import BOTH, BOX, SMALL, Guess, cartpole, every_head_with, same_parameters
+from cases_sb3 import (
+    BOTH,
+    BOX,
+    SMALL,
+    Guess,
+    HeadMaskablePolicy,
+    cartpole,
+    every_head_with,
+    same_parameters,
+)
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
@@ -14,7 +23,6 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 from catnat.sb3 import (
     HeadActorCriticPolicy,
-    HeadMaskableActorCriticPolicy,
     HeadPPO,
 )
 
@@ -36,7 +44,7 @@ def spoiled_model(algorithm, head):
     maskable = algorithm is MaskablePPO
     few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
     return algorithm(
-        HeadMaskableActorCriticPolicy if maskable else HeadActorCriticPolicy,
+        HeadMaskablePolicy if maskable else HeadActorCriticPolicy,
         make_vec_env(Spoiled, 2, seed=0),
         policy_kwargs={"head": head},
         **few,

@@ -14,6 +14,7 @@ from cases_sb3 import (
     SATURATED,
     SMALL,
     Guess,
+    HeadMaskablePolicy,
     Rows,
     Unmasked,
     cartpole,
@@ -34,7 +35,6 @@ from catnat import make_head
 from catnat.sb3 import (
     HeadA2C,
     HeadActorCriticPolicy,
-    HeadMaskableActorCriticPolicy,
     HeadPPO,
     InfoMasks,
     MaskedPlayer,
@@ -133,7 +133,7 @@ class Additive(Guess):
 def test_masks_that_are_added_to_scores_are_refused_everywhere():
     env = guesses(kind=Additive)
     model = HeadPPO("MlpPolicy", env, **SMALL)
-    theirs = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
+    theirs = MaskablePPO(HeadMaskablePolicy, env, **SMALL)
     env.reset()
     masks = Additive().action_masks()
     for use in (
@@ -152,7 +152,7 @@ def test_masks_that_are_added_to_scores_are_refused_everywhere():
 @pytest.mark.parametrize("head", HEADS)
 def test_renormalized_masks_divide_by_the_allowed_share(head, space):
     it = HeadActorCriticPolicy(
-        BOX, space, lambda _: 1e-3, head=head, mask_mode="renormalize", uniform_mix=0.01
+        BOX, space, lambda _: 1e-3, head=head, mask_mode="renormalize", head_options={"mix": 0.01}
     )
     shown, mask = torch.randn(6, 3), torch.tensor([True, True, False, True, True])
     free, masked = (
@@ -180,7 +180,7 @@ def test_the_mask_mode_is_checked_and_saved(tmp_path):
         HeadActorCriticPolicy(BOX, spaces.Discrete(5), lambda _: 1e-3, mask_mode="cut")
 
 
-@pytest.mark.parametrize("kind", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
+@pytest.mark.parametrize("kind", [HeadActorCriticPolicy, HeadMaskablePolicy])
 @pytest.mark.parametrize("head", HEADS)
 def test_every_method_of_a_policy_takes_masks(kind, head):
     it = kind(BOX, spaces.Discrete(5), lambda _: 1e-3, head=head)
@@ -198,11 +198,10 @@ def test_every_method_of_a_policy_takes_masks(kind, head):
 # -- HeadPPO --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [HeadActorCriticPolicy, HeadMaskableActorCriticPolicy])
 @pytest.mark.parametrize("case", SPACES)
-def test_head_ppo_with_softmax_equals_maskable_ppo(case, policy):
+def test_head_ppo_with_softmax_equals_maskable_ppo(case):
     theirs = learned(MaskablePPO, MaskableActorCriticPolicy, guesses(SPACES[case]))
-    ours = learned(HeadPPO, policy, guesses(SPACES[case]))
+    ours = learned(HeadPPO, "MlpPolicy", guesses(SPACES[case]))
     assert distance(ours, theirs) < 1e-6
     logged, wanted = ours.logger.name_to_value, theirs.logger.name_to_value
     tags = {tag for tag in wanted if tag.startswith(("train/", "rollout/"))}
@@ -226,7 +225,7 @@ def test_only_allowed_actions_are_played_and_learned_from(head):
 @pytest.mark.parametrize("head", HEADS)
 def test_maskable_ppo_and_head_ppo_learn_the_same_with_every_head(head):
     options = {"policy_kwargs": {"head": head}}
-    one = learned(MaskablePPO, HeadMaskableActorCriticPolicy, guesses(), **options)
+    one = learned(MaskablePPO, HeadMaskablePolicy, guesses(), **options)
     other = learned(HeadPPO, HeadActorCriticPolicy, guesses(), **options)
     assert distance(one, other) < 2e-6
 
@@ -262,19 +261,6 @@ def test_head_a2c_says_that_it_masks_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HeadA2C("MlpPolicy", cartpole(), device="cpu").learn(10)
-
-
-def test_evaluation_without_masks_is_warned_about():
-    from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
-
-    blind = EvalCallback(guesses(kind=Guess), eval_freq=8, n_eval_episodes=1, verbose=0)
-    model = HeadPPO("MlpPolicy", guesses(), **SMALL)
-    with pytest.warns(UserWarning, match="EvalCallback plays forbidden.*MaskableEvalCallback"):
-        model.learn(32, CallbackList([CallbackList([blind])]))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*forbidden")
-        model.learn(32, MaskableEvalCallback(guesses(), eval_freq=8, n_eval_episodes=1, verbose=0))
-        HeadPPO("MlpPolicy", guesses(kind=Guess), masks=False, **SMALL).learn(32, blind)
 
 
 class Informed(Unmasked):
@@ -314,6 +300,19 @@ class Stuck(Guess):
         return super().action_masks() & (self.count != 4)
 
 
+def test_evaluation_without_masks_is_warned_about():
+    from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
+
+    blind = EvalCallback(guesses(kind=Guess), eval_freq=8, n_eval_episodes=1, verbose=0)
+    model = HeadPPO("MlpPolicy", guesses(), **SMALL)
+    with pytest.warns(UserWarning, match="EvalCallback plays forbidden.*MaskableEvalCallback"):
+        model.learn(32, CallbackList([CallbackList([blind])]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*forbidden")
+        model.learn(32, MaskableEvalCallback(guesses(), eval_freq=8, n_eval_episodes=1, verbose=0))
+        HeadPPO("MlpPolicy", guesses(kind=Guess), masks=False, **SMALL).learn(32, blind)
+
+
 @pytest.mark.parametrize(
     ("space", "message"),
     [
@@ -325,7 +324,7 @@ def test_an_environment_that_allows_nothing_is_named(space, message):
     env = DummyVecEnv([lambda: Guess(space), lambda: Stuck(space)])
     with pytest.raises(ValueError, match=message):
         learned(HeadPPO, "MlpPolicy", env, 1)
-    model = MaskablePPO(HeadMaskableActorCriticPolicy, env, **SMALL)
+    model = MaskablePPO(HeadMaskablePolicy, env, **SMALL)
     with pytest.raises(ValueError, match=message.replace("environment", "state")):
         model.learn(32)
 
@@ -394,22 +393,3 @@ def test_saving_keeps_masks(masks, tmp_path):
     assert distance(model, copy) < 1e-7
     alone = HeadPPO.load(tmp_path / "it", device="cpu")
     assert not alone.uses_masks, "without an environment there are no masks"
-
-
-@pytest.mark.parametrize("case", ["discrete", "dict"])
-@pytest.mark.parametrize(("writer", "reader"), [(MaskablePPO, HeadPPO), (HeadPPO, MaskablePPO)])
-def test_maskable_ppo_and_head_ppo_load_the_zips_of_each_other(writer, reader, case, tmp_path):
-    from catnat.sb3 import HeadMaskableMultiInputActorCriticPolicy
-
-    shown = {"observation_space": BOTH} if case == "dict" else {}
-    kind = HeadMaskableMultiInputActorCriticPolicy if shown else HeadMaskableActorCriticPolicy
-    few = {"policy_kwargs": {"head": "natural"}}
-    learned(writer, kind, guesses(**shown), 1, **few).save(tmp_path / "it")
-    same, other = (
-        algorithm.load(tmp_path / "it", guesses(**shown), device="cpu")
-        for algorithm in (writer, reader)
-    )
-    for each in (same, other):
-        each.set_random_seed(3)
-        each.learn(64, reset_num_timesteps=False)
-    assert distance(same, other) < 1e-6

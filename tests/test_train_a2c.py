@@ -29,7 +29,7 @@ run = partial(cases_ppo.run, model="a2c")
 def test_the_defaults_are_those_of_stable_baselines(capsys):
     assert run("--env=CartPole-v1", "--print_config") == 0
     config = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
-    wanted = {"learning_rate": 7e-4, "num_steps": 5, "gamma": 0.99, "gae_lambda": 1.0,
+    wanted = {"learning_rate": 7e-4, "n_steps": 5, "gamma": 0.99, "gae_lambda": 1.0,
               "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5, "use_rms_prop": True,
               "rms_prop_eps": 1e-5, "normalize_advantage": False, "anneal_lr": False}  # fmt: skip
     assert config | wanted == config
@@ -53,13 +53,13 @@ def test_it_takes_the_steps_of_stable_baselines_which_loads_its_zip(capfd):
         assert evaluate_policy(model, make_vec_env("CartPole-v1", 2, seed=0), 2)[0] > 5
     capfd.readouterr()
     assert train.main(["--model=ppo", f"--ckpt_path={FOLDER}/checkpoints/last.ckpt"]) == 2
-    assert "has class_path catnat.cli.rl_options.A2C" in one_line(capfd)
+    assert "has class_path catnat.cli.rl.A2C" in one_line(capfd)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("--clip_coef 0.1", "unrecognized arguments: --clip_coef"),
+        ("--clip_range 0.1", "unrecognized arguments: --clip_range"),
         ("--rms_prop_eps 0", "rms_prop_eps must be positive, got 0"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_wrong_command_line_gets_one_line(line, reason, capfd):
 def test_the_end_of_a_short_run_reports_its_last_tenth(capfd):
     """And not the first of many short rollouts, where the entropy is that of no learning."""
     argv = ["--env=CartPole-v1", "--num_envs=2", "--total_steps=400", "--eval_games=1",
-            "--eval_every=0", "--gif=false", "--learning_rate=0.01"]  # fmt: skip
+            "--eval_every=0", "--learning_rate=0.01"]  # fmt: skip
     assert run(*argv) == 0
     seen = EventAccumulator(str(FOLDER)).Reload().Scalars("train/entropy")
     assert seen[-1].step > 0.85 * 400

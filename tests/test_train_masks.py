@@ -10,8 +10,8 @@ import torch
 import train
 
 FOLDER = Path("runs/ppo/natural/version_0")
-QUICK = ["--env=Corridor-v0", "--num_envs=2", "--num_steps=16", "--update_epochs=1",
-         "--total_steps=64", "--eval_games=2", "--eval_every=32", "--gif=false"]  # fmt: skip
+QUICK = ["--env=Corridor-v0", "--num_envs=2", "--n_steps=16", "--n_epochs=1",
+         "--total_steps=64", "--eval_games=2", "--eval_every=32"]  # fmt: skip
 
 
 class Corridor(gymnasium.Env):

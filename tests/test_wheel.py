@@ -136,7 +136,7 @@ def test_metadata_lists_what_is_imported(site):
         for name in top_level_imports(path)
         if name not in known and not (name == "jax" and path.parent.name == "jax")
     }
-    assert unlisted == {("catnat/sb3/contrib.py", "sb3_contrib")}  # imported when asked for
+    assert unlisted == set()
 
 
 def top_level_imports(path: Path) -> set[str]:

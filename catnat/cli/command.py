@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentError
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,21 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
 from catnat.cli import report
-from catnat.cli.errors import RunFailed, UsageError, check_choice, is_mistake, one_line
-from catnat.cli.folders import RunFolder
+from catnat.cli.errors import RunFailed, is_mistake, one_line
+from catnat.cli.folders import RunFolder, record_of
 from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
-from catnat.cli.options import Parser, arguments, full_names
+from catnat.cli.options import full_names
 from catnat.flat_heads import head_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))
 
-# Options that say how a run is watched, or where it runs: it learns the same whatever they are.
-_MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
-               "trainer.callbacks", "trainer.logger", "trainer.log_formats", "trainer.profiler",
-               "save_every", "fisher", "import", "data.root", "data.download")  # fmt: skip
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
-_MUST_NOT = ("model.class_path", "model.head", "model.head_options", "data.num_actions",
-             "data.normalize")  # fmt: skip
+# Options that a resumed run cannot change, and those that say how it is watched or where it runs.
+_SAME = ("model.class_path", "model.head", "data.num_actions", "data.normalize")
+_MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
+               "trainer.callbacks", "trainer.logger", "trainer.profiler", "save_every", "fisher",
+               "import", "data.root", "data.download")  # fmt: skip
 
 
 class RunCLI(LightningCLI):
@@ -67,7 +65,6 @@ class RunCLI(LightningCLI):
             super().__init__(
                 save_config_callback=None,
                 seed_everything_default=0,
-                parser_class=Parser,
                 parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
                 args=self._words(),
                 run=False,
@@ -98,10 +95,9 @@ class RunCLI(LightningCLI):
     # -- from words to options -----------------------------------------------------------------
 
     def _words(self) -> list[str]:
-        """The command line with full names, after the options of the resumed run."""
+        """The command line with full names, after the files of options."""
         names = self.names
         words = list(full_names(names.words, self.short))
-        resumed = [] if names.record else self._kept_options()
         files = [f"--config={path}" for path in names.configs]
         lengths = ("--trainer.max_epochs", "--trainer.max_time")
         if self.checkpoint and any(word.startswith(lengths) for word in words):
@@ -109,23 +105,11 @@ class RunCLI(LightningCLI):
         root = f"--trainer.default_root_dir={names.root}"
         imports = f"--import={json.dumps(names.imports)}"
         head = [f"--model.head={canonical_head(names.head)}"] if names.head else []
-        return [*resumed, *files, *self._classes(), root, imports, *words, *head]
+        return [*files, *self._classes(), root, imports, *words, *head]
 
     def _classes(self) -> list[str]:
         data = [f"--data={self.data_path}"] if self.data_path else []
         return [f"--model={self.names.path}", *data]
-
-    def _kept_options(self) -> list[str]:
-        """The options of model and data in a checkpoint that lies in no folder of a run."""
-        kept = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
-        return [
-            f"--{group}.{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for group, where in kept.items()
-            for name, value in self.checkpoint.get(where, {}).items()
-            if name in arguments(self.groups.get(group))
-            and value is not None
-            and f"{group}.{name}" not in self.short  # it does not follow from another
-        ]
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has."""
@@ -142,10 +126,10 @@ class RunCLI(LightningCLI):
         except ArgumentError as error:
             options = [name.lstrip("-") for name in parser._option_string_actions]
             known = [*options, *self.short, *self.short.values()]
-            raise UsageError(one_line(error, known)) from error
+            raise ValueError(one_line(error, known)) from error
 
     def before_instantiate_classes(self) -> None:
-        """Set the number of steps and the folder; compare with the run that is resumed."""
+        """Set the number of steps and the folder; check the run that is resumed."""
         names = self.names
         self._set_length()
         self.head = (self.config.model.get("init_args") or {}).get("head")
@@ -155,7 +139,7 @@ class RunCLI(LightningCLI):
         self.options = self.parser.dump(self.config, skip_unset=False)
         self.title = f"{names.command} {names.model}{f' with {self.head}' if self.head else ''}"
         if self.checkpoint:
-            self.remark = self._compare(_flat(yaml.safe_load(self.options)))
+            self.remark = f", resumed after step {self.began}{self._compare()}"
         if self.runs and self.keeps and self.is_first:
             self.folder.open(self.options)
 
@@ -171,34 +155,30 @@ class RunCLI(LightningCLI):
         if steps < recipe.steps and not trainer.get("fast_dev_run"):
             self.remark = f", {steps} steps on this CPU; the recipe: --max_steps {recipe.steps}"
 
-    def _compare(self, now: Mapping[str, Any]) -> str:
-        """A remark about the run that is resumed: its step, and options that differ now.
+    def _compare(self) -> str:
+        """A remark about options that differ from those that the resumed run began with.
 
         Raises:
-            UsageError: the checkpoint is one of another model or another head.
+            ValueError: the checkpoint is one of another model or another head.
         """
-        if self.in_checkpoints not in self.checkpoint:
-            raise UsageError(f"checkpoint {self.names.ckpt_path} is one of another model")
-        kept, record = self.checkpoint.get("hyper_parameters", {}), self.names.record
-        data = kept | self.checkpoint.get("datamodule_hyper_parameters", {})
-        began = _flat(read_yaml(str(record)) if record else {"model": kept, "data": data})
-        differ = [name for name in now if name in began and now[name] != began[name]]
-        for name in differ:
-            if name in _MUST_NOT:
-                made = f"{name.removeprefix('model.')} {began[name]}, not {now[name]}"
-                raise UsageError(f"checkpoint {self.names.ckpt_path} has {made}")
-        said = f", resumed after step {self.checkpoint.get('global_step')}"
-        listed = [f"{name.partition('.')[2] or name} {began[name]} -> {now[name]}"
-                  for name in differ if record and not name.startswith(_MAY_DIFFER)]  # fmt: skip
-        if listed:
-            said += f", with other options than it began with: {', '.join(listed)}"
-        anneals = now.get("model.anneal_lr") or now.get("model.lr_schedule") not in (
-            None,
-            "constant",
-        )
-        if anneals and {"trainer.max_steps", "trainer.total_steps"} & set(differ):
-            said += "; the learning rate falls until the new last step, so it is higher now"
-        return said
+        path = self.names.ckpt_path
+        if path is None or self.in_checkpoints not in self.checkpoint:
+            raise ValueError(f"checkpoint {path} is one of another model")
+        record, kept = record_of(path), self.checkpoint.get("hyper_parameters", {})
+        alone = {"model": {"class_path": self.names.path, "init_args": kept}, "data": kept}
+        now, began = _flat(yaml.safe_load(self.options)), _flat(alone)
+        names = set(began)
+        if record:
+            began = _flat(read_yaml(str(record)))
+            names = began.keys() | now.keys()
+        differ = {name.replace("init_args.", ""): f"{began.get(name)} -> {now.get(name)}"
+                  for name in sorted(names) if began.get(name) != now.get(name)}  # fmt: skip
+        for name, change in differ.items():
+            if name.startswith(_SAME):
+                raise ValueError(f"checkpoint {path} is of another {name}: {change}")
+        matter = {name: x for name, x in differ.items() if not name.startswith(_MAY_DIFFER)}
+        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in matter.items()]
+        return f", with other options: {', '.join(listed)}" if record and listed else ""
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -216,9 +196,9 @@ class RunCLI(LightningCLI):
         """Do what the command line says."""
         names = self.names
         if not hasattr(self, names.command):
-            raise UsageError(f"{names.model} has no command {names.command}")
+            raise ValueError(f"{names.model} has no command {names.command}")
         if names.command != "fit" and names.ckpt_path is None:
-            raise UsageError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
+            raise ValueError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
         if self.is_first:
             where = f": {self.folder.path}" if self.keeps or names.ckpt_path else ""
@@ -247,20 +227,13 @@ class RunCLI(LightningCLI):
 
 def canonical_head(name: str) -> str:
     """The registered name of a head, which may be given by an alias such as catnat-natural."""
-    try:
-        return name if name in head_names() else make_head(name, 4).name
-    except ValueError:
-        check_choice("--head", name, head_names())
-        raise
+    return name if name in head_names() else make_head(name, 4).name
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by group and name, such as model.head; empty ones are None."""
-    flat: dict[str, Any] = {}
-    for group, value in config.items():
-        inner = value | (value.get("init_args") or {}) if isinstance(value, dict) else None
-        if inner is None:
-            flat[group] = value
-        else:
-            flat |= {f"{group}.{name}": each for name, each in inner.items() if name != "init_args"}
-    return {name: None if value == {} else value for name, value in flat.items()}
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by their full names, such as model.init_args.head."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        inner = isinstance(value, dict)
+        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found

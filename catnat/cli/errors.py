@@ -21,27 +21,8 @@ _ON_PURPOSE = ("lightning.", "stable_baselines3.", "torch.nn.modules.module", "c
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
-class UsageError(Exception):
-    """Something on the command line is wrong."""
-
-
 class RunFailed(Exception):  # noqa: N818 - reads as what it says
     """A run could not finish."""
-
-
-def check_choice(option: str, value: str, choices: Iterable[str], other: str = "") -> None:
-    """Raise unless a value is one of the choices.
-
-    Args:
-        option: such as "--head".
-        value: what the user wrote.
-        choices: what can be written.
-        other: what else could be written, in words.
-    """
-    choices = tuple(choices)
-    if value not in choices:
-        listed = ", ".join(choices) + (f", or {other}" if other else "")
-        raise UsageError(f"{option} {value!r} is not one of {listed}{did_you_mean(value, choices)}")
 
 
 def one_line(message: object, known: Iterable[str] = ()) -> str:
@@ -77,7 +58,7 @@ def is_mistake(error: BaseException) -> bool:
         for name, file in zip(names, files, strict=True)
     ):  # fmt: skip
         return False  # raised in the user's code, or below it
-    if isinstance(error, (UsageError, ArgumentError, ValueError, OSError)):
+    if isinstance(error, (ArgumentError, ValueError, OSError)):
         return True
     # Who raises errors of other kinds on purpose.
     return names[-1].startswith(_ON_PURPOSE)

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from catnat.cli.errors import UsageError
 from catnat.files import write_whole
 
 
@@ -27,18 +26,18 @@ def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
     """
     if wanted not in ("last", "best"):
         if not Path(wanted).is_file():
-            raise UsageError(f"there is no checkpoint {wanted!r}; give a file, last or best")
+            raise ValueError(f"there is no checkpoint {wanted!r}; give a file, last or best")
         return Path(wanted)
     found = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
     if not found:
-        raise UsageError(f"there is no {wanted}.ckpt in any run under {home / (head or '')}")
+        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / (head or '')}")
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
-def write_options(folder: Path, config: str) -> None:
+def write_options(folder: Path, config: str, *_: object) -> None:
     """Write the options of a run that begins to train; so it is not finished."""
     (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
-    write_whole(folder / "config.yaml", config.encode())
+    write_whole(folder / "config.yaml", config.encode(), shared=True)
 
 
 class RunFolder:
@@ -75,7 +74,7 @@ class RunFolder:
                 self._number += 1
                 self.path = self.path.with_name(f"version_{self._number}")
             except OSError as error:
-                raise UsageError(
+                raise ValueError(
                     f"no folder can be made at {self.path}: {error.strerror}"
                 ) from error
         self._lock_it()
@@ -107,6 +106,6 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another process is training in {self.path}") from None
+            raise ValueError(f"another process is training in {self.path}") from None
         except OSError:  # a file system without locks
             pass

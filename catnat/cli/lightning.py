@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
@@ -22,7 +22,6 @@ from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
 from catnat.cli import report
 from catnat.cli.command import RunCLI
-from catnat.cli.errors import UsageError
 from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
 from catnat.cli.options import arguments, short_names
@@ -101,7 +100,9 @@ class CatnatCLI(RunCLI):
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
         if self.keeps and self.folder.resumed:
-            callbacks.append(_WriteOptions(self.folder.path, self.options))
+            # Once nothing refuses the run any more.
+            write = partial(write_options, self.folder.path, self.options)
+            callbacks.append(LambdaCallback(on_train_start=write))
         bar = options["enable_progress_bar"] is not False
         own_bar = any(isinstance(each, ProgressBar) for each in own)
         if bar and not own_bar and not sys.stdout.isatty():
@@ -151,7 +152,7 @@ class CatnatCLI(RunCLI):
                 raise KeyboardInterrupt from None
             raise
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
-            raise UsageError("the data have no training batch: nothing was learned")
+            raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
         metrics: dict[str, Any] = last_validation(trainer)
@@ -191,18 +192,6 @@ class CatnatCLI(RunCLI):
         """Whether a model of the user's own and its data define these methods."""
         owner = self.model if self.datamodule is None else self.datamodule
         return is_overridden(step, self.model) and is_overridden(loader, owner)
-
-
-class _WriteOptions(Callback):
-    """Writes the options of a resumed run, once nothing refuses it any more."""
-
-    def __init__(self, folder: Path, options: str) -> None:
-        self.folder, self.options = folder, options
-
-    @rank_zero_only
-    def on_train_start(self, *_: Any) -> None:
-        """Write the file."""
-        write_options(self.folder, self.options)
 
 
 def set_validation_interval(options: dict[str, Any]) -> None:

@@ -86,6 +86,8 @@ def help_page(argv: list[str]) -> str:
     names = read_names(argv)
     from jsonargparse import ArgumentParser
 
+    from catnat.cli.options import add_arguments
+
     cls = command_line(names)
     described = cls.__new__(cls)
     described.names = names
@@ -93,7 +95,7 @@ def help_page(argv: list[str]) -> str:
     parser = ArgumentParser(usage="", add_help=False, print_config=None)
     for group, each in described.groups.items():
         if each is not None:
-            parser.add_class_arguments(each, group, fail_untyped=False)
+            add_arguments(parser, each, group)
     return f"{page}\n\n{parser.format_help().strip()}"
 
 

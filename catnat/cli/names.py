@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from catnat.checks import did_you_mean
-from catnat.cli.errors import UsageError, check_choice
+from catnat.checks import did_you_mean, require_choice
 from catnat.cli.folders import find_checkpoint, record_of
 
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -60,8 +59,8 @@ RECIPES = {
             ("out_features", "out_features", None),
         ),
     ),
-    "ppo": Recipe("catnat.cli.rl_options.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
-    "a2c": Recipe("catnat.cli.rl_options.A2C", steps=8_000_000, steps_on_cpu=30_000),
+    "ppo": Recipe("catnat.cli.rl.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
+    "a2c": Recipe("catnat.cli.rl.A2C", steps=8_000_000, steps_on_cpu=30_000),
 }
 RL_MODELS = ("ppo", "a2c")
 MODELS = tuple(RECIPES)
@@ -85,7 +84,6 @@ class Names:
         imports: modules to import first.
         ckpt_path: the checkpoint to resume or to test.
         configs: files of options; that of the run of the checkpoint comes first.
-        record: the config.yaml of the checkpoint's run.
         root: the folder of all runs.
         words: the rest of the command line.
     """
@@ -97,7 +95,6 @@ class Names:
     imports: list[str]
     ckpt_path: Path | None
     configs: list[str]
-    record: Path | None
     root: str
     words: list[str]
 
@@ -114,7 +111,7 @@ class Names:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise ValueError(message)
 
 
 def read_names(argv: list[str]) -> Names:
@@ -129,23 +126,22 @@ def read_names(argv: list[str]) -> Names:
     roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
     parser.add_argument(*roots, dest="root")
     command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
-    check_choice("command", command, COMMANDS)
+    require_choice(COMMANDS, command=command)
     found, rest = parser.parse_known_args(words)
     for path in reversed(found.configs):
         _add_names_of(read_yaml(path), found)
-    ckpt_path = record = None
+    ckpt_path = None
     if found.ckpt_path is not None:
         home = Path(found.root or "runs", _name(found.model))
         ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
-        record = record_of(ckpt_path)
-    if record is not None:
-        _add_names_of(read_yaml(str(record)), found)
-        found.configs.insert(0, str(record))
+        if record := record_of(ckpt_path):
+            _add_names_of(read_yaml(str(record)), found)
+            found.configs.insert(0, str(record))
     model = _name(found.model)
     if "." not in model:
-        check_choice("--model", model, MODELS, "a class like my_module.MyVAE")
+        require_choice((*MODELS, "or my_module.MyVAE"), model=model)
     return Names(command, model, found.head, _data_path(found.data, model), found.imports,
-                 ckpt_path, found.configs, record, found.root or "runs", rest)  # fmt: skip
+                 ckpt_path, found.configs, found.root or "runs", rest)  # fmt: skip
 
 
 def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
@@ -170,11 +166,11 @@ def _data_path(data: str | None, model: str) -> str | None:
     """The path of the data's class; names of data are checked."""
     if model in RL_MODELS:
         if data is not None:
-            raise UsageError(f"--data {data}: {model} plays in environments; see --env")
+            raise ValueError(f"--data {data}: {model} plays in environments; see --env")
         return None
     choices = RECIPES[model].data if model in RECIPES else tuple(DATA)
     if data is not None and "." not in data:
-        check_choice("--data", data, choices, "a class like my_module.MyData")
+        require_choice((*choices, "or my_module.MyData"), data=data)
     return DATA.get(data or "", data)
 
 
@@ -183,9 +179,9 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from error
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise UsageError(f"--config {path} should read like what --print_config prints")
+        raise ValueError(f"--config {path} should read like what --print_config prints")
     return config
 
 
@@ -204,7 +200,7 @@ def load(path: str, option: str = "") -> Any:
     module, _, name = path.rpartition(".")
     found = import_module(module, f"{option} {path}")
     if not hasattr(found, name):
-        raise UsageError(
+        raise ValueError(
             f"{option} {path}: {module} has no {name}{did_you_mean(name, vars(found))}"
         )
     return getattr(found, name)
@@ -217,4 +213,4 @@ def import_module(name: str, option: str = "--import") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{option}: {error}") from error
+        raise ValueError(f"{option}: {error}") from error

@@ -1,51 +1,41 @@
-"""Options of a command line: a parser that keeps numbers whole, and short names."""
+"""Options of a command line: which there are, and their short names."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
 
-from catnat.cli.errors import UsageError
 from catnat.flat_heads import head_option_names
 
 
-class Parser(LightningArgumentParser):
-    """A parser in which 1 stays an int where an option takes int and float.
+def add_arguments(
+    parser: ArgumentParser, of: Callable[..., Any], group: str | None = None
+) -> set[str]:
+    """Add the arguments of a class to a parser, or those of a function up to ``*``.
 
-    For Lightning the two differ: limit_val_batches 1 is one batch, 1.0 is all batches. jsonargparse
-    tries the types of a union in order, and Python may answer Optional[int | float] with the equal
-    Optional[float | int] that another library made before.
+    Returns:
+        their names.
     """
-
-    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class; see jsonargparse."""
-        added: list[str] = super().add_class_arguments(*args, **kwargs)
-        for action in self._actions:
-            if hasattr(action, "_typehint"):
-                action._typehint = _int_first(action._typehint)
-        return added
-
-
-def _int_first(kind: Any) -> Any:
-    """A type with int before float."""
-    kinds = get_args(kind)
-    if get_origin(kind) not in (Union, UnionType) or not {int, float} <= set(kinds):
-        return kind
-    return Union[(int, *(each for each in kinds if each is not int))]
+    if isinstance(of, type):
+        return set(parser.add_class_arguments(of, group, fail_untyped=False))
+    kinds = {name: each.kind for name, each in inspect.signature(of).parameters.items()}
+    skip: set[str | int] = {
+        name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return set(parser.add_function_arguments(of, group, skip=skip))
 
 
-def arguments(cls: type | None) -> set[str]:
-    """Names of the arguments of a class, and of its base classes if it passes them on."""
-    return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False)) if cls else set()
+def arguments(of: Callable[..., Any] | None) -> set[str]:
+    """Names of the options of a class or a function; None has none."""
+    return add_arguments(ArgumentParser(), of) if of else set()
 
 
 def short_names(
-    model: type, data: type | None, trainer: type, links: Mapping[str, str]
+    model: type, data: Callable[..., Any] | None, trainer: type, links: Mapping[str, str]
 ) -> dict[str, str]:
     """Full names of options by their short ones: max_steps is trainer.max_steps.
 
@@ -54,7 +44,7 @@ def short_names(
 
     Args:
         model: class behind the options of the model.
-        data: class behind those of the data, if there is one.
+        data: class or function behind those of the data, if there is one.
         trainer: class behind those of the Trainer.
         links: options of the model that follow from one of the data, by name.
     """
@@ -83,6 +73,6 @@ def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
         if known in short and (known != "optimizer" or (value or following).islower()):
             full = short[known]
             if full.startswith("data.") and full[5:] != known.removeprefix("model."):
-                raise UsageError(f"--{typed} follows from --{full}: set that")
+                raise ValueError(f"--{typed} follows from --{full}: set that")
             name = full + name.removeprefix(known)
         yield f"--{name}{plus}{equals}{value}"

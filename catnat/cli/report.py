@@ -86,24 +86,21 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> No
             logger.close()
 
 
-class _Noise(logging.Filter):
-    """Messages of Lightning that a user of this program can do nothing about."""
+# Messages of Lightning that a user of this program can do nothing about.
+_NOISE = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
+          "`Trainer.fit` stopped", "`Trainer(limit", "LOCAL_RANK", "`weights_only` was not set",
+          "Restor", "Loaded model weights")  # fmt: skip
 
-    begins = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
-              "`Trainer.fit` stopped", "`Trainer(limit", "LOCAL_RANK", "`weights_only` was not set",
-              "Restor", "Loaded model weights")  # fmt: skip
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a message is shown."""
-        return not record.getMessage().startswith(self.begins)
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOISE)
 
 
 def silence() -> None:
     """Turn off messages and warnings that users can do nothing about; others stay."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         for handler in logging.getLogger(name).handlers:
-            if not any(isinstance(each, _Noise) for each in handler.filters):
-                handler.addFilter(_Noise())
+            handler.addFilter(_is_shown)
     for message in (
         ".*does not have many workers",
         ".*is smaller than the logging interval",

@@ -1,45 +1,161 @@
-"""Training with Stable-Baselines3: a policy with a categorical head, in Atari and Gymnasium."""
+"""Training with Stable-Baselines3: a policy with a categorical head, in Atari and Gymnasium.
+
+A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
+``names.RL_MODELS``.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
-from stable_baselines3.common.callbacks import CallbackList
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat, make_output_format
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from tensorboard.compat.proto.summary_pb2 import Summary
+from stable_baselines3.common.vec_env import (
+    VecEnv,
+    VecNormalize,
+    sync_envs_normalization,
+)
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer, write_hparams
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.command import RunCLI
 from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.options import short_names
-from catnat.cli.rl_options import Algorithm, Environments, Training
-from catnat.datamodules.environments import is_atari, write_gif
+from catnat.cli.options import add_arguments, short_names
+from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
-from catnat.sb3 import (
-    HeadActorCriticCnnPolicy,
-    HeadActorCriticPolicy,
-    HeadMultiInputActorCriticPolicy,
-    MaskedPlayer,
-    NonFinite,
-)
+from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, NonFinite, cleanrl_schedule
 from catnat.sb3.run_state import load_state
 
 _EVALUATION = 10**9  # added to the seed of a run: the games of evaluations are others
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
+
+
+class Algorithm:
+    """An algorithm of Stable-Baselines3, which is made when its environments are.
+
+    Args:
+        head: name of the head.
+        head_options: options of the head.
+        policy_kwargs: other arguments of the policy, such as net_arch.
+        learning_rate: of the optimizer, at the beginning.
+        anneal_lr: let it fall linearly to 0 at the last step.
+        kwargs: options of the algorithm itself.
+    """
+
+    atari: ClassVar[dict[str, Any]] = {}  # the recipe for Atari games
+    not_atari: ClassVar[dict[str, Any]] = {}  # the recipe for other environments
+    # Rollouts between two rows of the log, and at most between two looks of the Fisher monitor.
+    every: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        head: str = "natural",
+        head_options: dict[str, Any] | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        learning_rate: float = 7e-4,
+        anneal_lr: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        def numbers(*names: str) -> dict[str, Any]:
+            given = {name: kwargs.get(name) for name in names}
+            return {name: x for name, x in given.items() if isinstance(x, int | float)}
+
+        require_positive(learning_rate=learning_rate)
+        require_positive(**numbers("clip_range", "max_grad_norm", "rms_prop_eps"))
+        require_positive(or_zero=True, **numbers("ent_coef", "vf_coef"))
+        require_at_least(1, **numbers("n_steps", "n_epochs"))
+        require_within(0, 1, **numbers("gamma", "gae_lambda"))
+        self.policy_kwargs = {"head": head, "head_options": head_options} | (policy_kwargs or {})
+        self.learning_rate, self.anneal_lr = learning_rate, anneal_lr
+        self.kwargs = kwargs
+
+    def rate(self, env: VecEnv, steps: int) -> Any:
+        """The learning rate, or its schedule."""
+        if not self.anneal_lr:
+            return self.learning_rate
+        return cleanrl_schedule(self.learning_rate, steps, self.kwargs["n_steps"] * env.num_envs)
+
+
+class PPO(Algorithm):
+    """PPO; for Atari games with CleanRL's settings, which are the paper's."""
+
+    # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
+    atari: ClassVar[dict[str, Any]] = {
+        "learning_rate": 2.5e-4, "anneal_lr": True, "n_steps": 128, "batch_size": 256,
+        "n_epochs": 4, "clip_range": 0.1, "ent_coef": 0.01, "vf_coef": 0.25,
+        "value_loss": "cleanrl",
+    }  # fmt: skip
+    not_atari: ClassVar[dict[str, Any]] = {
+        "learning_rate": 1e-3, "anneal_lr": True, "n_steps": 32, "batch_size": 256,
+        "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.8,
+    }  # fmt: skip
+
+    def make(self, policy: Any, env: VecEnv, steps: int, seed: int, device: str) -> HeadPPO:
+        """The model, which learns for so many steps of all environments together."""
+        return HeadPPO(
+            policy, env, learning_rate=self.rate(env, steps), policy_kwargs=self.policy_kwargs,
+            seed=seed, device=device, **self.kwargs,
+        )  # fmt: skip
+
+
+class A2C(Algorithm):
+    """A2C with the defaults of Stable-Baselines3."""
+
+    every = 100  # rollouts are short
+
+    def make(self, policy: Any, env: VecEnv, steps: int, seed: int, device: str) -> HeadA2C:
+        """The model, as that of PPO."""
+        return HeadA2C(
+            policy, env, learning_rate=self.rate(env, steps), policy_kwargs=self.policy_kwargs,
+            seed=seed, device=device, **self.kwargs,
+        )  # fmt: skip
+
+
+@dataclass
+class Training:
+    """How long training takes, on which device, and how it is evaluated.
+
+    Args:
+        total_steps: steps of all environments together, also --max_steps. By default 50,000; of
+            Atari games 8,000,000 with an accelerator, else 30,000.
+        device: auto is CUDA for pictures, else the CPU.
+        eval_games: games of an evaluation. A game that has no time limit ends after 10,000 steps.
+        eval_every: steps between evaluations; by default a tenth of all, 0 for none.
+        eval_deterministic: evaluate with the likeliest actions, do not sample.
+        callbacks: callbacks of Stable-Baselines3.
+        enable_progress_bar: show progress.
+        default_root_dir: where runs go.
+    """
+
+    total_steps: int | None = None
+    device: str = "auto"
+    eval_games: int = 10
+    eval_every: int | None = None
+    eval_deterministic: bool = False
+    callbacks: list[BaseCallback] | None = None
+    enable_progress_bar: bool = True
+    default_root_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        for name, least in (("total_steps", 1), ("eval_games", 1), ("eval_every", 0)):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(least, **{name: value})
+        # Stable-Baselines3 would take the CPU in place of a GPU that is not there.
+        kind, _, number = self.device.partition(":")
+        if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+            raise ValueError(f"there is no device {self.device!r} here")
 
 
 class RLCLI(RunCLI):
@@ -55,8 +171,6 @@ class RLCLI(RunCLI):
     in_checkpoints = "optimizer"
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # --env my_module:Mine-v0 may lie here
         super().__init__(args, run, auto_configure_optimizers=False)
 
     # -- from words to objects -----------------------------------------------------------------
@@ -65,59 +179,58 @@ class RLCLI(RunCLI):
         """Find the class of the algorithm."""
         self.recipe = RECIPES[self.names.model]
         self.algorithm: type[Algorithm] = load(self.names.path, "--model")
-        self.short = short_names(self.algorithm, Environments, Training, {})
+        self.short = short_names(self.algorithm, make_env, Training, {})
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
         self.short["net_arch"] = "model.policy_kwargs.net_arch"
-        self.groups = {"model": self.algorithm, "data": Environments, "trainer": Training,
+        self.groups = {"model": self.algorithm, "data": make_env, "trainer": Training,
                        "fisher": FisherMonitorSB3}  # fmt: skip
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
         parser.add_subclass_arguments(Algorithm, "model", required=False)
         for group in ("data", "trainer", "fisher"):
-            parser.add_class_arguments(self.groups[group], group, fail_untyped=False)
+            add_arguments(parser, self.groups[group], group)
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults that depend on the environment and on the length of the run."""
         asked = [word for word in given if not word.startswith("--print_config")]
         first = self.parser.parse_args([*self._classes(), *asked])
-        usual = {}
-        if not is_atari(first.data.env):
-            usual = dict(self.algorithm.not_atari)
+        kind, atari = self.algorithm, is_atari(first.data.env)
+        recipe = kind.atari if atari else kind.not_atari
+        usual = {f"model.{name}": value for name, value in recipe.items()}
+        usual["trainer.eval_deterministic"] = not atari
+        if not atari:
             self.recipe = Recipe(steps=50_000, steps_on_cpu=50_000)
-        if (most := self.algorithm.monitor_every) > 1:
+        if kind.every > 1:
             # The monitor looks at a few of many short rollouts, at one in the last tenth of a run.
-            rollout = max(first.model.init_args.num_steps * first.data.num_envs, 1)
+            rollout = max(first.model.init_args.n_steps * first.data.num_envs, 1)
             often = int(first.trainer.total_steps or self.recipe.steps_on_cpu) // rollout // 10
-            usual["fisher.every_n_rollouts"] = max(1, min(most, often))
-            usual["fisher.image_every_n_rollouts"] = 20 * most
+            usual["fisher.every_n_rollouts"] = max(1, min(kind.every, often))
+            usual["fisher.image_every_n_rollouts"] = 20 * kind.every
         return [f"--{name}={value}" for name, value in usual.items()]
 
     def instantiate_classes(self) -> None:
         """Make environments, model and callbacks."""
         made = self.parser.instantiate(self.config)
-        self.environments, self.training, self.fisher = made.data, made.trainer, made.fisher
+        self.training, self.fisher = made.trainer, made.fisher
         self.seed, training = self.config.seed_everything, made.trainer
-        make, gamma = self.environments.make, made.model.gamma
-        self.title += f" on {self.environments.env}"
-        self.env = make(self.environments.num_envs, self.seed, gamma)
+        self.hparams = self.config.model.init_args.as_dict() | self.config.data.as_dict()
+        self.title += f" on {self.config.data.env}"
+        self.env = self._environments()
         policy = policy_for(self.env.observation_space)
-        small = training.device == "auto" and policy is HeadActorCriticPolicy
+        small = training.device == "auto" and policy == "MlpPolicy"
         device = "cpu" if small else training.device  # small networks are faster there
         steps = training.total_steps
-        arguments = made.model.arguments(self.env, steps)
-        self.model: Any = self.algorithm.kind(
-            policy, self.env, device=device, seed=self.seed, **arguments
-        )
-        self.hparams = asdict(made.model) | asdict(made.data)
+        self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
             self.env.seed(self.seed + self.step)  # not the games that the run began with
-        self.longest = training.eval_max_steps
-        if self.longest is None and not is_atari(self.environments.env):
-            limit = self.env.get_attr("spec")[0].max_episode_steps
-            self.longest = _LONGEST_GAME if limit is None else None
-        self.eval_env = make(min(training.eval_games, 16), self.seed, gamma, self.longest)
+        count, limit = min(training.eval_games, 16), dict(self.config.data.env_kwargs or {})
+        atari = is_atari(self.config.data.env)
+        self.limited = not atari and self.env.get_attr("spec")[0].max_episode_steps is None
+        if self.limited:
+            limit["max_episode_steps"] = _LONGEST_GAME
+        self.eval_env = self._environments(num_envs=count, env_kwargs=limit)
         save_every, eval_every = self.config.save_every, training.eval_every
         save_every = max(25_000, steps // 100) if save_every is None else save_every
         eval_every = max(steps // 10, 1) if eval_every is None else eval_every
@@ -128,6 +241,15 @@ class RLCLI(RunCLI):
         self.callback.best = self.checkpoint.get("best", self.callback.best)
         self.callback.model = self.model
 
+    def _environments(self, **changes: Any) -> VecEnv:
+        """Environments with the options of the command line; with others, to play in only."""
+        gamma = self.config.model.init_args.gamma
+        options = self.config.data.as_dict() | changes
+        env = make_env(**options, seed=self.seed, gamma=gamma)
+        if changes and isinstance(env, VecNormalize):
+            env.training = env.norm_reward = False
+        return env
+
     # -- commands ------------------------------------------------------------------------------
 
     @property
@@ -136,22 +258,21 @@ class RLCLI(RunCLI):
         return int(self.model.num_timesteps) if hasattr(self, "model") else 0
 
     def fit(self) -> dict[str, Any]:
-        """Learn, play, write a GIF."""
+        """Learn, then play."""
         model, training, folder = self.model, self.training, str(self.folder.path)
         if self._masked:
-            print(f"actions are masked: {self.environments.env} has action_masks()", flush=True)
+            print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         write_options(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         writer = open_writer(folder, resumed_at)
-        others = [make_output_format(each, folder) for each in training.log_formats or ()]
-        model.set_logger(Logger(folder, [_Output(writer), *others]))
+        model.set_logger(Logger(folder, [_Output(writer)]))
         left = max(training.total_steps - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
         try:
             model.learn(
                 left,
                 callbacks,
-                log_interval=self.algorithm.log_interval,
+                log_interval=self.algorithm.every,
                 reset_num_timesteps=False,
                 progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
             )
@@ -165,8 +286,6 @@ class RLCLI(RunCLI):
         model.logger.dump(model.num_timesteps)
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
         write_hparams(writer, self.hparams | about, list(played))
-        if training.gif:
-            self._film(writer)
         writer.flush()
         return dict(played | recent_return(model) | self.fisher.latest)
 
@@ -186,11 +305,11 @@ class RLCLI(RunCLI):
     def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
         self.eval_env.seed(self.seed + _EVALUATION)
-        share_moments(self.env, self.eval_env)
+        sync_envs_normalization(self.env, self.eval_env)
         lengths: Any
         with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
-                self._player(self.eval_env),
+                MaskedPlayer(self.model, self.eval_env) if self._masked else self.model,
                 self.eval_env,
                 self.training.eval_games,
                 deterministic=self.training.eval_deterministic,
@@ -199,41 +318,16 @@ class RLCLI(RunCLI):
             )
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
         found = {"return": float(mean), "return_std": float(spread), "length": float(length)}
-        if self.longest and (unfinished := sum(each >= self.longest for each in lengths)):
-            print(f"{unfinished} games of an evaluation were not finished after {self.longest} "
-                  "steps; they count as they are (--eval_max_steps)")  # fmt: skip
+        if self.limited and (unfinished := sum(each >= _LONGEST_GAME for each in lengths)):
+            print(f"{unfinished} games of an evaluation were not finished after {_LONGEST_GAME} "
+                  "steps; they count as they are")  # fmt: skip
             found["unfinished"] = float(unfinished)
         return found
 
-    def _player(self, env: VecEnv) -> Any:
-        """Who plays in an environment: the model, with masks if it learns with masks."""
-        return MaskedPlayer(self.model, env) if self._masked else self.model
-
     @property
     def _masked(self) -> bool:
+        """Whether the model learns with masks."""
         return getattr(self.model, "uses_masks", False)
-
-    def _film(self, writer: Any) -> None:
-        """A GIF of one game, in the run's folder and for TensorBoard."""
-        path = self.folder.path / "game.gif"
-        # Games in C++ threads cannot be drawn.
-        env = self.environments.make(1, self.seed, self.model.gamma, backend="sb3")
-        share_moments(self.env, env)
-        deterministic = self.training.eval_deterministic
-        try:
-            with forked_random_state(self.model.device, self.seed):
-                drawn = write_gif(self._player(env), env, path, deterministic)
-            missing = None if drawn else "this environment cannot be drawn"
-        except gymnasium.error.DependencyNotInstalled as error:
-            missing = str(error)
-        finally:
-            env.close()
-        if missing:
-            print(f"no GIF of a game: {missing}")
-            return
-        picture = Summary.Image(colorspace=3, encoded_image_string=path.read_bytes())
-        value = Summary.Value(tag="game", image=picture)
-        writer._get_file_writer().add_summary(Summary(value=[value]), self.model.num_timesteps)
 
 
 class _Output(TensorBoardOutputFormat):
@@ -243,17 +337,8 @@ class _Output(TensorBoardOutputFormat):
         self._is_closed, self.writer = False, writer
 
 
-def policy_for(space: gymnasium.Space[Any]) -> Any:
+def policy_for(space: gymnasium.Space[Any]) -> str:
     """The policy that can look at such observations."""
     if isinstance(space, spaces.Dict):
-        return HeadMultiInputActorCriticPolicy
-    if is_image_space(space):
-        return HeadActorCriticCnnPolicy
-    return HeadActorCriticPolicy
-
-
-def share_moments(learned: VecEnv, env: VecEnv) -> None:
-    """Scale observations as in training, and rewards not at all."""
-    if isinstance(env, VecNormalize) and isinstance(learned, VecNormalize):
-        env.training = env.norm_reward = False
-        env.obs_rms = learned.obs_rms
+        return "MultiInputPolicy"
+    return "CnnPolicy" if is_image_space(space) else "MlpPolicy"

@@ -314,11 +314,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
-        # A zip of stable_baselines3.PPO or MaskablePPO brings the name of its own buffer.
-        given = self.rollout_buffer_class
-        if given not in (None, RolloutBuffer, DictRolloutBuffer) and not (
-            given.__module__ == "sb3_contrib.common.maskable.buffers"
-        ):
+        given = self.rollout_buffer_class  # a zip of stable_baselines3.PPO brings that of its own
+        if given not in (None, RolloutBuffer, DictRolloutBuffer):
             raise ValueError(f"HeadPPO makes minibatches by itself, it cannot use {given.__name__}")
         self.rollout_buffer_class = None
         super()._setup_model()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -76,15 +76,16 @@ def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
 
 def warn_of_evaluation(callback: BaseCallback) -> None:
     """Warn where an EvalCallback would play forbidden actions in an environment with masks."""
-    for each in _flat(callback):
-        if not isinstance(each, EvalCallback) or getattr(each, "use_masking", False):
-            continue
-        if has_masks(each.eval_env):
-            warnings.warn(
-                f"{type(each).__name__} plays forbidden actions: it asks for no masks; use "
-                "sb3_contrib.common.maskable.callbacks.MaskableEvalCallback",
-                stacklevel=2,
-            )
+    for each in getattr(callback, "callbacks", ()):
+        warn_of_evaluation(each)
+    if not isinstance(callback, EvalCallback) or getattr(callback, "use_masking", False):
+        return
+    if has_masks(callback.eval_env):
+        warnings.warn(
+            f"{type(callback).__name__} plays forbidden actions: it asks for no masks; use "
+            "sb3_contrib.common.maskable.callbacks.MaskableEvalCallback",
+            stacklevel=2,
+        )
 
 
 def split_masks(
@@ -181,10 +182,3 @@ def _booleans(masks: Any) -> NDArray[np.bool_]:
         wrong = given[given != yes].flat[0]
         raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong}")
     return np.array(yes)  # torch wants an array that it may write to
-
-
-def _flat(callback: BaseCallback) -> Iterator[BaseCallback]:
-    """A callback, or all callbacks of a list of them."""
-    for each in getattr(callback, "callbacks", ()):
-        yield from _flat(each)
-    yield callback

@@ -1,6 +1,7 @@
 """Policies of Stable-Baselines3 whose actions come from a categorical head.
 
-``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too.
+``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too. Any
+other policy gets a head by a class of two bases, as those in ``contrib.py`` do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from catnat.checks import require_choice, require_name, require_within
+from catnat.checks import require_choice, require_name
 from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
 from catnat.sb3.action_distributions import (
@@ -28,7 +29,7 @@ from catnat.sb3.action_distributions import (
     categories_of,
 )
 
-SPARSEMAX_MIX = 1e-3  # default of uniform_mix for sparsemax
+SPARSEMAX_MIX = 1e-3  # default of the option mix of sparsemax
 
 if TYPE_CHECKING:
     _Base = BasePolicy
@@ -53,11 +54,11 @@ class HeadPolicy(_Base):
         lr_schedule: learning rate as a function of the progress that remains.
         args: further arguments of the policy.
         head: a name from :func:`catnat.head_names`.
-        head_options: options of the head, such as ``{"amplitude": 6.0}``.
-        uniform_mix: another name of the head's option ``mix``, the share of the uniform
-            distribution in the policy. By default 0.001 for sparsemax and 0 for all others. A share
-            above 0 keeps every allowed action possible. At 0, an action that was taken can become
-            impossible: its KL divergence is infinite, and it gets no gradient and stays impossible.
+        head_options: options of the head, such as ``{"amplitude": 6.0}``. The option ``mix`` is the
+            share of the uniform distribution in the policy, here 0.001 for sparsemax unless given.
+            A share above 0 keeps every allowed action possible. At 0, an action that was taken can
+            become impossible: its KL divergence is infinite, and it gets no gradient and stays
+            impossible.
         mask_mode: "prune": the heads themselves take the masks; with scores of zero the allowed
             actions are equally likely, and the Fisher matrix of a masked tree stays diagonal.
             "renormalize": the probabilities of allowed actions are divided by their sum; trees
@@ -73,21 +74,15 @@ class HeadPolicy(_Base):
         *args: Any,
         head: str = "softmax",
         head_options: dict[str, Any] | None = None,
-        uniform_mix: float | None = None,
         mask_mode: MaskMode = "prune",
         **kwargs: Any,
     ) -> None:
         require_name(head=head)
         require_choice(get_args(MaskMode), mask_mode=mask_mode)
-        if uniform_mix is not None:
-            require_within(0, 1, "[)", uniform_mix=uniform_mix)
-            if "mix" in (head_options or {}):
-                raise ValueError("uniform_mix is the head's option mix: give one of the two")
         categories_of(action_space)  # before anything is built
         self._head_arguments: dict[str, Any] = {
             "head": head,
             "head_options": dict(head_options or {}),
-            "uniform_mix": uniform_mix,
             "mask_mode": mask_mode,
         }
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
@@ -95,10 +90,7 @@ class HeadPolicy(_Base):
     def _build(self, lr_schedule: Schedule) -> None:
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
         name, options = self._head_arguments["head"], dict(self._head_arguments["head_options"])
-        mix = self._head_arguments["uniform_mix"]
-        if mix is not None:
-            options["mix"] = mix
-        elif name == "sparsemax":
+        if name == "sparsemax":
             options.setdefault("mix", SPARSEMAX_MIX)
         sizes = categories_of(self.action_space)
         heads = [OnlyChoice() if K == 1 else make_head(name, K, **options) for K in sizes]
