@@ -27,7 +27,8 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 # Options that a resumed run cannot change, and those that say how it is watched or where it runs.
-_SAME = ("model.class_path", "model.head", "data.num_actions", "data.normalize")
+_SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.num_actions.",
+         "data.normalize.")  # fmt: skip
 _MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
                "trainer.callbacks", "trainer.logger", "trainer.profiler", "save_every", "fisher",
                "import", "data.root", "data.download")  # fmt: skip
@@ -174,7 +175,7 @@ class RunCLI(LightningCLI):
         differ = {name.replace("init_args.", ""): f"{began.get(name)} -> {now.get(name)}"
                   for name in sorted(names) if began.get(name) != now.get(name)}  # fmt: skip
         for name, change in differ.items():
-            if name.startswith(_SAME):
+            if f"{name}.".startswith(_SAME):
                 raise ValueError(f"checkpoint {path} is of another {name}: {change}")
         matter = {name: x for name, x in differ.items() if not name.startswith(_MAY_DIFFER)}
         listed = [f"{name.partition('.')[2] or name} {change}" for name, change in matter.items()]
