@@ -34,6 +34,7 @@ GUESTS = {
     "catnat/sb3/": {"stable_baselines3", "gymnasium", "numpy"},
     "catnat/kernels/": {"triton"},
     "catnat/jax/": {"jax", "numpy"},
+    "catnat/sb3/contrib.py": {"sb3_contrib"},
 }
 ISLANDS = ("sb3", "jax", "cli")  # packages of catnat that the rest of catnat does not import
 
