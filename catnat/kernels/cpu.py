@@ -91,8 +91,8 @@ def tree_forward(scores: Tensor, activation: Activation, constants: Tensor | Non
 
 
 def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
-    """Fisher diagonal and, in the last column, share of flat activations, (*, K-1) -> (*, K)."""
-    out = scores.new_empty((*scores.shape[:-1], scores.shape[-1] + 1))
+    """Fisher diagonal, (*, K-1) -> (*, K-1)."""
+    out = scores.new_empty(scores.shape)
     _run("tree_fisher", activation, constants, scores=scores, out=out)
     return out
 
