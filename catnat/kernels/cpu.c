@@ -29,7 +29,7 @@ typedef struct {
     float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
 } activation;
 
-typedef struct { /* cpu.py has the same fields */
+typedef struct { /* dispatch.py has the same fields */
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centered at 0 */
     const long long *leaf;
     const double *uniforms;
@@ -210,28 +210,27 @@ static inline void tailed_slopes(float x, float above, float below, activation s
     *right = keep_nan(above < below ? gentle : steep, x);
 }
 
-/* Fisher information a'^2 / (a (1 - a)), times the probability of the node. */
-static inline float weighed(float information, float log_p) {
-    return keep_nan(exp_or_zero(log_p) * information, log_p);
+/* Fisher information a'^2 / (a (1 - a)), times the probability of the node; NaN where x is. */
+static inline float weighed(float information, float log_p, float x) {
+    return keep_nan(keep_nan(exp_or_zero(log_p) * information, log_p), x);
 }
 
 static inline void sigmoid_information(float x, float *out, const float *log_p) {
     float left, right;
     sigmoid_slopes(x, &left, &right);
-    *out = weighed(left * right, *log_p);
+    *out = weighed(left * right, *log_p, x);
 }
 
 static inline void natural_information(float x, float above, float below, activation s, float *out,
                                        const float *log_p) {
-    *out = weighed(keep_nan(fminf(above, below) < 0 ? 0.0f : s.rate * s.rate, x), *log_p);
+    *out = weighed(fminf(above, below) < 0 ? 0.0f : s.rate * s.rate, *log_p, x);
 }
 
 static inline void tailed_information(float x, float above, float below, activation s, float *out,
                                       const float *log_p) {
     float d = fminf(above, below), tail = tail_log(d, s);
     float p = exp_minus(-tail), r = tail_slope(d, tail, s);
-    float information = d > s.joint ? s.rate * s.rate : r * (r * (p / (1.0f - p)));
-    *out = weighed(keep_nan(information, x), *log_p);
+    *out = weighed(d > s.joint ? s.rate * s.rate : r * (r * (p / (1.0f - p))), *log_p, x);
 }
 
 /* Apply a function to number i of all rows: to whole vectors, and then to the last 16 numbers of a
@@ -628,7 +627,7 @@ static int run(kernel kernel, job *job, int threads) {
     return job->failed;
 }
 
-size_t catnat_job_size(void) { return sizeof(job); } /* cpu.py compares it */
+size_t catnat_size_of_job(void) { return sizeof(job); } /* dispatch.py compares it */
 
 #define EXPORT(NAME, ROWS) \
     int catnat_##NAME(job *j, int threads) { return run(ROWS, j, threads); }
