@@ -168,7 +168,7 @@ def test_a_generator_decides_every_sample(name):
         lambda g: head.sample(scores, (4,), generator=g),
         lambda g: q.sample((4,), generator=g),
         lambda g: q.one_hot_sample((4,), generator=g),
-        lambda g: q.rsample_relaxed(0.5, sample_shape=(4,), generator=g),
+        lambda g: q.rsample((4,), "relaxed", 0.5, g),
     )
     for draw in draws:
         before = torch.get_rng_state()
