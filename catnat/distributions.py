@@ -234,10 +234,11 @@ class HeadCategorical(Categorical):
 
         Args:
             sample_shape: as in ``sample``.
-            estimator: ``"straight-through"`` (one-hot, the gradient of the probabilities),
+            estimator: ``"straight-through"`` (one-hot, the gradient of the probabilities; Bengio,
+                Léonard and Courville, 2013),
                 ``"reinmax"`` (one-hot, :func:`~catnat.estimators.reinmax`), ``"gumbel"`` (one-hot,
                 the gradient of the relaxed sample) or ``"relaxed"`` (a point of the simplex).
-            temperature: of the two with Gumbel noise.
+            temperature: of the two with Gumbel noise, > 0; towards 0 a relaxed sample is one-hot.
             generator: of the noise; None is torch's own.
         """
         if estimator is None:
@@ -246,38 +247,13 @@ class HeadCategorical(Categorical):
             )
         require_choice(ESTIMATORS, estimator=estimator)
         if estimator in ("gumbel", "relaxed"):
+            log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
             hard = estimator == "gumbel"
-            return self.rsample_relaxed(temperature, hard, sample_shape, generator)
-        if estimator == "straight-through":
-            return self.rsample_straight_through(sample_shape, generator)
-        return reinmax(self.logits, self.one_hot_sample(sample_shape, generator))
-
-    def rsample_relaxed(
-        self,
-        temperature: float | Tensor,
-        hard: bool = False,
-        sample_shape: Any = (),
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """A Gumbel-softmax sample, (*sample_shape, *, K), with gradient.
-
-        Args:
-            temperature: > 0; towards 0 the sample becomes one-hot.
-            hard: return an exact one-hot sample with the gradient of the relaxed sample.
-            sample_shape: as in ``sample``.
-            generator: of the noise; None is torch's own.
-        """
-        log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
-        return straight_through_gumbel(log_probs, temperature, hard=hard, generator=generator)
-
-    def rsample_straight_through(
-        self, sample_shape: Any = (), generator: torch.Generator | None = None
-    ) -> Tensor:
-        """One-hot samples with the gradient of the probabilities p, (*sample_shape, *, K).
-
-        The value is exactly one-hot: one-hot + p - stop(p) (Bengio, Léonard and Courville, 2013).
-        """
-        return self.one_hot_sample(sample_shape, generator) + (self.probs - self.probs.detach())
+            return straight_through_gumbel(log_probs, temperature, hard, generator)
+        one_hot = self.one_hot_sample(sample_shape, generator)
+        if estimator == "reinmax":
+            return reinmax(self.logits, one_hot)
+        return one_hot + (self.probs - self.probs.detach())  # plus exactly zero
 
     def one_hot(self) -> HeadOneHotCategorical:
         """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""

@@ -26,31 +26,23 @@ Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]
 
 
-def score_fisher(
+def sampled_fisher(
     head: CategoricalHead,
     scores: Tensor,
-    kind: str = "exact",
     num_samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fisher matrix in score space, (*, S) -> (*, S, S).
+    """``head.fisher(scores)`` estimated from M categories drawn at each row, (*, S) -> (*, S, S).
 
     Args:
         head: the head that turns the scores into a distribution.
         scores: (*, S).
-        kind: ``"exact"`` or ``"sampled"``.
-        num_samples: M, the number of categories drawn per row if sampled.
+        num_samples: M.
         generator: the random generator of the draws; the global one if None.
-
-    >>> from catnat import make_head
-    >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
-    tensor([[ 0.2500, -0.2500],
-            [-0.2500,  0.2500]])
     """
-    require_choice(("exact", "sampled"), kind=kind)
-    if kind == "exact":
-        return head.fisher(scores)
-    gradients = sampled_scores(head, scores, num_samples, generator)  # (M, *, S)
+    require_at_least(1, num_samples=num_samples)
+    uniforms = uniform((num_samples, *scores.shape[:-1]), scores, generator)
+    gradients = _scores_at(head, scores, uniforms)  # (M, *, S)
     with torch.autocast(gradients.device.type, enabled=False):
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
@@ -93,18 +85,6 @@ def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
     return (total - diagonal) / torch.where(total == 0, 1.0, total)
 
 
-def sampled_scores(
-    head: CategoricalHead,
-    scores: Tensor,
-    num_samples: int = 1,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """grad_s log p(c) for M categories c drawn from the head at each row, (*, S) -> (M, *, S)."""
-    require_at_least(1, num_samples=num_samples)
-    uniforms = uniform((num_samples, *scores.shape[:-1]), scores, generator)
-    return _scores_at(head, scores, uniforms)
-
-
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
     """grad_s log p(c), with c where the distribution function passes a number in [0, 1).
 
@@ -135,46 +115,7 @@ def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return drawn.clamp_max(log_probs.shape[-1] - 1)
 
 
-def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
-    """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
-    wide = torch.promote_types(jacobian.dtype, fisher.dtype)
-    jacobian, fisher = jacobian.to(wide), fisher.to(wide)
-    with torch.autocast(fisher.device.type, enabled=False):
-        return jacobian.transpose(-1, -2) @ fisher @ jacobian
-
-
-class ModuleScores:
-    """A network as a function of its trainable parameters, in evaluation mode."""
-
-    def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.module, self.inputs = copy.deepcopy(module).eval(), inputs
-
-    def __call__(self, values: Parameters) -> Tensor:
-        """Scores of all inputs, (*, S)."""
-        scores: Tensor = functional_call(self.module, values, self.inputs)
-        return scores
-
-    def of_one(self, values: Parameters, *inputs: Tensor) -> Tensor:
-        """Scores of one row of the inputs."""
-        scores: Tensor = functional_call(self.module, values, tuple(x[None] for x in inputs))
-        return scores[0]
-
-    def takes_rows_alone(self, values: Parameters, scores: Tensor) -> bool:
-        """Whether the scores of a row come from that row of the inputs alone."""
-        inputs = self.inputs
-        if not inputs or not all(
-            isinstance(x, Tensor) and x.shape[:1] == scores.shape[:1] for x in inputs
-        ):
-            return False
-        try:
-            alone = vmap(self.of_one, (None, *[0] * len(inputs)))(values, *inputs)
-        except RuntimeError:  # vmap does not know an operation of the module
-            return False
-        tolerance = 32 * torch.finfo(scores.dtype).eps ** 0.75 * (1 + scores.abs().max())
-        return alone.shape == scores.shape and bool(((alone - scores).abs() <= tolerance).all())
-
-
-def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, Parameters]:
+def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction, Parameters]:
     """A network as a function of its trainable parameters, for the two functions below.
 
     The function has a copy of the network in evaluation mode: it is called more than once and must
@@ -185,7 +126,8 @@ def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ModuleScores, 
     torch.Size([5, 3])
     """
     parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
-    return ModuleScores(module, inputs), parameters
+    module = copy.deepcopy(module).eval()
+    return lambda values: functional_call(module, values, inputs), parameters
 
 
 def fisher_vector_product(
@@ -218,9 +160,6 @@ def fisher_trace(
 ) -> Tensor:
     """tr (1/B) sum_b J_b^T G_b J_b, exactly, from the gradients of single rows of scores.
 
-    With a function from :func:`module_scores` whose module takes each row of its inputs alone, a
-    gradient costs one row; with any other function it costs the whole batch.
-
     Args:
         head: the head behind the scores.
         function: as in :func:`fisher_vector_product`.
@@ -229,29 +168,9 @@ def fisher_trace(
     """
     parameters = dict(parameters)
     size = sum(each.numel() for each in parameters.values())
-    chunk_size = max(1, 2**24 // max(1, size)) if chunk_size is None else chunk_size
-    scores = function(parameters)
+    scores, pull = vjp(function, parameters)[:2]
     flat = at_least_float32(scores.detach()).reshape(-1, scores.shape[-1])
     roots = _fisher_root(head, flat)  # (B, S, R) with G_b = root root^T
-    if not (isinstance(function, ModuleScores) and function.takes_rows_alone(parameters, scores)):
-        return _squared_norm(function, parameters, roots, chunk_size) / len(flat)
-
-    def of_one(roots: Tensor, *inputs: Tensor) -> Tensor:
-        return _squared_norm(
-            lambda values: function.of_one(values, *inputs), parameters, roots, chunk_size
-        )
-
-    roots = roots.view(len(scores), -1, *roots.shape[1:])  # (inputs, rows of each, S, R)
-    at_once = max(1, chunk_size // (roots.shape[1] * roots.shape[3]))
-    norms: Tensor = vmap(of_one, chunk_size=at_once)(roots, *function.inputs)
-    return norms.sum() / len(flat)
-
-
-def _squared_norm(
-    function: ScoreFunction, parameters: Parameters, roots: Tensor, chunk_size: int
-) -> Tensor:
-    """sum_b |J_b^T R_b|^2 for roots R, (B, S, R): one gradient for every column of every row."""
-    scores, pull = vjp(function, parameters)[:2]
     B, S, R = roots.shape
 
     def of_column(row: Tensor, column: Tensor) -> Tensor:
@@ -262,8 +181,9 @@ def _squared_norm(
         ).sum()
 
     row = torch.arange(B, device=roots.device).repeat_interleave(R)
+    chunk_size = max(1, 2**24 // max(1, size)) if chunk_size is None else chunk_size
     norms: Tensor = vmap(of_column, chunk_size=chunk_size)(row, roots.mT.reshape(-1, S))
-    return norms.sum()
+    return norms.sum() / B
 
 
 def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:

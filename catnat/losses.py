@@ -240,34 +240,17 @@ def head_nll(
     impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
     label = torch.where(impossible, 0, label)
     loss = torch.where(impossible, torch.nan, -q.log_prob(label))
-    terms = weighted_losses(loss, label, ignored, weight, label_smoothing, lambda: q.logits, mask)
-    return reduced(*terms, reduction)
-
-
-def weighted_losses(
-    loss: Tensor,
-    label: Tensor,
-    ignored: Tensor,
-    weight: Tensor | None,
-    smoothing: float,
-    log_probs: Callable[[], Tensor],
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""Losses with the weights and the smoothing of ``F.cross_entropy``, and their weights.
-
-    Shapes: ``loss`` -log p(label), ``label`` and ``ignored`` (\*); ``weight`` (K,); ``log_probs()``
-    and ``mask`` (\*, K), for smoothing alone; results (\*) each, 0 where ignored.
-    """
     of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
     loss = loss * of_label
-    if smoothing:
-        every = _weighted(log_probs(), weight)
+    if label_smoothing:
+        every = _weighted(q.logits, weight)
         if mask is None:
             others = -every.mean(-1)
         else:
             others = -torch.where(mask, every, 0.0).sum(-1) / mask.sum(-1)
-        loss = (1 - smoothing) * loss + smoothing * others
-    return torch.where(ignored, 0.0, loss), torch.where(ignored, 0.0, of_label)
+        loss = (1 - label_smoothing) * loss + label_smoothing * others
+    loss, of_label = (torch.where(ignored, 0.0, each) for each in (loss, of_label))
+    return reduced(loss, of_label, reduction)
 
 
 def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:

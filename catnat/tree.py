@@ -96,20 +96,18 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes above leaves, root first: score indices, bits, and whether there is such a node.
+    """The nodes above each leaf, from the leaf up, (*) -> (*, H) each.
 
-    A leaf (*) has H entries in each, (*, H). If K is not a power of two, some leaves have H - 1
-    nodes above them: the last entry is then the root again, and not inside.
+    Returns:
+        Index of the node's score; whether the path goes right there; whether there is a node: a
+        leaf of the upper level has one less above it. A leaf that does not exist counts as leaf 0.
 
     >>> nodes, bits, inside = leaf_paths(torch.tensor(3), 5)
     >>> nodes.tolist(), bits.tolist(), inside.tolist()
-    ([0, 1, 3], [False, False, False], [True, True, True])
+    ([3, 1, 0], [False, False, False], [True, True, True])
     """
-    K, H = num_categories, (num_categories - 1).bit_length()
-    heap = leaf[..., None] + K
-    depth = torch.where(heap >= 2**H, H, H - 1)
-    shift = depth - torch.arange(H, device=leaf.device)
-    nodes = heap >> shift
-    inside = nodes < K
-    bits = ((heap >> (shift - 1).clamp_min(0)) & 1).bool()
-    return torch.where(inside, nodes - 1, 0), bits, inside
+    K = num_categories
+    heap = torch.where((leaf >= 0) & (leaf < K), leaf, 0)[..., None] + K
+    level = torch.arange((K - 1).bit_length(), device=leaf.device)
+    parent = heap >> (level + 1)
+    return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0

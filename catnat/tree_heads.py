@@ -181,7 +181,7 @@ class CatnatHead(CategoricalHead):
         scores = self._checked(scores)
         fused = tree_fisher(scores, self.activation, self._constants(scores))
         if fused is not None:
-            return fused[..., :-1]
+            return fused
         return self.node_probs(scores) * self.information(scores)
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from catnat.checks import checked_order, require_at_least, require_choice, requi
 from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import HAS_TRITON
-from catnat.losses import reduced, weighted_losses
+from catnat.losses import reduced
 from catnat.numerics import at_least_float32, can_branch_on, uniform
 from catnat.tree import leaf_paths, levels
 from catnat.tree_heads import CatnatHead
@@ -123,32 +123,22 @@ class TreeLinear(nn.Embedding):
         self,
         hidden: Tensor,
         target: Tensor,
-        weight: Tensor | None = None,
         ignore_index: int = -100,
-        label_smoothing: float = 0.0,
         reduction: str = "mean",
     ) -> Tensor:
-        """Negative log-likelihood of the targets, with the semantics of ``F.cross_entropy``.
+        """Negative log-likelihood of the targets, as ``F.cross_entropy`` reduces it.
 
         Args:
             hidden: (*, D).
             target: classes, (*).
-            weight: a weight for each class, (K,).
             ignore_index: targets of this value do not count.
-            label_smoothing: share of the uniform distribution in the targets. More than 0 needs
-                the scores of all nodes, as a full softmax would.
-            reduction: "mean" (over the weights of the targets), "sum" or "none".
+            reduction: "mean" (over the targets that count), "sum" or "none".
         """
         require_choice(("mean", "sum", "none"), reduction=reduction)
-        require_within(0, 1, label_smoothing=label_smoothing)
-        hidden, K = self._checked(hidden), self.num_categories
+        hidden = self._checked(hidden)
         if target.shape != hidden.shape[:-1]:
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
-        if weight is not None and weight.shape != (K,):
-            raise ValueError(
-                f"expected a weight for each of {K} classes, got {tuple(weight.shape)}"
-            )
         counts = (target != ignore_index).flatten()
         rows, target = hidden.reshape(-1, self.in_features), target.flatten()
         some = can_branch_on(counts) and not bool(counts.all())
@@ -156,18 +146,11 @@ class TreeLinear(nn.Embedding):
             rows, target = rows[counts], target[counts]
         ignored = target == ignore_index
         label = self.head._checked_value(torch.where(ignored, 0, target), "target")
-        loss, share = weighted_losses(
-            -self._log_prob(rows, label),
-            label.clamp(0, K - 1),
-            ignored,
-            weight,
-            label_smoothing,
-            lambda: self.log_probs(rows),
-        )
+        loss = torch.where(ignored, 0.0, -self._log_prob(rows, label))
         if some:
             loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
         loss = loss.view(hidden.shape[:-1]) if reduction == "none" else loss
-        return reduced(loss, share, reduction)
+        return reduced(loss, counts.to(loss.dtype), reduction)
 
     def sample(
         self,
@@ -269,7 +252,7 @@ class TreeLinear(nn.Embedding):
         sparse: bool = False,
     ) -> Tensor:
         """Log-probabilities of leaves in plain torch, (M, D), (M,) -> (M,); NaN for leaf -1."""
-        nodes, bits, inside = leaf_paths(leaf.clamp_min(0), self.num_categories)  # (M, H)
+        nodes, bits, inside = leaf_paths(leaf, self.num_categories)  # (M, H)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
             scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])

@@ -49,7 +49,7 @@ class WorldModel(nn.Module):
         return self.head(scores.unflatten(-1, (LATENTS, -1)))
 
     def loss(self, now, later):
-        z = self.latents(self.encoder(now)).rsample_straight_through().flatten(-2)
+        z = self.latents(self.encoder(now)).rsample(estimator="straight-through").flatten(-2)
         after, told = self.encoder(later), self.dynamics(z)
         of_dynamics = kl_divergence(self.latents(after.detach()), self.latents(told)).sum(-1)
         of_encoder = kl_divergence(self.latents(after), self.latents(told.detach())).sum(-1)

@@ -65,7 +65,7 @@ def test_probabilities_sum_to_1_forbidden_ones_are_0_and_gradients_finite(name, 
     assert mask.expand(5, ROWS, -1).gather(-1, drawn_[..., None]).all()
     chosen = q.logits.expand(5, ROWS, -1).gather(-1, drawn_[..., None])[..., 0]
     assert torch.allclose(q.log_prob(drawn_), chosen, rtol=1e-4, atol=1e-5)
-    for loss in (q.entropy(), chosen, q.rsample_straight_through()[..., 0], q.logits):
+    for loss in (q.entropy(), chosen, q.rsample(estimator="straight-through")[..., 0], q.logits):
         (gradient,) = torch.autograd.grad(loss.sum(), scores, retain_graph=True)
         assert gradient.isfinite().all()
 

@@ -170,7 +170,7 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
     scores = torch.randn(50, head.num_scores, device="cuda", requires_grad=True)
 
     def step() -> torch.Tensor:
-        sample = head(scores).rsample_relaxed(0.5, hard=True)
+        sample = head(scores).rsample(estimator="gumbel", temperature=0.5)
         return torch.autograd.grad((sample * torch.arange(32, device="cuda")).sum(), scores)[0]
 
     stream = torch.cuda.Stream()

@@ -76,7 +76,7 @@ class TestExactZeros:
         head = make(name, 4)
         scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0])).requires_grad_()
         for temperature in (0.1, 1.0, 10.0):
-            sample = head(scores).rsample_relaxed(temperature, hard=True, sample_shape=(100,))
+            sample = head(scores).rsample((100,), "gumbel", temperature)
             (grad,) = torch.autograd.grad((sample * torch.arange(4.0)).sum(), scores)
             assert grad.isfinite().all()
 
@@ -87,7 +87,7 @@ def test_shapes():
     assert q.sample((7,)).shape == (7, 2, 1)
     assert q.one_hot_sample((7,)).shape == (7, 2, 1, 5)
     assert not q.one_hot_sample().requires_grad
-    assert q.rsample_relaxed(1.0, sample_shape=(7,)).shape == (7, 2, 1, 5)
+    assert q.rsample((7,), "relaxed").shape == (7, 2, 1, 5)
     wide = q.expand((3, 2, 6))
     assert isinstance(wide, HeadCategorical) and wide.batch_shape == (3, 2, 6)
     assert torch.equal(wide.entropy()[1, :, 4], q.entropy()[:, 0])

@@ -183,7 +183,7 @@ def test_impossible_categories_have_no_share_of_a_relaxed_sample_at_any_temperat
     for name in ("softmax", "sparsemax", "sigmoid", "natural"):
         head, mask = make_head(name, 6), torch.tensor([True, False, True, True, False, True])
         scores = torch.randn(50, head.num_scores, requires_grad=True)
-        y = head(scores, mask=mask).rsample_relaxed(10_000.0)
+        y = head(scores, mask=mask).rsample(estimator="relaxed", temperature=10_000.0)
         assert not y[:, ~mask].any()
         assert torch.allclose(y.sum(-1), torch.ones(50), atol=1e-5)
         assert torch.autograd.grad(y[:, 0].sum(), scores)[0].isfinite().all()

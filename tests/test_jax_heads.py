@@ -59,7 +59,7 @@ def test_the_numbers_of_torch(name, K, dtype):
             "gradient": pull(weight)[0],
             "path": path,
             "gradient of path": pull_path(weight[:, 0])[0],
-            "entropy": head.entropy(scores),
+            "entropy": head(scores).entropy(),
             "fisher": head.fisher_diagonal(scores),
         }
 
@@ -151,7 +151,7 @@ def test_every_finite_score_gives_finite_numbers(name, dtype):
         out, pull = jax.vjp(head.log_probs, scores)
         (gradient,) = pull(jnp.broadcast_to(jnp.linspace(-1, 1, 5), out.shape))
         wide = head.log_probs(scores.astype(jnp.float32))
-        return out, gradient, wide, head.probs(scores), head.entropy(scores)
+        return out, gradient, wide, head.probs(scores), head(scores).entropy()
 
     out, gradient, wide, probs, entropy = compute(rows.astype(dtype))
     assert (out.dtype, gradient.dtype) == (jnp.float32, dtype)
@@ -186,7 +186,7 @@ def test_an_infinite_score_is_a_certain_decision_without_gradient(name):
 
     @jax.jit
     def compute(scores):
-        gradient = jax.grad(lambda s: head.log_probs(s)[2] + head.entropy(s))(scores)
+        gradient = jax.grad(lambda s: head.log_probs(s)[2] + head(s).entropy())(scores)
         return head.probs(scores), gradient, head.fisher(scores)
 
     probs, gradient, fisher = compute(np.array([np.inf, 0.3, -np.inf], np.float32))
@@ -330,7 +330,7 @@ def test_mix(name, dtype):
     def compute(scores, mask):
         filled = head.masked(scores, mask)
         log_probs, p = mixed.log_probs(filled), mixed.probs(filled)
-        gradient = jax.grad(lambda s: mixed.log_probs(s).sum() + mixed.entropy(s).sum())(filled)
+        gradient = jax.grad(lambda s: mixed.log_probs(s).sum() + mixed(s).entropy().sum())(filled)
         return {
             "inner": head.probs(filled),
             "log_probs": log_probs,

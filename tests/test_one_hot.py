@@ -21,10 +21,12 @@ def made(name: str, *batch: int, K: int = 5):
 def test_a_straight_through_sample_is_exactly_one_hot(name, dtype):
     head = make_head(name, 5)
     q = head(random_scores(head).to(dtype).requires_grad_())
-    x = q.rsample_straight_through((100,))
+    x = q.rsample((100,), estimator="straight-through")
     assert x.shape == (100, 4, 5) and x.dtype == q.probs.dtype
     assert ((x == 0) | (x == 1)).all() and (x.sum(-1) == 1).all()
-    assert torch.allclose(q.rsample_straight_through((20_000,)).mean(0), q.probs, atol=0.02)
+    assert torch.allclose(
+        q.rsample((20_000,), estimator="straight-through").mean(0), q.probs, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -32,7 +34,7 @@ def test_its_gradient_is_that_of_the_probabilities(name):
     q, scores = made(name, 4)
     weight = torch.randn(7, 4, 5, dtype=torch.float64)
     (got,) = torch.autograd.grad(
-        (weight * q.rsample_straight_through((7,))).sum(), scores, retain_graph=True
+        (weight * q.rsample((7,), estimator="straight-through")).sum(), scores, retain_graph=True
     )
     (want,) = torch.autograd.grad((weight.sum(0) * q.probs).sum(), scores)
     assert torch.allclose(got, want)

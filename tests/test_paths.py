@@ -8,9 +8,9 @@ from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, 
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
-from catnat.kernels import cpu, tree_sample
+from catnat.kernels import dispatch, tree_sample
 
-built = pytest.mark.skipif(cpu.library() is None, reason="the C kernels are not built")
+built = pytest.mark.skipif(dispatch.library() is None, reason="the C kernels are not built")
 
 
 def heads(K: int) -> list[CategoricalHead]:
@@ -168,7 +168,7 @@ def test_a_generator_decides_every_sample(name):
         lambda g: head.sample(scores, (4,), generator=g),
         lambda g: q.sample((4,), generator=g),
         lambda g: q.one_hot_sample((4,), generator=g),
-        lambda g: q.rsample_relaxed(0.5, sample_shape=(4,), generator=g),
+        lambda g: q.rsample((4,), "relaxed", 0.5, g),
     )
     for draw in draws:
         before = torch.get_rng_state()
@@ -224,11 +224,11 @@ def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
         return out, drawn, *torch.autograd.grad(out.sum(), scores)
 
     alone = all_three()
-    monkeypatch.setattr(cpu, "PARALLEL", 1)
+    monkeypatch.setattr(dispatch, "PARALLEL", 1)
     for threads in (2, 3, 200):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         assert all(torch.equal(a, b) for a, b in zip(all_three(), alone, strict=True))
-    monkeypatch.setattr(cpu, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     plain = all_three()
     assert torch.allclose(plain[0], alone[0], atol=1e-5)
     assert torch.equal(plain[1], alone[1])

@@ -110,7 +110,7 @@ def test_the_loss_is_reconstruction_plus_kl(head, x):
     torch.manual_seed(5)
     loss = model.loss(x, q)
     torch.manual_seed(5)
-    z = q.rsample_relaxed(1.0, hard=True)
+    z = q.rsample(estimator="gumbel")
     assert set(z.unique().tolist()) == {0.0, 1.0}
     pixels = model.decode(z).sigmoid()
     bce = F.binary_cross_entropy(pixels, x, reduction="sum") / len(x)

@@ -15,9 +15,8 @@ in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
 """
 
 from catnat.jax.distribution import Categorical
-from catnat.jax.flat_heads import SoftmaxHead, SparsemaxHead, head_names, make_head
+from catnat.jax.flat_heads import MixedHead, SoftmaxHead, SparsemaxHead, head_names, make_head
 from catnat.jax.head import CategoricalHead
-from catnat.jax.mixed_head import MixedHead
 from catnat.jax.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 
 __all__ = [

@@ -71,10 +71,6 @@ class Categorical:
         """Normalized log-probabilities, (*, K): finite, at a floor for impossible categories."""
         return self.head.log_probs(self.scores)
 
-    def logits_parameter(self) -> Array:
-        """:attr:`logits`."""
-        return self.logits
-
     @property
     def probs(self) -> Array:
         """Probabilities, (*, K): exactly 0 for impossible categories."""
@@ -87,11 +83,6 @@ class Categorical:
     def prob(self, value: Array) -> Array:
         """Probability of the categories ``value``, (*)."""
         return jnp.exp(self.log_prob(value))
-
-    def cdf(self, value: Array) -> Array:
-        """Probability of a category of at most ``value``, any integers, (*)."""
-        below = jnp.arange(self.num_categories) <= jnp.asarray(value)[..., None]
-        return jnp.minimum(jnp.where(below, self.probs, 0.0).sum(-1), 1.0)
 
     def sample(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32.
@@ -122,35 +113,13 @@ class Categorical:
         logits = self.logits
         return jnp.where(jnp.isnan(logits).any(-1), -1, logits.argmax(-1).astype(jnp.int32))
 
-    def median(self) -> Array:
-        """The first category with a :meth:`cdf` of 1/2 or more, (*) in int32; -1 for NaN."""
-        below = jnp.cumsum(self.probs, -1)
-        first = (below >= 0.5).argmax(-1).astype(jnp.int32)
-        return jnp.where(jnp.isnan(below).any(-1), -1, first)
-
-    def mean(self) -> Array:
-        """The mean of the categories as numbers 0..K-1, (*)."""
-        return (self.probs * jnp.arange(self.num_categories)).sum(-1)
-
-    def variance(self) -> Array:
-        """The variance of the categories as numbers 0..K-1, (*)."""
-        away = jnp.arange(self.num_categories) - self.mean()[..., None]
-        return (self.probs * away**2).sum(-1)
-
-    def stddev(self) -> Array:
-        """The root of :meth:`variance`, (*)."""
-        return jnp.sqrt(self.variance())
-
     def entropy(self) -> Array:
         """-sum_k p_k log p_k with 0 log 0 = 0, (*)."""
-        return self.head.entropy(self.scores)
-
-    def cross_entropy(self, other: Categorical) -> Array:
-        """-sum_k p_k log q_k, (*): finite, with log 0 at its floor, even where q_k = 0 < p_k."""
-        return -(self.probs * self._like(other).logits).sum(-1)
+        log_p = self.logits
+        return -(jnp.exp(log_p) * log_p).sum(-1)
 
     def kl_divergence(self, other: Categorical) -> Array:
-        """KL(self || other) = sum_k p_k (log p_k - log q_k), (*), finite as the cross entropy."""
+        """KL(self || other), (*): finite, with log 0 at its floor, even where q_k = 0 < p_k."""
         log_p = self.logits
         return (jnp.exp(log_p) * (log_p - self._like(other).logits)).sum(-1)
 

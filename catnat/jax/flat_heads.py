@@ -1,18 +1,19 @@
-"""The heads by name, softmax and sparsemax. :mod:`catnat.jax.tree_heads` has the catnat heads."""
+"""The heads by name: softmax and sparsemax, and any head with some of the uniform distribution."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from catnat.checks import require_choice
+from catnat.checks import require_choice, require_within
 from catnat.jax.head import CategoricalHead
-from catnat.jax.mixed_head import MixedHead
-from catnat.jax.numerics import LOG_ZERO, largest_score, safe_log
+from catnat.jax.numerics import LOG_ZERO, can_branch_on, largest_score, safe_log
 from catnat.jax.tree_heads import NaturalHead, SigmoidHead
 
 
@@ -32,7 +33,7 @@ def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) 
         name: a name from :func:`head_names`, or ``"catnat-sigmoid"``, ``"catnat-natural"``.
         num_categories: K >= 2.
         mix: share of the uniform distribution, 0 <= mix < 1; see
-            :class:`~catnat.jax.mixed_head.MixedHead`.
+            :class:`~catnat.jax.flat_heads.MixedHead`.
         options: options of the named head, such as ``tail`` for natural.
 
     >>> make_head("softmax", 8)
@@ -70,18 +71,6 @@ class SoftmaxHead(CategoricalHead):
         """log p, floored where p = 0."""
         out: Array = safe_log(self._checked_probs(probs))
         return out
-
-    def fisher(self, scores: Array) -> Array:
-        """diag(p) - p p^T (the paper's Proposition); the diagonal makes every row sum to 0."""
-        p = self.probs(scores)[..., None]
-        off = jnp.where(jnp.eye(self.num_scores, dtype=bool), 0.0, p * p.mT)
-        out: Array = off.sum(-1)[..., None] * jnp.eye(self.num_scores, dtype=p.dtype) - off
-        return out
-
-    def fisher_diagonal(self, scores: Array) -> Array:
-        """p (1 - p)."""
-        p = self.probs(scores)
-        return p * (1 - p)
 
 
 @dataclass(frozen=True)
@@ -134,6 +123,68 @@ def _project_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
     n = support.sum(-1, keepdims=True).astype(p.dtype)
     mean = jnp.where(support, tangent, 0.0).sum(-1, keepdims=True) / n
     return p, jnp.where(support, tangent - mean + 0 * p, 0.0)  # NaN stays NaN
+
+
+@dataclass(frozen=True)
+class MixedHead(CategoricalHead):
+    """q = (1 - mix) p + mix / n with p of another head, on the n categories that are allowed.
+
+    n is K without a mask. Even a tree's Fisher matrix becomes dense by mixing, and ``log_prob`` and
+    ``sample`` take O(K).
+
+    Args:
+        inner: the head that gives p.
+        mix: the share of the uniform distribution, 0 < mix < 1.
+    """
+
+    num_categories: int = field(init=False, repr=False)
+    inner: CategoricalHead
+    mix: float
+
+    def __post_init__(self) -> None:
+        require_within(0, 1, "()", mix=self.mix)
+        inner = self.inner
+        self._set(mix=float(self.mix), num_categories=inner.num_categories, name=inner.name)
+
+    @property
+    def num_scores(self) -> int:
+        """S of the inner head."""
+        return self.inner.num_scores
+
+    def log_probs(self, scores: Array) -> Array:
+        """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
+        log_p, allowed = self.inner.log_probs(scores), self.inner.allowed(scores)
+        n = allowed.sum(-1, keepdims=True).astype(log_p.dtype)
+        mixed = jnp.logaddexp(log_p + math.log1p(-self.mix), math.log(self.mix) - jnp.log(n))
+        return jnp.where(allowed, mixed, log_p)
+
+    def inverse(self, probs: Array) -> Array:
+        """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
+
+        A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
+        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
+        reach: an error where it can be seen, and NaN elsewhere.
+        """
+        q = self._checked_probs(probs)
+        allowed = ~(q <= 0)  # NaN passes
+        share = self.mix / allowed.sum(-1, keepdims=True).astype(q.dtype)
+        low = allowed & (q < share * (1 - 32 * float(jnp.finfo(q.dtype).eps)))
+        if can_branch_on(low) and bool(low.any()):
+            where = tuple(np.argwhere(np.asarray(low))[0])
+            raise ValueError(
+                f"with mix={self.mix:g} a probability must be 0 or at least "
+                f"{float(share[where[:-1]][0]):.4g}, got {float(q[where]):.4g}"
+            )
+        p = jnp.where(allowed, jnp.maximum(q - share, 0.0), 0.0)
+        p = jnp.where(low.any(-1, keepdims=True), jnp.nan, p / p.sum(-1, keepdims=True))
+        return self.inner._filled(self.inner.inverse(p), allowed)
+
+    def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
+        return self.inner._masked(scores, mask, before)
+
+    def allowed(self, scores: Array) -> Array:
+        """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
+        return self.inner.allowed(scores)
 
 
 _HEADS: dict[str, type[CategoricalHead]] = {

@@ -67,11 +67,6 @@ class CategoricalHead(ABC):
         """Probabilities, (*, S) -> (*, K); exactly 0 where a category is impossible."""
         return jnp.exp(self.log_probs(scores))
 
-    def entropy(self, scores: Array) -> Array:
-        """-sum_k p_k log p_k with 0 log 0 = 0, (*, S) -> (*)."""
-        log_probs = self.log_probs(scores)
-        return -(jnp.exp(log_probs) * log_probs).sum(-1)
-
     def fisher(self, scores: Array) -> Array:
         """Exact Fisher information matrix in the scores, (*, S) -> (*, S, S).
 
@@ -127,11 +122,6 @@ class CategoricalHead(ABC):
         scores, mask = self._checked(scores), _array("mask", mask, self.num_categories)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
-        try:
-            jnp.broadcast_shapes(mask.shape[:-1], scores.shape[:-1])
-        except ValueError:
-            shapes = f"{mask.shape} with scores of shape {scores.shape}"
-            raise ValueError(f"mask does not broadcast: shape {shapes}") from None
         before = self.allowed(scores)
         mask = mask & before
         some = mask.any(-1)

@@ -7,9 +7,9 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 
 - ``reference.py``, plain torch: any device and dtype, torch.func, torch.compile, differentiable any
   number of times;
-- ``cpu.py``, the C kernels of ``cpu.c``: CPU, float32, one pass forward and one backward;
+- ``cpu.c``, which ``dispatch.py`` calls: CPU, float32, one pass forward and one backward;
 - ``triton_heads.py``, which launches the kernels of ``triton_tree.py``, ``triton_path.py`` and
-  ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass.
+  ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass. It has no Fisher kernel.
 """
 
 from catnat.kernels.dispatch import (

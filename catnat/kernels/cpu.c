@@ -9,9 +9,6 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __AVX512F__ /* vectors of 16 floats slow reductions over short rows down */
@@ -32,7 +29,7 @@ typedef struct {
     float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
 } activation;
 
-typedef struct { /* cpu.py has the same fields */
+typedef struct { /* dispatch.py has the same fields */
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centered at 0 */
     const long long *leaf;
     const double *uniforms;
@@ -62,9 +59,6 @@ static inline int nan_mask(float x) { return -((bits_of(x) & 0x7fffffff) > 0x7f8
 
 /* All bits set where x is finite. */
 static inline int finite_mask(float x) { return ((bits_of(x) & 0x7fffffff) - 0x7f800000) >> 31; }
-
-/* y, or 0 where x is NaN. */
-static inline float drop_nan(float y, float x) { return from_bits(bits_of(y) & ~nan_mask(x)); }
 
 /* y, or NaN where x is NaN. */
 static inline float keep_nan(float y, float x) { return from_bits(bits_of(y) | nan_mask(x)); }
@@ -216,27 +210,27 @@ static inline void tailed_slopes(float x, float above, float below, activation s
     *right = keep_nan(above < below ? gentle : steep, x);
 }
 
-/* Fisher information a'^2 / (a (1 - a)), and 1 where the activation is flat. */
-static inline void sigmoid_information(float x, float *information, float *flat) {
+/* Fisher information a'^2 / (a (1 - a)), times the probability of the node; NaN where x is. */
+static inline float weighed(float information, float log_p, float x) {
+    return keep_nan(keep_nan(exp_or_zero(log_p) * information, log_p), x);
+}
+
+static inline void sigmoid_information(float x, float *out, const float *log_p) {
     float left, right;
     sigmoid_slopes(x, &left, &right);
-    *information = left * right;
-    *flat = 0.0f;
+    *out = weighed(left * right, *log_p, x);
 }
 
-static inline void natural_information(float x, float above, float below, activation s,
-                                       float *information, float *flat) {
-    float d = fminf(above, below);
-    *information = keep_nan(d < 0 ? 0.0f : s.rate * s.rate, x);
-    *flat = drop_nan(d <= 0 ? 1.0f : 0.0f, x);
+static inline void natural_information(float x, float above, float below, activation s, float *out,
+                                       const float *log_p) {
+    *out = weighed(fminf(above, below) < 0 ? 0.0f : s.rate * s.rate, *log_p, x);
 }
 
-static inline void tailed_information(float x, float above, float below, activation s,
-                                      float *information, float *flat) {
-    float d = fminf(above, below), log_p = tail_log(d, s);
-    float p = exp_minus(-log_p), r = tail_slope(d, log_p, s);
-    *information = keep_nan(d > s.joint ? s.rate * s.rate : r * (r * (p / (1.0f - p))), x);
-    *flat = 0.0f;
+static inline void tailed_information(float x, float above, float below, activation s, float *out,
+                                      const float *log_p) {
+    float d = fminf(above, below), tail = tail_log(d, s);
+    float p = exp_minus(-tail), r = tail_slope(d, tail, s);
+    *out = weighed(d > s.joint ? s.rate * s.rate : r * (r * (p / (1.0f - p))), *log_p, x);
 }
 
 /* Apply a function to number i of all rows: to whole vectors, and then to the last 16 numbers of a
@@ -282,90 +276,20 @@ ACTIVATION_ROWS(activation_information, sigmoid_information, natural_information
 /* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves.
  * Loops run over the nodes of one level, because such loops can be vectorized. */
 
-#ifdef __AVX2__ /* vectors with permutations: the uppermost levels are then one vector */
-#ifdef __AVX512F__
-#define LANES 16
-#define HEIGHT 4 /* 2^4 lanes */
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-#else
-#define LANES 8
-#define HEIGHT 3
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
-#endif
-#define TOP LANES
-#define IN_VECTORS(n) ((n) & -LANES)
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef float vec_in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int places __attribute__((vector_size(4 * LANES)));
-static const places numbers = NUMBERS;
-
-INLINE vec load(const float *x) { return *(const vec_in_memory *)x; }
-INLINE void store(float *x, vec v) { *(vec_in_memory *)x = v; }
-
-/* The numbers at these places, modulo 2 LANES, of a and b in a row. */
-INLINE vec take(vec a, vec b, places p) {
-#ifdef __AVX512F__
-    return (vec)_mm512_permutex2var_ps((__m512)a, (__m512i)p, (__m512)b);
-#else
-    __m256 from_a = _mm256_permutevar8x32_ps((__m256)a, (__m256i)p);
-    __m256 from_b = _mm256_permutevar8x32_ps((__m256)b, (__m256i)p);
-    return (vec)_mm256_blendv_ps(from_a, from_b, (__m256)(p << 28)); /* by the bit of value 8 */
-#endif
-}
-
-/* Nodes TOP..2 TOP - 1: the sum over the path from the root. */
-INLINE void descend_top(const float *left, const float *right, float *heap) {
-    vec l = load(left), r = load(right), sum = {0};
-    for (int up = HEIGHT; up > 0; up--) { /* the ancestor so many levels above */
-        places bit = (numbers >> (up - 1)) & 1, score = (numbers >> up) + ((TOP >> up) - 1);
-        sum += take(l, r, score + bit * LANES);
-    }
-    store(heap + TOP, sum);
-}
-
-/* Nodes 1..TOP-1: the gradients of their scores, from the sums at nodes TOP..2 TOP - 1. */
-INLINE void ascend_top(const float *left, const float *right, const float *heap, float *out) {
-    vec low = {0}, high = load(heap + TOP); /* the sums at nodes 0..TOP-1 and TOP..2 TOP - 1 */
-    for (int level = 1; level < HEIGHT; level++) /* each time the lowest one missing becomes right */
-        low = take(low, high, 2 * numbers) + take(low, high, 2 * numbers + 1);
-    vec a = take(low, high, 2 * numbers + 2), b = take(low, high, 2 * numbers + 3);
-    float next = out[TOP - 1];
-    store(out, b * load(right) - a * load(left));
-    out[TOP - 1] = next;
-}
-#else
-#define TOP 16
-#define IN_VECTORS(n) 0
-#endif
-
 /* Values at the children of n nodes of a level, from the values at these nodes. */
 INLINE void children(const float *restrict here, const float *restrict left,
                      const float *restrict right, long n, float *restrict pair) {
-#ifdef LANES
-    for (long i = 0; i < IN_VECTORS(n); i += LANES) {
-        vec h = load(here + i), a = h + load(left + i), b = h + load(right + i);
-        places half = numbers >> 1, other = (numbers & 1) * LANES;
-        store(pair + 2 * i, take(a, b, half + other));
-        store(pair + 2 * i + LANES, take(a, b, half + other + LANES / 2));
-    }
-#endif
-    for (long i = IN_VECTORS(n); i < n; i++) {
+    for (long i = 0; i < n; i++) {
         pair[2 * i] = here[i] + left[i];
         pair[2 * i + 1] = here[i] + right[i];
     }
 }
 
-/* log P(node) of the internal nodes, or, where that is enough, of the lower ones among them. */
+/* log P(node) of the internal nodes. */
 INLINE void descend_inside(long K, const float *restrict left, const float *restrict right,
-                           float *restrict heap, int all) {
+                           float *restrict heap) {
     heap[1] = 0;
     long first = 1, nodes = K / 2; /* nodes first..nodes-1 have two internal children */
-#ifdef LANES
-    if (!all && nodes >= TOP) {
-        descend_top(left, right, heap);
-        first = TOP;
-    }
-#endif
 #define LEVEL(n)                                                                                   \
     if (first == n && nodes >= 2 * n) {                                                            \
         children(heap + n, left + n - 1, right + n - 1, n, heap + 2 * n);                          \
@@ -381,7 +305,7 @@ INLINE void descend_inside(long K, const float *restrict left, const float *rest
 
 static void descend(long K, const float *restrict left, const float *restrict right,
                     float *restrict heap, float *restrict out) {
-    descend_inside(K, left, right, heap, 0);
+    descend_inside(K, left, right, heap);
     long j = K / 2;
     if (K % 2) {
         out[0] = heap[j] + right[j - 1];
@@ -394,15 +318,7 @@ static void descend(long K, const float *restrict left, const float *restrict ri
 INLINE void parents(const float *restrict pair, const float *restrict left,
                     const float *restrict right, long n, float *restrict here,
                     float *restrict out) {
-#ifdef LANES
-    for (long i = 0; i < IN_VECTORS(n); i += LANES) {
-        vec low = load(pair + 2 * i), high = load(pair + 2 * i + LANES);
-        vec a = take(low, high, 2 * numbers), b = take(low, high, 2 * numbers + 1);
-        store(here + i, a + b);
-        store(out + i, b * load(right + i) - a * load(left + i));
-    }
-#endif
-    for (long i = IN_VECTORS(n); i < n; i++) {
+    for (long i = 0; i < n; i++) {
         float a = pair[2 * i], b = pair[2 * i + 1];
         here[i] = a + b;
         out[i] = b * right[i] - a * left[i];
@@ -419,95 +335,61 @@ static void ascend(long K, const float *restrict left, const float *restrict rig
         heap[j] = a + b;
         out[j - 1] = b * right[j - 1] - a * left[j - 1];
     }
-    long first = TOP; /* nodes 1..j-1 are left */
+    long first = 16; /* nodes 1..j-1 are left */
     while (2 * first < j) first *= 2;
-    for (; first >= TOP && first < j; first /= 2) {
+    for (; first >= 16 && first < j; first /= 2) {
         parents(heap + 2 * first, left + first - 1, right + first - 1,
                 (2 * first < j ? 2 * first : j) - first, heap + first, out + first - 1);
         j = first;
     }
-    if (j == TOP) {
-#ifdef LANES
-        ascend_top(left, right, heap, out);
-#else
+    if (j == 16) { /* loops whose length the compiler knows */
 #define LEVEL(n) parents(heap + 2 * n, left + n - 1, right + n - 1, n, heap + n, out + n - 1);
         LEVEL(8) LEVEL(4) LEVEL(2) LEVEL(1)
 #undef LEVEL
-#endif
         return;
     }
     for (j--; j > 0; j--) parents(heap + 2 * j, left + j - 1, right + j - 1, 1, heap + j, out + j - 1);
-}
-
-/* P(node) times the information of its activation, and in the last place the share of flat splits. */
-static void weigh(long rows, long K, const float *restrict log_p, float *restrict information,
-                  const float *restrict flat, float *restrict out) {
-    long S = K - 1;
-    for (long i = 0; i < rows * S; i++)
-        information[i] = keep_nan(exp_or_zero(log_p[i]) * information[i], log_p[i]);
-    for (long r = 0; r < rows; r++) { /* rows are short: the exponentials are computed before */
-        float count = 0;
-#pragma omp simd reduction(+ : count)
-        for (long i = 0; i < S; i++) {
-            out[r * K + i] = information[r * S + i];
-            count += flat[r * S + i];
-        }
-        out[r * K + S] = count / (float)S;
-    }
 }
 
 /* Room for n floats and some more. What comes next begins with a cache line, and not at the same place
  * of a page as the n floats: a processor takes equal places for one and waits. */
 static long padded(long n) { return (n + 32) / 16 * 16; }
 
-static void walk_rows(job *j, long first, long last, int backward) {
+enum { FORWARD, BACKWARD, FISHER };
+
+static void walk_rows(job *j, long first, long last, int what) {
     long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, part = padded(chunk * S);
-    float *heap = aligned_alloc(64, sizeof(float) * (size_t)(padded(K + 1) + 2 * part));
+    float *heap = aligned_alloc(64, sizeof(float) * (size_t)(padded(K + 1) + 3 * part));
     if (!heap) {
         j->failed = 1;
         return;
     }
-    float *left = heap + padded(K + 1), *right = left + part;
+    float *left = heap + padded(K + 1), *right = left + part, *log_p = right + part;
     for (long row = first; row < last; row += chunk) {
         long n = last - row < chunk ? last - row : chunk;
         const float *scores = j->scores + row * S;
-        if (backward) {
+        if (what == BACKWARD) {
             activation_slopes(j, scores, j->constants, n, S, left, right);
             for (long r = 0; r < n; r++)
                 ascend(K, left + r * S, right + r * S, j->grad + (row + r) * K, heap,
                        j->out + (row + r) * S);
-        } else {
-            activation_logs(j, scores, j->constants, n, S, left, right);
-            for (long r = 0; r < n; r++)
-                descend(K, left + r * S, right + r * S, heap, j->out + (row + r) * K);
+            continue;
         }
+        activation_logs(j, scores, j->constants, n, S, left, right);
+        for (long r = 0; r < n; r++)
+            if (what == FORWARD)
+                descend(K, left + r * S, right + r * S, heap, j->out + (row + r) * K);
+            else /* node 1 is the first of a row */
+                descend_inside(K, left + r * S, right + r * S, log_p + r * S - 1);
+        if (what == FISHER)
+            activation_information(j, scores, j->constants, n, S, j->out + row * S, log_p);
     }
     free(heap);
 }
 
-static void forward_rows(job *j, long first, long last) { walk_rows(j, first, last, 0); }
-static void backward_rows(job *j, long first, long last) { walk_rows(j, first, last, 1); }
-
-static void fisher_rows(job *j, long first, long last) {
-    long K = j->categories, S = K - 1, chunk = S < BLOCK ? BLOCK / S : 1, part = padded(chunk * S);
-    float *left = aligned_alloc(64, sizeof(float) * (size_t)(5 * part));
-    if (!left) {
-        j->failed = 1;
-        return;
-    }
-    float *right = left + part, *information = right + part, *flat = information + part;
-    float *log_p = flat + part;
-    for (long row = first; row < last; row += chunk) {
-        long n = last - row < chunk ? last - row : chunk;
-        const float *scores = j->scores + row * S;
-        activation_logs(j, scores, j->constants, n, S, left, right);
-        activation_information(j, scores, j->constants, n, S, information, flat);
-        for (long r = 0; r < n; r++) /* node 1 is the first of a row */
-            descend_inside(K, left + r * S, right + r * S, log_p + r * S - 1, 1);
-        weigh(n, K, log_p, information, flat, j->out + row * K);
-    }
-    free(left);
-}
+static void forward_rows(job *j, long first, long last) { walk_rows(j, first, last, FORWARD); }
+static void backward_rows(job *j, long first, long last) { walk_rows(j, first, last, BACKWARD); }
+static void fisher_rows(job *j, long first, long last) { walk_rows(j, first, last, FISHER); }
 
 /* ----------------------------------------------------------------------------- sparsemax */
 
@@ -745,7 +627,7 @@ static int run(kernel kernel, job *job, int threads) {
     return job->failed;
 }
 
-size_t catnat_job_size(void) { return sizeof(job); } /* cpu.py compares it */
+size_t catnat_size_of_job(void) { return sizeof(job); } /* dispatch.py compares it */
 
 #define EXPORT(NAME, ROWS) \
     int catnat_##NAME(job *j, int threads) { return run(ROWS, j, threads); }

@@ -1,15 +1,23 @@
-"""The choice between the implementations: plain torch, the C kernels, the Triton kernels."""
+"""The choice between the implementations, and the calls of the C kernels of ``cpu.c``.
+
+The C kernels are compiled when the package is installed, and called through ctypes. Where there is
+no compiler, or the kernels cannot be loaded, plain torch takes their place: the same numbers,
+several times slower.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, CustomActivation
-from catnat.kernels import cpu, reference
+from catnat.activations import Activation, CustomActivation, NaturalActivation
+from catnat.kernels import reference
 from catnat.numerics import common_shape, is_plain, safe_log
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -17,6 +25,10 @@ TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
 SPARSEMAX_TRITON_LIMIT = 16384
 """Largest K of the Triton kernels for sparsemax."""
+PARALLEL = 1 << 18
+"""Number of scores from which on a C kernel uses as many threads as torch."""
+LEVELS = {"AVX512": "_cpu_avx512", "AVX2": "_cpu_avx2", "DEFAULT": "_cpu"}
+"""Libraries of the C kernels by what torch calls the processor's instructions, best first."""
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
 
 
@@ -40,15 +52,16 @@ def tree_log_probs(
 def tree_fisher(
     scores: Tensor, activation: Activation, constants: Tensor | None = None
 ) -> Tensor | None:
-    """Diagonal of the Fisher matrix and, in the last column, share of flat activations.
+    """Diagonal of the Fisher matrix by the C kernel, (*, K-1) -> (*, K-1), without gradient.
 
-    (*, K-1) -> (*, K), without gradient, for float32 scores; None where there is no fused kernel.
-    Arguments as in :func:`tree_log_probs`.
+    None where there is no such kernel. Arguments as in :func:`tree_log_probs`.
     """
-    fused = _tree_kernels(scores, activation)
-    if fused is None or (scores.requires_grad and torch.is_grad_enabled()):
+    if _tree_kernels(scores, activation) != "cpu" or (
+        scores.requires_grad and torch.is_grad_enabled()
+    ):
         return None
-    out: Tensor = _kernels(fused).tree_fisher(scores.detach(), activation, constants)
+    out = scores.new_empty(scores.shape)
+    _launch("cpu", "tree_fisher", activation, constants, scores=scores.detach(), out=out)
     return out
 
 
@@ -85,7 +98,9 @@ def tree_sample(
     if fused is None:
         return reference.tree_sample(scores, uniforms, activation, constants)
     flat, noise = scores.reshape(-1, scores.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
-    out: Tensor = _kernels(fused).path_sample(flat, noise, activation, constants)
+    out = uniforms.new_empty(len(noise), dtype=torch.int64)
+    tensors = {"scores": flat, "uniforms": noise, "sampled": out}
+    _launch(fused, "path_sample", activation, constants, **tensors)
     return out.view(shape)
 
 
@@ -109,19 +124,34 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
         return None
     plain = is_plain(scores)
     if plain and scores.is_cpu:
-        return "cpu" if cpu.library() is not None else None
+        return "cpu" if library() is not None else None
     on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
     known = plain or (torch.compiler.is_compiling() and not _is_exporting())
     return "triton" if on_gpu and known else None
 
 
-def _kernels(fused: str) -> Any:
-    """The module of the C kernels or of the Triton kernels; both have the same functions."""
+def _launch(
+    fused: str,
+    name: str,
+    activation: Activation | None,
+    constants: Tensor | None,
+    **tensors: Tensor,
+) -> None:
+    """Call a C kernel or launch a Triton kernel.
+
+    Args:
+        fused: ``"cpu"`` or ``"triton"``.
+        name: of the kernel.
+        activation: of a tree; None for sparsemax.
+        constants: of the nodes of a tree, or None.
+        tensors: what the kernel reads and, last, where it writes, by the names in :class:`_Job`.
+    """
     if fused == "cpu":
-        return cpu
+        _call(name, activation, constants, tensors)
+        return
     from catnat.kernels import triton_heads
 
-    return triton_heads
+    triton_heads.launch(name, activation, constants, *tensors.values())
 
 
 def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
@@ -158,15 +188,20 @@ class _TreeLogProbs(torch.autograd.Function):
     ) -> Tensor:
         ctx.activation, ctx.fused = activation, fused
         ctx.save_for_backward(scores, constants)
-        out: Tensor = _kernels(fused).tree_forward(scores, activation, constants)
+        out = scores.new_empty((*scores.shape[:-1], scores.shape[-1] + 1))
+        _launch(fused, "tree_forward", activation, constants, scores=scores, out=out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         scores, constants = ctx.saved_tensors
-        plainly = _needs_reference(grad)
-        pull = reference.tree_vjp if plainly else _kernels(ctx.fused).tree_backward
-        return pull(scores, grad, ctx.activation, constants), None, None, None
+        if _needs_reference(grad):
+            out = reference.tree_vjp(scores, grad, ctx.activation, constants)
+        else:
+            out = scores.new_empty(scores.shape)
+            tensors = {"scores": scores, "grad": grad, "out": out}
+            _launch(ctx.fused, "tree_backward", ctx.activation, constants, **tensors)
+        return out, None, None, None
 
 
 class _TreeLogProb(torch.autograd.Function):
@@ -183,7 +218,9 @@ class _TreeLogProb(torch.autograd.Function):
     ) -> Tensor:
         ctx.activation, ctx.fused = activation, fused
         ctx.save_for_backward(scores, leaf, constants)
-        out: Tensor = _kernels(fused).path_forward(scores, leaf, activation, constants)
+        out = scores.new_empty(leaf.shape)
+        tensors = {"scores": scores, "leaf": leaf, "out": out}
+        _launch(fused, "path_forward", activation, constants, **tensors)
         return out
 
     @staticmethod
@@ -197,8 +234,9 @@ class _TreeLogProb(torch.autograd.Function):
                 scores, leaf.view(shape), grad.view(shape), ctx.activation, constants
             )
         else:
-            pull = _kernels(ctx.fused).path_backward
-            out = pull(scores, leaf, grad, ctx.activation, constants)
+            out = scores.new_zeros(scores.shape)
+            tensors = {"scores": scores, "leaf": leaf, "grad": grad, "out": out}
+            _launch(ctx.fused, "path_backward", ctx.activation, constants, **tensors)
         return out, None, None, None, None
 
 
@@ -208,13 +246,120 @@ class _SparsemaxLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
         ctx.fused = fused
-        log_probs: Tensor = _kernels(fused).sparsemax_forward(scores)
+        log_probs = scores.new_empty(scores.shape)
+        _launch(fused, "sparsemax_forward", None, None, scores=scores, out=log_probs)
         ctx.save_for_backward(log_probs)
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (log_probs,) = ctx.saved_tensors
-        plainly = _needs_reference(grad)  # a derivative of log_probs comes back to this method
-        pull = reference.sparsemax_vjp if plainly else _kernels(ctx.fused).sparsemax_backward
-        return pull(log_probs, grad), None
+        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
+            return reference.sparsemax_vjp(log_probs, grad), None
+        out = grad.new_empty(grad.shape)
+        tensors = {"scores": log_probs, "grad": grad, "out": out}
+        _launch(ctx.fused, "sparsemax_backward", None, None, **tensors)
+        return out, None
+
+
+# -- the C kernels ---------------------------------------------------------------------------------
+
+
+class _Activation(ctypes.Structure):
+    """The struct ``activation`` of ``cpu.c``."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("rate", "high", "low")),
+        *((name, ctypes.c_float) for name in ("joint", "steepness", "at_edge")),
+    )
+
+
+class _Job(ctypes.Structure):
+    """The struct ``job`` of ``cpu.c``: what a kernel reads, and where it writes."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scores", "grad", "constants")),
+        *((name, ctypes.c_void_p) for name in ("leaf", "uniforms", "out", "sampled")),
+        *((name, ctypes.c_long) for name in ("rows", "categories", "repeats", "constant_rows")),
+        ("activation", _Activation),
+        ("failed", ctypes.c_int),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they were not built or cannot be loaded."""
+    for level in levels():
+        try:
+            return load(level)
+        except (OSError, AttributeError) as error:  # built for another machine, or older
+            warnings.warn(
+                f"the C kernels cannot be loaded, others take their place: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return None
+
+
+def levels() -> list[str]:
+    """The keys of :data:`LEVELS` that were built and that this processor runs, best first.
+
+    torch's own environment variable ATEN_CPU_CAPABILITY chooses lower ones.
+    """
+    best = torch.backends.cpu.get_cpu_capability()
+    known = list(LEVELS)
+    runs = known[known.index(best) :] if best in known else ["DEFAULT"]
+    return [level for level in runs if _path(level)]
+
+
+def load(level: str) -> ctypes.CDLL:
+    """The kernels of one of the :func:`levels`."""
+    lib = ctypes.CDLL(_path(level))
+    if lib.catnat_size_of_job() != ctypes.sizeof(_Job):
+        raise OSError(f"{lib._name} was built from another cpu.c")
+    return lib
+
+
+def _path(level: str) -> str | None:
+    spec = importlib.util.find_spec(f"catnat.kernels.{LEVELS[level]}")
+    return None if spec is None else spec.origin
+
+
+def _call(
+    name: str,
+    activation: Activation | None,
+    constants: Tensor | None,
+    tensors: dict[str, Tensor],
+) -> None:
+    """Call a C kernel by the name under which ``cpu.c`` exports it; arguments as in _launch."""
+    S, work = tensors["scores"].shape[-1], tensors["scores"].numel()
+    job = _Job(rows=work // S, categories=S)
+    tensors = {key: _plain_memory(x) for key, x in tensors.items()}  # kept until the kernel returns
+    for key, x in tensors.items():
+        setattr(job, key, x.data_ptr())
+    if activation is not None:
+        job.categories = S + 1
+    if isinstance(activation, NaturalActivation):
+        job.activation = _settings(activation)
+    if constants is not None:
+        job.constants, job.constant_rows = constants.data_ptr(), len(constants)
+    paths = tensors.get("leaf", tensors.get("uniforms"))
+    if paths is not None:
+        job.repeats, work = len(paths) // max(1, job.rows), len(paths) * S.bit_length()
+    threads = torch.get_num_threads() if work >= PARALLEL else 1
+    if getattr(library(), f"catnat_{name}")(ctypes.byref(job), threads):
+        shape = tuple(tensors["scores"].shape)
+        raise MemoryError(f"out of memory in {name} for scores of shape {shape}")
+
+
+@functools.cache
+def _settings(activation: NaturalActivation) -> _Activation:
+    tail = (activation.joint, activation.steepness, activation.log_at_edge)
+    kind = 2 if activation.tail else 1
+    return _Activation(kind, activation.rate, *activation.half_width(torch.float32), *tail)
+
+
+def _plain_memory(x: Tensor) -> Tensor:
+    """x in contiguous memory; a view that torch marks as negated is negated first."""
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()

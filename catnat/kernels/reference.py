@@ -12,7 +12,7 @@ from torch import Tensor
 
 from catnat.activations import Activation
 from catnat.numerics import LOG_ZERO, flat_index, take
-from catnat.tree import path_sums, subtree_sums
+from catnat.tree import leaf_paths, path_sums, subtree_sums
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ def tree_path_logs(
 
     (*, K-1) and (*) -> (*, H) each; where a path has no node, 0 and LOG_ZERO.
     """
-    node, right_hand, inside = _path(leaf, scores.shape[-1] + 1)
+    node, right_hand, inside = leaf_paths(leaf, scores.shape[-1] + 1)
     left, right = activation.log_activation(take(scores, node), _at(constants, node))
     taken, other = torch.where(right_hand, right, left), torch.where(right_hand, left, right)
     return torch.where(inside, taken, 0.0), torch.where(inside, other, LOG_ZERO)
@@ -54,26 +54,13 @@ def tree_path_vjp(
     scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
     """Gradient in the scores, (B, K-1), from that in the log-probabilities of leaves, (N, B)."""
-    node, right_hand, inside = _path(leaf, K := scores.shape[-1] + 1)  # (N, B, H) each
+    node, right_hand, inside = leaf_paths(leaf, K := scores.shape[-1] + 1)  # (N, B, H) each
     left, right = activation.slopes(take(scores, node), _at(constants, node))
     slopes = torch.where(inside, torch.where(right_hand, right, -left), 0.0)
     steps = slopes * (grad * _one_or_nan(leaf, K, grad.dtype))[..., None]
     place = flat_index(scores, node).reshape(-1)
     zeros = torch.zeros_like(scores).reshape(-1)
     return zeros.index_add(0, place, steps.reshape(-1)).view(scores.shape)
-
-
-def _path(leaf: Tensor, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes above each leaf, from the leaf up, (*) -> (*, H) each.
-
-    Returns:
-        Index of the node's score; whether the path goes right there; whether there is a node: a
-        leaf of the upper level has one less above it. A leaf that does not exist counts as leaf 0.
-    """
-    heap = torch.where((leaf >= 0) & (leaf < K), leaf, 0)[..., None] + K
-    level = torch.arange((K - 1).bit_length(), device=leaf.device)
-    parent = heap >> (level + 1)
-    return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0
 
 
 def _one_or_nan(leaf: Tensor, K: int, dtype: torch.dtype) -> Tensor:

@@ -159,15 +159,6 @@ def _log_activation(
 
 
 @triton.jit
-def _sigmoid_slopes(x):
-    """a and 1 - a, 0 beyond the largest score."""
-    e = tl.exp(-tl.abs(x))
-    major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
-    minor = e * major
-    return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)
-
-
-@triton.jit
 def _slopes(
     s,
     node,
@@ -201,37 +192,8 @@ def _slopes(
             gentle = tl.where(d <= joint, r * (p / (1.0 - p)), gentle)
         return tl.where(upper, steep, gentle), tl.where(upper, gentle, steep)
     else:
-        return _sigmoid_slopes(_centered(s, node, constants, inside, CENTERED))
-
-
-@triton.jit
-def _information(
-    s,
-    node,
-    constants,
-    S,
-    rate,
-    high,
-    low,
-    joint,
-    slope,
-    edge,
-    inside,
-    NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
-    """Fisher information a'^2 / (a (1 - a)), and 1 where the activation is flat."""
-    if NATURAL:
-        above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
-        d = tl.where(above < below, above, below)
-        if NATURAL == 2:
-            log_p, r = _tail_log(d, joint, slope, edge)
-            p = tl.exp(log_p)
-            fallen = r * (r * (p / (1.0 - p)))
-            return tl.where(d <= joint, fallen, rate * rate + 0 * d), tl.zeros_like(d)
-        else:
-            return tl.where(d < 0, 0.0, rate * rate + 0 * d), tl.where(d <= 0, 1.0, 0.0)
-    else:
         x = _centered(s, node, constants, inside, CENTERED)
-        left, right = _sigmoid_slopes(x)
-        return left * right, tl.zeros_like(left)
+        e = tl.exp(-tl.abs(x))
+        major = tl.where(tl.abs(x) > _LARGEST, 0.0, 1.0) / (1.0 + e)
+        minor = e * major
+        return tl.where(x > 0, major, minor), tl.where(x > 0, minor, major)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the heads, launched: the functions of ``cpu.py``, on CUDA, float32."""
+"""The Triton kernels of the heads, launched: CUDA, float32."""
 
 from __future__ import annotations
 
@@ -16,71 +16,29 @@ from catnat.kernels.triton_activations import activation_arguments
 _BLOCK = 128  # paths of a program
 
 
-def tree_forward(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
-    """Log-probabilities of the leaves, (*, K-1) -> (*, K)."""
-    out = scores.new_empty((*scores.shape[:-1], scores.shape[-1] + 1))
-    _launch_tree(triton_tree.forward_kernel, activation, constants, scores, out)
-    return out
+_KERNELS = {
+    "tree_forward": triton_tree.forward_kernel,
+    "tree_backward": triton_tree.backward_kernel,
+    "path_forward": triton_path.forward_kernel,
+    "path_backward": triton_path.backward_kernel,
+    "path_sample": triton_path.sample_kernel,
+    "sparsemax_forward": triton_sparsemax.forward_kernel,
+    "sparsemax_backward": triton_sparsemax.backward_kernel,
+}
 
 
-def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
-    """Fisher diagonal and, in the last column, share of flat activations, (*, K-1) -> (*, K)."""
-    out = scores.new_empty((*scores.shape[:-1], scores.shape[-1] + 1))
-    _launch_tree(triton_tree.fisher_kernel, activation, constants, scores, out)
-    return out
-
-
-def tree_backward(
-    scores: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (*, K-1), from that in the log-probabilities, (*, K)."""
-    out = scores.new_empty(scores.shape)
-    tensors = (scores, grad.contiguous(), out)
-    _launch_tree(triton_tree.backward_kernel, activation, constants, *tensors, elements=512, few=2)
-    return out
-
-
-def path_forward(
-    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Log-probabilities of N leaves a row, (B, K-1) and (N B) -> (N B)."""
-    out = scores.new_empty(leaf.shape)
-    _launch_path(triton_path.forward_kernel, activation, constants, scores, leaf.contiguous(), out)
-    return out
-
-
-def path_backward(
-    scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (B, K-1), from that in the log-probabilities of the leaves, (N B)."""
-    out = scores.new_zeros(scores.shape)
-    tensors = (scores, leaf.contiguous(), grad.contiguous(), out)
-    _launch_path(triton_path.backward_kernel, activation, constants, *tensors)
-    return out
-
-
-def path_sample(
-    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """N random leaves a row, -1 where a score is NaN: (B, K-1) and (N B, H) -> (N B)."""
-    out = uniforms.new_empty(uniforms.shape[0], dtype=torch.int64)
-    tensors = (scores, uniforms.contiguous(), out)
-    _launch_path(triton_path.sample_kernel, activation, constants, *tensors)
-    return out
-
-
-def sparsemax_forward(scores: Tensor) -> Tensor:
-    """Log-probabilities, (*, K) -> (*, K)."""
-    out = scores.new_empty(scores.shape)
-    _launch_sparsemax(triton_sparsemax.forward_kernel, scores.contiguous(), out)
-    return out
-
-
-def sparsemax_backward(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from that in the log-probabilities, (*, K) -> (*, K)."""
-    out = grad.new_empty(grad.shape)
-    _launch_sparsemax(triton_sparsemax.backward_kernel, log_probs, grad.contiguous(), out)
-    return out
+def launch(
+    name: str, activation: Activation | None, constants: Tensor | None, *tensors: Tensor
+) -> None:
+    """Launch a kernel of this name; arguments as in ``dispatch.py``."""
+    kernel, given = _KERNELS[name], [x.contiguous() for x in tensors]
+    if activation is None:
+        _launch_sparsemax(kernel, *given)
+    elif name.startswith("path"):
+        _launch_path(kernel, activation, constants, *given)
+    else:
+        elements, few = (512, 2) if name == "tree_backward" else (1024, 1)
+        _launch_tree(kernel, activation, constants, *given, elements=elements, few=few)
 
 
 def _launch_tree(
@@ -89,15 +47,15 @@ def _launch_tree(
     constants: Tensor | None,
     scores: Tensor,
     *tensors: Tensor,
-    elements: int = 1024,
-    few: int = 1,
+    elements: int,
+    few: int,
 ) -> None:
     """A program takes R rows; ``elements`` of it and ``few`` warps were fastest on an H200."""
     S = scores.shape[-1]
     rows = scores.numel() // S
     if not rows:
         return
-    scores, height = scores.contiguous(), (S + 1).bit_length() - 1
+    height = (S + 1).bit_length() - 1
     P = 1 << height
     R = max(2, min(16, elements // P))  # one row alone leads Triton to a far slower layout
     while R > 4 and rows < 512 * R:  # for few rows, more programs with fewer rows each are faster
@@ -127,7 +85,6 @@ def _launch_path(
     (rows, S), count = scores.shape, tensors[0].shape[0]
     if not count:
         return
-    scores = scores.contiguous()
     with _on_device_of(scores):
         kernel[(triton.cdiv(count, _BLOCK),)](
             scores,

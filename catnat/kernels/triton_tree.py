@@ -1,4 +1,4 @@
-"""Fused Triton kernels for the tree: forward, backward and Fisher diagonal. CUDA, float32.
+"""Fused Triton kernels for the tree: forward and backward. CUDA, float32.
 
 A program takes R rows and walks their trees level by level in registers. Going down, the two
 children of every node are interleaved into the next level; going up, neighbors are split off and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from catnat.kernels.triton_activations import _information, _log_activation, _slopes
+from catnat.kernels.triton_activations import _log_activation, _slopes
 
 
 @triton.jit
@@ -121,52 +121,3 @@ def backward_kernel(
         a, b = tl.split(tl.reshape(here, (R, 1 << level, 2)))
         tl.store(target + node[None, :], b * right - a * left, mask=alive)
         here = a + b
-
-
-@triton.jit(do_not_specialize=["rows"])
-def fisher_kernel(
-    scores,
-    constants,
-    out,
-    rows,
-    rate,
-    high,
-    low,
-    joint,
-    slope,
-    edge,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    REST: tl.constexpr,
-    NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
-    """Fisher diagonal, and the share of flat activations."""
-    K: tl.constexpr = P + REST
-    S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    alive = (row < rows)[:, None]
-    source = scores + row[:, None] * S
-    target = out + row[:, None] * K
-    here = tl.zeros((R, 1), tl.float32)
-    count = tl.zeros((R,), tl.float32)
-    loaded = _load_levels(source, alive, HEIGHT)
-    for level in tl.static_range(HEIGHT):
-        node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        information, flat = _information(loaded[level], node, *known, node < S, NATURAL, CENTERED)
-        tl.store(target + node[None, :], tl.exp(here) * information, mask=alive)
-        count += tl.sum(flat, 1)
-        left, right = _log_activation(loaded[level], node, *known, node < S, NATURAL, CENTERED)
-        here = tl.interleave(here + left, here + right)
-    if REST > 0:
-        i = tl.arange(0, P)
-        deep = i < REST
-        node = P - 1 + i
-        both = alive & deep[None, :]
-        s = tl.load(source + node[None, :], mask=both, other=0.0)
-        information, flat = _information(s, node, *known, deep, NATURAL, CENTERED)
-        tl.store(target + node[None, :], tl.exp(here) * information, mask=both)
-        count += tl.sum(tl.where(both, flat, 0.0), 1)
-    tl.store(target + S, count[:, None] / S, mask=alive)
