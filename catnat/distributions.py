@@ -255,6 +255,23 @@ class HeadCategorical(Categorical):
             return reinmax(self.logits, one_hot)
         return one_hot + (self.probs - self.probs.detach())  # plus exactly zero
 
+    def rsample_relaxed(
+        self,
+        temperature: float | Tensor,
+        hard: bool = False,
+        sample_shape: Any = (),
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """``rsample`` with the estimator "relaxed", or "gumbel" if ``hard``."""
+        estimator = "gumbel" if hard else "relaxed"
+        return self.rsample(sample_shape, estimator, temperature, generator)
+
+    def rsample_straight_through(
+        self, sample_shape: Any = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """``rsample`` with the estimator "straight-through"."""
+        return self.rsample(sample_shape, "straight-through", generator=generator)
+
     def one_hot(self) -> HeadOneHotCategorical:
         """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
         return HeadOneHotCategorical(self)

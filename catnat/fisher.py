@@ -26,20 +26,30 @@ Parameters = dict[str, Tensor]
 ScoreFunction = Callable[[Parameters], Tensor]
 
 
-def sampled_fisher(
+def score_fisher(
     head: CategoricalHead,
     scores: Tensor,
+    kind: str = "exact",
     num_samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """``head.fisher(scores)`` estimated from M categories drawn at each row, (*, S) -> (*, S, S).
+    """Fisher matrix in score space, (*, S) -> (*, S, S).
 
     Args:
         head: the head that turns the scores into a distribution.
         scores: (*, S).
-        num_samples: M.
+        kind: ``"exact"`` or ``"sampled"``.
+        num_samples: M, the number of categories drawn per row if sampled.
         generator: the random generator of the draws; the global one if None.
+
+    >>> from catnat import make_head
+    >>> score_fisher(make_head("softmax", 2), torch.zeros(2))
+    tensor([[ 0.2500, -0.2500],
+            [-0.2500,  0.2500]])
     """
+    require_choice(("exact", "sampled"), kind=kind)
+    if kind == "exact":
+        return head.fisher(scores)
     require_at_least(1, num_samples=num_samples)
     uniforms = uniform((num_samples, *scores.shape[:-1]), scores, generator)
     gradients = _scores_at(head, scores, uniforms)  # (M, *, S)
@@ -113,6 +123,14 @@ def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
         reached = probs.cumsum(-1)
     drawn = (reached <= uniforms * reached[..., -1:]).sum(-1, keepdim=True)
     return drawn.clamp_max(log_probs.shape[-1] - 1)
+
+
+def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
+    """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
+    wide = torch.promote_types(jacobian.dtype, fisher.dtype)
+    jacobian, fisher = jacobian.to(wide), fisher.to(wide)
+    with torch.autocast(fisher.device.type, enabled=False):
+        return jacobian.transpose(-1, -2) @ fisher @ jacobian
 
 
 def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction, Parameters]:

@@ -1,9 +1,12 @@
 """Orders of classes on the leaves of a tree: ``order[k]`` is the leaf of class k.
 
 Classes below a common node share all splits above this node, so a layer learns faster and better
-if they are alike. :func:`by_embedding` builds an order from a vector for each class: a trained
-embedding, weights of a softmax, singular vectors of the matrix that says which words of a text
-follow which (``examples/language_model`` does that).
+if they are alike. The functions here build orders from what is known of the classes:
+
+- :func:`by_frequency`, from counts alone;
+- :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax,
+  singular vectors of the matrix that says which words of a text follow which
+  (``examples/language_model`` does that).
 
 :class:`catnat.TreeLinear` takes an order.
 """
@@ -17,6 +20,19 @@ from catnat.checks import require_at_least
 from catnat.tree import levels, subtree_sums
 
 _CHUNK = 2**21  # numbers of vectors that are worked on together: they stay in a cache
+
+
+def by_frequency(counts: Tensor) -> Tensor:
+    """Order by falling counts, (K,) -> (K,): the most frequent classes get the shortest paths.
+
+    >>> by_frequency(torch.tensor([5, 1, 9]))
+    tensor([1, 2, 0])
+    """
+    if counts.dim() != 1 or len(counts) < 2:
+        raise ValueError(f"expected a count for each class, got shape {tuple(counts.shape)}")
+    if bool((counts < 0).any()) or bool(counts.isnan().any()):
+        raise ValueError(f"counts must be >= 0, got {float(counts.min()):g}")
+    return counts.argsort(descending=True, stable=True).argsort()
 
 
 def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:

@@ -26,7 +26,8 @@ from catnat.fisher import (
     fisher_vector_product,
     module_scores,
     off_diagonal_mass,
-    sampled_fisher,
+    pullback_fisher,
+    score_fisher,
 )
 
 # ------------------------------------------------------------------------ the paper's claims
@@ -137,12 +138,18 @@ def test_sampled_has_the_shape_and_its_own_generator():
     head = make_head("natural", 8)
     scores = torch.randn(2, 3, 7)
     state = torch.get_rng_state()
-    draws = [sampled_fisher(head, scores, 4, torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
+    draws = [
+        score_fisher(head, scores, "sampled", 4, torch.Generator().manual_seed(s))
+        for s in (0, 0, 1)
+    ]
     assert torch.equal(torch.get_rng_state(), state)
     assert draws[0].shape == (2, 3, 7, 7)
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
-        sampled_fisher(head, scores, 0)
+        score_fisher(head, scores, "sampled", 0)
+    with pytest.raises(ValueError, match="unknown kind 'empirical'; choose from exact, sampled"):
+        score_fisher(head, scores, "empirical")
+    assert torch.equal(score_fisher(head, scores), head.fisher(scores))
 
 
 # -------------------------------------------------------------------------------- pull-back
@@ -166,8 +173,7 @@ def test_pull_back_is_the_fisher_matrix_of_the_network(name, K):
     head = make(name, K)
     function, parameters = module_scores(*network(head.num_scores))
     scores = function(parameters)
-    jacobian = parameter_jacobian(function, parameters)
-    pulled = jacobian.mT @ head.fisher(scores) @ jacobian
+    pulled = pullback_fisher(parameter_jacobian(function, parameters), head.fisher(scores))
     probs = head.probs(scores)
     direct = torch.func.jacrev(lambda w: head.probs(function(w)))(parameters)
     direct = torch.cat([d.flatten(2) for d in direct.values()], -1)  # (B, K, P)
@@ -182,8 +188,7 @@ def test_products_and_trace_without_the_jacobian(name, K):
     head = make(name, K)
     function, parameters = module_scores(*network(head.num_scores))
     fisher = head.fisher(function(parameters))
-    jacobian = parameter_jacobian(function, parameters)
-    full = (jacobian.mT @ fisher @ jacobian).mean(0)
+    full = pullback_fisher(parameter_jacobian(function, parameters), fisher).mean(0)
     vector = {n: torch.randn_like(p) for n, p in parameters.items()}
     product = fisher_vector_product(head, function, parameters, vector)
     flat = torch.cat([v.flatten() for v in vector.values()])
@@ -201,8 +206,7 @@ def test_the_trace_is_right_where_rows_are_mixed():
     head = make_head("sigmoid", 5)
     function, parameters = module_scores(Mixes(3, 4).double(), torch.randn(6, 3).double())
     fisher = head.fisher(function(parameters))
-    jacobian = parameter_jacobian(function, parameters)
-    full = (jacobian.mT @ fisher @ jacobian).mean(0)
+    full = pullback_fisher(parameter_jacobian(function, parameters), fisher).mean(0)
     assert torch.allclose(fisher_trace(head, function, parameters), full.trace())
 
 

@@ -15,7 +15,7 @@ from catnat.fisher import (
     fisher_vector_product,
     module_scores,
     off_diagonal_mass,
-    sampled_fisher,
+    score_fisher,
 )
 
 
@@ -54,7 +54,7 @@ def test_results_are_float32_under_autocast(name):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             product = fisher_vector_product(head, function, parameters, parameters)
             return {
-                "sampled": sampled_fisher(head, scores, 3),
+                "sampled": score_fisher(head, scores, "sampled", 3),
                 "natural gradient": head.natural_gradient(scores, grad, damping=0.1),
                 "trace": fisher_trace(head, function, parameters),
                 "product": product["weight"],

@@ -18,7 +18,10 @@ if __name__ == "__main__":  # what pytest does for the others
 from cases_callbacks import Small, fit, loader
 from cases_fresh import one_server, run_fresh
 
+from catnat import make_head
 from catnat.callbacks import FisherMonitor
+from catnat.fisher import off_diagonal_mass
+from catnat.metrics import FisherOffDiagonalMass
 
 SCENES = ("softmax", "natural", "uneven", "empty")
 pytestmark = one_server
@@ -33,6 +36,20 @@ class Latest(L.Callback):
     def on_train_end(self, trainer, pl_module):
         weights = {k: v.detach().cpu() for k, v in pl_module.state_dict().items()}
         torch.save((self.monitor.latest, weights), self.folder / f"{trainer.global_rank}.pt")
+
+
+class Metric(L.Callback):
+    """Gives the metric unequal shares on two ranks, and writes what it computes."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        scores = 0.4 * torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
+        metric = FisherOffDiagonalMass(5)
+        mine = scores if trainer.world_size == 1 else scores.split([4, 8])[trainer.global_rank]
+        metric.update(make_head("sparsemax", 5).fisher(mine))
+        torch.save(metric.compute(), self.folder / f"metric{trainer.global_rank}.pt")
 
 
 def model_and_data(scene):
@@ -55,7 +72,7 @@ def work(folder, devices):
         place.mkdir()
         model, data = model_and_data(scene)
         monitor = FisherMonitor()
-        fit(model, monitor, Latest(place, monitor), data=data, **flags)
+        fit(model, monitor, Latest(place, monitor), Metric(place), data=data, **flags)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +117,14 @@ def test_ranks_count_by_their_rows(folder, scene):
     for latest, _ in ranks:
         for name in own(latest):
             assert latest[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
+
+
+@needs_fork
+def test_the_metric_of_two_ranks_is_that_of_one_process(folder):
+    both = [torch.load(folder / "softmax2" / f"metric{rank}.pt") for rank in range(2)]
+    scores = 0.4 * torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
+    alone = off_diagonal_mass(make_head("sparsemax", 5).fisher(scores).mean(0)).item()
+    assert both[0] == both[1] == pytest.approx(alone, abs=1e-6)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import HEADS
 
+from catnat import make_head
+from catnat.fisher import off_diagonal_mass
 from catnat.metrics import (
+    FisherOffDiagonalMass,
     RowMeans,
     edge_errors,
     prediction_errors,
     prediction_means,
 )
+
+
+@pytest.mark.parametrize("norm", ["l1", "fro"])
+@pytest.mark.parametrize("name", HEADS)
+def test_does_not_depend_on_how_the_data_are_cut(name, norm):
+    head = make_head(name, 5)
+    scores = 0.4 * torch.randn(12, head.num_scores)
+    whole = off_diagonal_mass(head.fisher(scores).mean(0), norm)
+    cuts = ([12], [5, 7], [1] * 12)
+    for cut in cuts:
+        metric = FisherOffDiagonalMass(head.num_scores, norm)
+        for part in scores.split(cut):
+            metric.update(head.fisher(part))
+        assert metric.compute() == pytest.approx(whole.item(), abs=1e-6)
+    weighted = FisherOffDiagonalMass(head.num_scores, norm)
+    for part in scores.split([5, 7]):
+        weighted.update(head.mean_fisher(part), weight=len(part))
+    assert weighted.compute() == pytest.approx(whole.item(), abs=1e-6)
+    assert torch.allclose(weighted.mean().float(), head.mean_fisher(scores), atol=1e-6)
 
 
 @pytest.mark.parametrize("cut", [[7], [2, 5], [7, 0], [1] * 7])
@@ -30,6 +53,17 @@ def test_means_over_no_rows_are_no_means():
     means.update(2, loss=torch.tensor(3.0))
     means.reset()
     assert means.compute() == {}
+
+
+def test_reset_and_errors():
+    metric = FisherOffDiagonalMass(2)
+    metric.update(torch.ones(3, 2, 2))
+    assert metric.compute() == 0.5
+    metric.reset()
+    metric.update(torch.eye(2))
+    assert metric.compute() == 0
+    with pytest.raises(ValueError, match=r"shape \(\*, 2, 2\), got \(3, 3\)"):
+        metric.update(torch.eye(3))
 
 
 # -- predictions and edges ------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from catnat import TreeLinear
-from catnat.orders import by_embedding
+from catnat.orders import by_embedding, by_frequency
 
 SIZES = (2, 3, 5, 8, 37, 100, 1000)
 
@@ -16,9 +16,17 @@ def is_permutation(order, K):
 @pytest.mark.parametrize("K", SIZES)
 def test_every_order_is_a_permutation(K):
     torch.manual_seed(K)
+    assert is_permutation(by_frequency(torch.randint(5, (K,))), K)
     assert is_permutation(by_embedding(torch.randn(K, 4)), K)
     assert is_permutation(by_embedding(torch.zeros(K, 4)), K)
     TreeLinear(3, K, order=by_embedding(torch.randn(K, 4)))
+
+
+def test_the_most_frequent_classes_come_first_and_have_the_shortest_paths():
+    counts = torch.tensor([5, 1, 9, 9, 2])
+    assert by_frequency(counts).tolist() == [2, 4, 0, 1, 3]
+    depth = (by_frequency(counts) + 5).double().log2().floor()
+    assert depth[2] == depth[3] == 2
 
 
 @pytest.mark.parametrize("K", SIZES)
@@ -45,6 +53,8 @@ def test_clusters_become_subtrees():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: by_frequency(torch.tensor([3, -1])), "counts must be >= 0, got -1"),
+        (lambda: by_frequency(torch.zeros(2, 2)), r"count for each class.*\(2, 2\)"),
         (lambda: by_embedding(torch.zeros(4)), r"\(K, D\).*\(4,\)"),
         (lambda: by_embedding(torch.full((4, 2), torch.nan)), "finite"),
     ],
