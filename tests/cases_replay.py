@@ -68,7 +68,7 @@ def train(
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
     logger, watch = Memory(), Watch()
-    monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
+    monitor = monitor or FisherMonitor(write_every_n_steps=7)
     trainer = quiet_trainer(
         max_steps=steps, accelerator=accelerator, precision=precision, strategy=strategy,
         logger=logger, callbacks=[monitor, watch], limit_val_batches=1,

@@ -11,7 +11,7 @@ from cases_replay import Watch, equal, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from catnat.callbacks import FisherMonitor, GraphFigures
+from catnat.callbacks import Figures, FisherMonitor
 from catnat.datamodules import CommunityGraphDataModule
 from catnat.graphs import sample_graphs
 from catnat.lit_modules import GraphStructureLearner
@@ -252,7 +252,7 @@ def test_what_is_logged():
         model.edge_scores[0, 0] = torch.tensor([3.0, -3.0])
     monitor = FisherMonitor()
     trainer, data = fit(
-        model, steps=2, callbacks=[monitor, GraphFigures()], logger=curve,
+        model, steps=2, callbacks=[monitor, Figures()], logger=curve,
         val_check_interval=2, limit_val_batches=1.0, check_val_every_n_epoch=None,
     )  # fmt: skip
     assert list(curve.series("train/loss")) == [0, 1]

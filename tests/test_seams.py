@@ -9,7 +9,7 @@ from cases_callbacks import Memory, quiet_trainer
 from cases_replay import Watch, without_cuda  # noqa: F401 - a fixture
 
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.images import figures_for
+from catnat.callbacks.images import Figures
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
@@ -146,7 +146,7 @@ class ReadsTheBatch(GraphStructureLearner):
 def test_scores_of_edges_may_read_the_batch():
     model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs()
     trainer = make_trainer(
-        4, logger=curve, callbacks=[FisherMonitor(), figures_for(model)],
+        4, logger=curve, callbacks=[FisherMonitor(), Figures()],
         val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(model, datamodule=data)
