@@ -16,7 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
 
 from catnat.checks import did_you_mean, require_at_least
-from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, rom_of
+from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
 
 
 class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
@@ -61,7 +61,7 @@ def is_atari(name: str) -> bool:
     if name in gymnasium.registry:  # first: Blackjack-v1 is not the Atari game of that name
         return str(gymnasium.registry[name].entry_point).startswith("ale_py.")
     try:
-        rom_of(name)
+        game_name(name)
     except ValueError:
         if ":" in name:  # module:name, of a package that registers its environments
             return False

@@ -35,7 +35,7 @@ class StepModule(LightningModule):
 
     On a CUDA device the steps are replayed as CUDA graphs, see :class:`ReplayedSteps`; they are the
     same steps. Hooks of single batches and optimizer steps are then not called for every step. That
-    is for one GPU, or several with the strategy ddp; other strategies take eager steps.
+    is for one GPU; strategies for several take eager steps.
 
     Args:
         capture: replay steps as CUDA graphs. None: wherever that is possible. False: never. True:
@@ -212,5 +212,4 @@ class StepModule(LightningModule):
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:
-            self._replay.release()
             self._replay, self.automatic_optimization = None, True

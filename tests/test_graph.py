@@ -1,7 +1,5 @@
 """GraphStructureLearner: what it starts from, its gradients, schedules, metrics, resuming."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -207,19 +205,6 @@ def test_the_linear_schedule_ends_with_the_run(length):
     assert trainer.global_step == 10
     wanted = [(0.1 * (1 - k / 10), 0.5 * (1 - k / 10)) for k in range(10)]
     torch.testing.assert_close(torch.tensor(rates.seen), torch.tensor(wanted))
-
-
-def test_a_longer_run_says_that_it_lifts_a_linear_learning_rate(tmp_path):
-    model = make(lr_schedule="linear", learning_rate=0.1)
-    trainer, _ = fit(model, steps=8)
-    trainer.save_checkpoint(tmp_path / "some.ckpt")
-    again = make(lr_schedule="linear", learning_rate=0.1)
-    with pytest.warns(UserWarning, match="now ends at step 16, not 8: .* from 0 to 0.05"):
-        fit(again, steps=16, ckpt_path=tmp_path / "some.ckpt")
-    same = make(lr_schedule="linear", learning_rate=0.1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the linear schedule")
-        fit(same, steps=8, ckpt_path=tmp_path / "some.ckpt")
 
 
 def test_psi_can_be_trained_alone_first():

@@ -43,9 +43,7 @@ def test_graph_figures_show_what_is_learned_beside_the_truth():
         val_dataloader = train_dataloader
 
     logger = Recording()
-    trainer = quiet_trainer(
-        max_steps=1, val_check_interval=1, logger=logger, callbacks=[Figures()]
-    )
+    trainer = quiet_trainer(max_steps=1, val_check_interval=1, logger=logger, callbacks=[Figures()])
     trainer.fit(Module("softmax"), datamodule=Data())
     picture = logger.images["graph/theta"]
     assert picture.shape == (24, 60, 3)
