@@ -36,7 +36,7 @@ def add_image(
         draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
         step: of the image.
     """
-    takers = [each for each in loggers if _takes_images(each)]
+    takers: list[Any] = [each for each in loggers if _takes_images(each)]
     image = draw() if takers else None
     if image is None:
         return

@@ -259,10 +259,6 @@ def _warn_of_learner() -> bool:
 def checked_actions(env: VecEnv, actions: Any) -> Actions:
     """Actions as the engine takes them; ValueError for others, on which its threads would hang."""
     given = np.asarray(actions)
-    if given.shape != (env.num_envs,) or not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"{env.num_envs} games need as many whole numbers, got {actions!r}")
-    assert isinstance(env.action_space, gymnasium.spaces.Discrete)
-    count = int(env.action_space.n)
-    if given.min() < 0 or given.max() >= count:
-        raise ValueError(f"actions lie in 0..{count - 1}, got {given.tolist()}")
+    if given.shape != (env.num_envs,) or not all(each in env.action_space for each in given):
+        raise ValueError(f"{env.num_envs} games need as many of {env.action_space}, got {actions!r}")
     return given.astype(np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete
-from numpy.typing import NDArray
 from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
@@ -35,21 +33,10 @@ class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
         require_at_least(int(space.n), num_actions=num_actions)
         self._n = space.n
         self.action_space = Discrete(num_actions)
-        self._repeated = num_actions
 
     def action(self, action: np.int64) -> np.int64:
         """The action of the environment."""
         return np.int64(action % self._n)
-
-    @property
-    def action_masks(self) -> Callable[[], NDArray[np.bool_]]:
-        """The environment's method of this name, with its mask repeated for the copies.
-
-        Raises:
-            AttributeError: the environment has no masks, and so this one has none either.
-        """
-        own = self.env.get_wrapper_attr("action_masks")
-        return lambda: np.resize(np.asarray(own(), bool), self._repeated)
 
 
 def is_atari(name: str) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -52,25 +51,6 @@ class ReplayedSteps:
         self._module, self._trainer = module, module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
         self._one_by_one = False  # whether Lightning hands over every single batch
-
-    @classmethod
-    def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
-        """The replayed steps of a module; None if they cannot be replayed, or must not be.
-
-        If the steps cannot be replayed, a warning says why; but not if ``capture`` is None and
-        nobody would expect replayed steps.
-
-        Args:
-            module: the module, about to be trained.
-            own_step: whether the module has a ``training_step`` of its own.
-        """
-        reason = f"{type(module).__name__} has a training_step of its own" if own_step else None
-        reason = reason or why_not(module)
-        on_cuda = module.trainer.strategy.root_device.type == "cuda"
-        expected = module.capture or (module.capture is None and on_cuda and not own_step)
-        if expected and reason:
-            rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
-        return None if reason else cls(module)
 
     def start(self) -> None:
         """Continue to count where a resumed run stopped; decide how steps are taken."""

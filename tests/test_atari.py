@@ -168,7 +168,7 @@ def test_wrong_actions_are_refused_and_the_game_goes_on(make):
     env = make("Breakout", 2)
     env.reset()
     for actions in ([0, 4], [-1, 0], [0], [0.5, 0], None):
-        with pytest.raises(ValueError, match=r"actions lie in 0\.\.3, got|whole numbers, got"):
+        with pytest.raises(ValueError, match=r"2 games need as many of Discrete\(4\), got"):
             env.step(actions)
     assert env.step(np.zeros(2, int))[0].shape == (2, 4, 84, 84)
 

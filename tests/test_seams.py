@@ -71,7 +71,7 @@ def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data):  # noqa: F81
 
 
 def test_a_subclass_that_optimizes_by_hand_is_told_why_it_is_not_replayed(data):
-    with pytest.warns(UserWarning, match="VAEByHand has a training_step of its own"):
+    with pytest.warns(UserWarning, match="VAEByHand has a training_step"):
         make_trainer(2).fit(VAEByHand(capture=True), datamodule=images(data))
 
 

@@ -30,6 +30,7 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 _MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
                "trainer.callbacks", "trainer.logger", "trainer.log_formats", "trainer.profiler",
                "save_every", "fisher", "import", "data.root", "data.download")  # fmt: skip
+_NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 _MUST_NOT = ("model.class_path", "model.head", "model.head_options", "data.num_actions",
              "data.normalize")  # fmt: skip
@@ -169,7 +170,14 @@ class RunCLI(LightningCLI):
         steps = recipe.steps_on_cpu if on_cpu else recipe.steps
         self.config[self.short["max_steps"]] = steps
         if steps < recipe.steps and not trainer.get("fast_dev_run"):
-            self.remark = f", {steps} steps on this CPU; the recipe: --max_steps {recipe.steps}"
+            fewer, usual = f"{steps} steps", f"--max_steps {recipe.steps}"
+            options, words = self.config.model.get("init_args") or {}, self.names.words
+            given = self.names.configs or any("nll_samples" in word for word in words)
+            if options.get("nll_samples") and not given:  # the test would take a third of the time
+                usual += f" --nll_samples {options['nll_samples']}"
+                options["nll_samples"] = _NLL_SAMPLES_ON_CPU
+                fewer += f" and {_NLL_SAMPLES_ON_CPU} samples for test/nll"
+            self.remark = f", {fewer} on this CPU; the recipe: {usual}"
 
     def _compare(self, now: Mapping[str, Any]) -> str:
         """A remark about the run that is resumed: its step, and options that differ now.
