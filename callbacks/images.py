@@ -103,12 +103,9 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     ):
         axes.axhline(end - 0.5, color="gray", linewidth=0.8)
         axes.axvline(end - 0.5, color="gray", linewidth=0.8)
-    if S == 1:
-        axes.set(xticks=[], yticks=[])
-    else:
-        axes.set(xlabel="score j", ylabel="score i")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.set(xlabel="score j", ylabel="score i")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set_title(title, fontsize=11)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()

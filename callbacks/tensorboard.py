@@ -185,14 +185,6 @@ class RunRecord(Callback):
         if not trainer.sanity_checking:
             self.step = trainer.global_step
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Outside of training, log at the number of steps done."""
-        if trainer.state.fn != "fit":
-            # In a resumed run with no step left, Lightning's count for loggers is one too low.
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-
-    on_test_start = on_validation_start
-
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:

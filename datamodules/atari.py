@@ -260,5 +260,6 @@ def checked_actions(env: VecEnv, actions: Any) -> Actions:
     """Actions as the engine takes them; ValueError for others, on which its threads would hang."""
     given = np.asarray(actions)
     if given.shape != (env.num_envs,) or not all(each in env.action_space for each in given):
-        raise ValueError(f"{env.num_envs} games need as many of {env.action_space}, got {actions!r}")
+        needed = f"{env.num_envs} games need as many of {env.action_space}"
+        raise ValueError(f"{needed}, got {actions!r}")
     return given.astype(np.int64)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.spaces import Discrete
+from gymnasium.wrappers import TransformAction
 from PIL import Image
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
@@ -17,26 +17,18 @@ from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
 
 
-class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
+def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.Env[Any, Any]:
     """An environment with more actions than it has of its own: action a plays a mod n.
 
     Args:
         env: with n discrete actions.
         num_actions: how many actions there are with the copies.
     """
-
-    def __init__(self, env: gymnasium.Env[Any, Any], num_actions: int) -> None:
-        super().__init__(env)
-        space = env.action_space
-        if not isinstance(space, Discrete):
-            raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
-        require_at_least(int(space.n), num_actions=num_actions)
-        self._n = space.n
-        self.action_space = Discrete(num_actions)
-
-    def action(self, action: np.int64) -> np.int64:
-        """The action of the environment."""
-        return np.int64(action % self._n)
+    space = env.action_space
+    if not isinstance(space, Discrete):
+        raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
+    require_at_least(int(space.n), num_actions=num_actions)
+    return TransformAction(env, lambda action: action % space.n, Discrete(num_actions))
 
 
 def is_atari(name: str) -> bool:
@@ -83,7 +75,7 @@ def make_env(
             raise ValueError(f"num_actions is for environments other than Atari games, not {name}")
         return make_atari_vec_env(name, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
-    wrapper = None if num_actions is None else partial(ModuloActions, num_actions=num_actions)
+    wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
     try:
         return make_vec_env(name, num_envs, seed, wrapper_class=wrapper, **options)
     except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed

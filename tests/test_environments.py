@@ -9,9 +9,9 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from catnat.datamodules.environments import (
-    ModuloActions,
     is_atari,
     make_env,
+    modulo_actions,
     write_gif,
 )
 
@@ -91,7 +91,7 @@ def test_more_actions_than_there_are():
 
 
 def test_it_keeps_the_rules_of_gymnasium():
-    check_env(ModuloActions(gymnasium.make("CartPole-v1"), 18), skip_render_check=True)
+    check_env(modulo_actions(gymnasium.make("CartPole-v1"), 18), skip_render_check=True)
 
 
 def test_seeds_count_on():
