@@ -16,7 +16,7 @@ from catnat.callbacks.checkpoints import (
     load_checkpoint,
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
-from catnat.callbacks.images import GraphFigures, VAEFigures
+from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
 
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AtomicCheckpointIO",
     "BestCheckpoint",
+    "Figures",
     "FisherMonitor",
     "FisherMonitorSB3",
-    "GraphFigures",
     "LastCheckpoint",
     "ProgressLines",
     "RunLogger",
     "RunRecord",
     "Stopped",
-    "VAEFigures",
     "last_validation",
     "load_checkpoint",
 ]

@@ -7,17 +7,17 @@ Both monitors use these: :func:`exact_rows` and :class:`SampledShare` make the v
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
-from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
@@ -25,8 +25,7 @@ from catnat.fisher import (
     paired_mean_fishers,
 )
 
-_MAX_SCORES = 2**24  # scores kept on the device before diagnostics are computed: 64 MB
-_MAX_IN_CACHE = 2**19  # the same on a CPU: 2 MB stay in a cache, which saves a third of the time
+_MAX_SCORES = 2**19  # scores kept before diagnostics are computed: 2 MB stay in a CPU's cache
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
@@ -111,89 +110,94 @@ class SampledShare:
         }
 
 
-class Report(NamedTuple):
-    """Diagnostics of T steps on the host."""
-
-    steps: list[int]
-    exact: Tensor  # (T, D + 2), as exact_diagnostics gives them
-    rows: dict[int, Row]  # exact values by step
-    drawn: dict[int, list[float]]  # sampled_sums of the steps that have draws
-    problem: str  # why something is NaN; empty if that is not known
-
-
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
-    A computation that fails gives NaN; the first reason is part of the report. Numbers for draws
-    depend on the seed, the step and the shape alone, not on the steps that are observed together,
-    nor on where a run was resumed.
+    A computation that fails gives NaN, and one warning. Numbers for draws depend on the seed, the
+    step and the shape alone, not on the steps that are observed together, nor on where a run was
+    resumed.
 
     Args:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
+        draws: at each row; 0 for none.
+        share: the sums of the steps before.
         seed: of the draws, any text.
     """
 
-    def __init__(self, head: CategoricalHead, seed: str) -> None:
-        self.head, self.seed, self.problem = head, seed, ""
-        self._exact, self._sampled = _Means(), _Means()
-        self._kept: list[tuple[int, Tensor, int]] = []  # steps, scores and numbers of draws
+    def __init__(self, head: CategoricalHead, draws: int, share: SampledShare, seed: str) -> None:
+        self.head, self.draws, self.share, self.seed = head, draws, share, seed
+        self._kept: list[tuple[int, Tensor]] = []  # steps and their scores
+        self._found: list[tuple[Sequence[int], int, Tensor]] = []  # steps, rows and their means
         self._has_state = bool(head.state_dict())
         self._generator: torch.Generator | None = None
+        self._failed = False
 
-    def add(self, step: int, scores: Tensor, draws: int) -> None:
-        """Keep the scores (*, S) of a batch of a step, for that many draws at each row."""
+    def add(self, step: int, scores: Tensor) -> None:
+        """Keep the scores (*, S) of a batch of a step."""
         rows = scores.reshape(-1, self.head.num_scores)
         if self._kept and self._kept[-1][0] == step:  # gradients are accumulated
             rows = torch.cat((self._kept.pop()[1], rows))
-        self._kept.append((step, rows, draws))
+        self._kept.append((step, rows))
 
     def end_step(self) -> None:
         """Compute with what was kept, if that cannot wait."""
         if self._kept:
-            _, scores, draws = self._kept[-1]
-            most = _MAX_IN_CACHE if scores.device.type == "cpu" else _MAX_SCORES
-            if self._has_state or len(self._kept) * scores.numel() * max(1, draws) > most:
+            kept = len(self._kept) * self._kept[-1][1].numel() * max(1, self.draws)
+            if self._has_state or kept > _MAX_SCORES:
                 self._compute()
 
-    def send(self, trainer: Trainer) -> Callable[[], Report]:
-        """Start to copy the diagnostics of all ranks to the host; call the result to get them."""
+    def take(self, trainer: Trainer) -> tuple[dict[int, Row], Tensor]:
+        """The values of all steps since the last call, and their :func:`exact_diagnostics`."""
         self._compute()
-        S, exact = self.head.num_scores, send(self._exact.over_ranks(trainer))
-        # Three numbers of a step instead of two matrices: most of the copy, and of the host's work.
-        pairs = self._sampled.over_ranks(trainer).reshape(-1, 2, S, S)
-        sampled = send(sampled_sums(pairs))
+        if not self._found:
+            return {}, torch.empty(0)
+        steps = [step for some, _, _ in self._found for step in some]
+        means = self._over_ranks(trainer)
+        self._found = []
+        S, size = self.head.num_scores, self._size
+        sums = sampled_sums(means[:, size:].reshape(-1, 2, S, S)).tolist()
+        exact = means[:, :size].cpu()
+        rows = dict(zip(steps, exact_rows(self.head, exact), strict=True))
+        for step, drawn in zip(steps, sums, strict=False):  # there may be none
+            rows[step] |= self.share.row(*drawn)
+        return rows, exact
 
-        def receive() -> Report:
-            found, steps = exact(), self._exact.steps
-            rows = dict(zip(steps, exact_rows(self.head, found), strict=True))
-            drawn = dict(zip(self._sampled.steps, sampled().tolist(), strict=True))
-            return Report(steps, found, rows, drawn, self.problem)
+    @property
+    def _size(self) -> int:
+        """Numbers of a step that :func:`exact_diagnostics` gives; those from draws follow."""
+        S = self.head.num_scores
+        return (S if self.head.fisher_is_diagonal else S**2) + 2
 
-        return receive
+    def _over_ranks(self, trainer: Trainer) -> Tensor:
+        """The means over the rows of all ranks, (T, D)."""
+        means = torch.cat([each for _, _, each in self._found])
+        if trainer.world_size == 1:
+            return means
+        rows = means.new_tensor([rows for steps, rows, _ in self._found for _ in steps])[:, None]
+        sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
+        reduced = trainer.strategy.reduce(sums, reduce_op="sum")
+        assert isinstance(reduced, Tensor)
+        return reduced[:, 1:] / reduced[:, :1]
 
     def _compute(self) -> None:
-        """Compute with what was kept, all steps with equally many rows and draws at once."""
-        for _, group in groupby(self._kept, lambda kept: (kept[1].shape, kept[2])):
-            steps, batches, draws = zip(*group, strict=True)
-            self._compute_together(steps, torch.stack(batches), draws[0])
+        """Compute with what was kept, all steps with equally many rows at once."""
+        for _, group in groupby(self._kept, lambda kept: kept[1].shape):
+            steps, batches = zip(*group, strict=True)
+            scores = torch.stack(batches)  # (T, B, S)
+            T, B, S = scores.shape
+            found = self._attempt((T, self._size), scores, exact_diagnostics, self.head, scores)
+            if self.draws:
+                pairs = self._attempt((T, 2 * S**2), scores, self._pairs, steps, scores)
+                found = torch.cat((found, pairs), 1)
+            self._found.append((steps, B, found))
         self._kept = []
 
-    def _compute_together(self, steps: Sequence[int], scores: Tensor, draws: int) -> None:
-        """Diagnostics of T steps from scores (T, B, S) and that many draws at each row."""
-        head, (T, B, S) = self.head, scores.shape
-        size = S + 2 if head.fisher_is_diagonal else S**2 + 2
-        exact = self._attempt((T, size), scores, lambda: exact_diagnostics(head, scores))
-        self._exact.add(steps, B, exact)
-        if draws:
-            pairs = self._attempt((T, 2 * S**2), scores, lambda: self._pairs(steps, scores, draws))
-            self._sampled.add(steps, B, pairs)
-
-    def _pairs(self, steps: Sequence[int], scores: Tensor, draws: int) -> Tensor:
+    def _pairs(self, steps: Sequence[int], scores: Tensor) -> Tensor:
         """Two estimates of the Fisher matrix of each of T steps, (T, 2, S, S)."""
         self._generator = self._generator or torch.Generator(scores.device)
         uniforms = torch.empty(
-            (len(steps), draws, scores.shape[1]), dtype=torch.float64, device=scores.device
+            (len(steps), self.draws, scores.shape[1]), dtype=torch.float64, device=scores.device
         )
         for step, numbers in zip(steps, uniforms, strict=True):
             self._generator.manual_seed(random.Random(f"{self.seed} {step} 0").getrandbits(63))
@@ -201,37 +205,14 @@ class HeadHistory:
         return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
 
     def _attempt(
-        self, shape: tuple[int, int], scores: Tensor, compute: Callable[[], Tensor]
+        self, shape: tuple[int, int], scores: Tensor, compute: Callable[..., Tensor], *given: Any
     ) -> Tensor:
         """The result of a computation in this shape, or NaN where it fails."""
         try:
-            return compute().reshape(shape)
+            return compute(*given).reshape(shape)
         except Exception as error:
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
+            if not self._failed:
+                self._failed = True
+                reason = f"{type(error).__name__}: {error}"
+                warnings.warn(f"Fisher diagnostics could not be computed: {reason}", stacklevel=2)
             return torch.full(shape, torch.nan, device=scores.device)
-
-
-class _Means:
-    """A vector for each step, the mean over the rows of all ranks, on the device."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self._rows: list[int] = []
-        self._means: list[Tensor] = []
-
-    def add(self, steps: Sequence[int], rows: int, means: Tensor) -> None:
-        """Add T steps with equally many rows on this rank, whose means are (T, D)."""
-        self.steps += steps
-        self._rows += [rows] * len(steps)
-        self._means.append(means)
-
-    def over_ranks(self, trainer: Trainer) -> Tensor:
-        """The means of all steps, (T, D)."""
-        means = torch.cat(self._means) if self.steps else torch.empty(0)
-        if trainer.world_size == 1 or not self.steps:
-            return means
-        rows = torch.tensor(self._rows, dtype=means.dtype, device=means.device)[:, None]
-        sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
-        reduced = trainer.strategy.reduce(sums, reduce_op="sum")
-        assert isinstance(reduced, Tensor)
-        return reduced[:, 1:] / reduced[:, :1]

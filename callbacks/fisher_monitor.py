@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,17 +12,14 @@ from torch import Tensor
 from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
-    Report,
-    Row,
     SampledShare,
     matrix_of,
     require_pairs,
 )
 from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
-from catnat.checks import require_at_least, require_within
+from catnat.checks import require_at_least
 
-_MOST_STEPS = 200  # that are written at once
 _MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
@@ -69,17 +65,17 @@ class FisherMonitor(Callback):
     the diagnostics of all these steps are computed and written, each under its own step. An
     exception that ends the run writes the steps before it, too, if there is one rank.
 
-    A number that cannot be computed is NaN, with one warning for each head: observing never ends
-    a run. A head with more than 8192 scores gets no draws, and no tags at all if its G is not
-    diagonal: the matrices would be too large.
+    A number that cannot be computed is NaN: observing never ends a run. If an error is the reason,
+    one warning for each head says which. A head with more than 8192 scores gets no draws, and no
+    tags at all if its G is not diagonal: the matrices would be too large.
 
     Args:
         every_n_steps: observe each n-th optimizer step.
         num_samples: M, draws per row for the sampled masses, at least 2; 0 leaves them out.
-        sampled_every_n_steps: how often to draw, counted in steps.
-        image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all.
-        write_every_n_steps: how many observed steps are written at once, up to 200; fewer where G
-            is very large. None: 200 where steps are replayed as CUDA graphs, 50 elsewhere.
+        image_every_n_steps: draw G at each n-th step, too; 0 for no pictures at all. Without a
+            logger that takes images there are none either.
+        write_every_n_steps: how many observed steps are written at once; fewer where G is very
+            large.
         seed: seed of the draws.
     """
 
@@ -87,21 +83,15 @@ class FisherMonitor(Callback):
         self,
         every_n_steps: int = 1,
         num_samples: int = 2,
-        sampled_every_n_steps: int = 1,
         image_every_n_steps: int = 10_000,
-        write_every_n_steps: int | None = None,
+        write_every_n_steps: int = 50,
         seed: int = 0,
     ) -> None:
-        require_at_least(
-            1, every_n_steps=every_n_steps, sampled_every_n_steps=sampled_every_n_steps
-        )
+        require_at_least(1, every_n_steps=every_n_steps, write_every_n_steps=write_every_n_steps)
         require_at_least(0, image_every_n_steps=image_every_n_steps)
-        at_once = _MOST_STEPS if write_every_n_steps is None else write_every_n_steps
-        require_within(1, _MOST_STEPS, write_every_n_steps=at_once)
         require_pairs(num_samples)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
-        self.sampled_every_n_steps = sampled_every_n_steps
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self.seed = seed
@@ -112,21 +102,13 @@ class FisherMonitor(Callback):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        # Steps that are written together are a block: a history for each head, by name.
-        self._block: dict[str, HeadHistory] = {}
-        self._steps_in_block = 0
-        self._steps_per_block = _MOST_STEPS
-        self._sent: list[tuple[str, Callable[[], Report]]] = []  # the block before, by head
-        self._warned: set[str] = set()  # heads for which a warning was given
+        self._histories: dict[str, HeadHistory] = {}  # of each head that was called
+        self._steps_to_write = 0
+        self._steps_at_once = self.write_every_n_steps
+        self._warned = False  # that no head was called
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
     # -- Lightning's hooks -------------------------------------------------------------------------
-
-    @property
-    def state_key(self) -> str:
-        """Of the checkpoint: two monitors with different options have a state each."""
-        options = ("every_n_steps", "num_samples", "sampled_every_n_steps", "seed")
-        return self._generate_state_key(**{name: getattr(self, name) for name in options})
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of the sampled shares."""
@@ -147,12 +129,10 @@ class FisherMonitor(Callback):
         self._probe = HeadProbe(pl_module).attach()
         self._start_anew()
         self._rank = trainer.global_rank
-        observers = _observers(pl_module)
-        usual = 50 if observers is None else _MOST_STEPS  # a replayed step waits for the host
-        at_once = self.write_every_n_steps or usual
         numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
-        self._steps_per_block = max(1, min(at_once, _MAX_RESULTS // numbers))  # on all ranks
-        if observers is not None:
+        most = max(1, _MAX_RESULTS // numbers)
+        self._steps_at_once = min(self.write_every_n_steps, most)  # on all ranks
+        if (observers := _observers(pl_module)) is not None:
             observers.append(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,14 +147,14 @@ class FisherMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Keep the scores of a batch, and write once a block of steps is complete."""
+        """Keep the scores of a batch, and write once there are enough steps."""
         # The batch's first step, counted from 0: with two optimizers all last ones are odd.
         step, self._step = self._step, trainer.global_step
         if _observers(pl_module) is None and step % self.every_n_steps == 0:
             self._keep(step, self.look())
             if self._step > step:  # not while gradients accumulate
                 self._end_step()
-        if self._steps_in_block >= self._steps_per_block:
+        if self._steps_to_write >= self._steps_at_once:
             self._write(trainer)
 
     def look(self) -> dict[str, Tensor]:
@@ -226,77 +206,64 @@ class FisherMonitor(Callback):
     # -- from scores to rows -----------------------------------------------------------------------
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
-        """Add the scores of a batch to the block."""
+        """Keep the scores of a batch, by head."""
         assert self._probe is not None
-        draws = 0 if step % self.sampled_every_n_steps else self.num_samples
         for name, each in scores.items():
             head = self._probe.heads[name]
             too_large = head.num_scores**2 > _MAX_MATRIX
             if too_large and not head.fisher_is_diagonal:
                 continue
-            if name not in self._block:
-                self._block[name] = HeadHistory(head, f"{self.seed} {self._rank} {name}")
-            no_draws = too_large or head.num_scores == 1  # one score has no off-diagonal entries
-            self._block[name].add(step, each, 0 if no_draws else draws)
+            if name not in self._histories:
+                no_draws = too_large or head.num_scores == 1  # one score: nothing off the diagonal
+                share = self._shares.setdefault(name, SampledShare())
+                self._histories[name] = HeadHistory(
+                    head,
+                    0 if no_draws else self.num_samples,
+                    share,
+                    f"{self.seed} {self._rank} {name}",
+                )
+            self._histories[name].add(step, each)
 
     def _end_step(self) -> None:
-        self._steps_in_block += 1
-        for history in self._block.values():
+        self._steps_to_write += 1
+        for history in self._histories.values():
             history.end_step()
 
-    def _write(self, trainer: Trainer, wait: bool = False) -> None:
-        """Copy the block to the host, and write the block before: waiting would idle a GPU.
-
-        Args:
-            trainer: the trainer, with the loggers. A block has the same steps on every rank.
-            wait: wait for the copy, and write this block, too.
-        """
-        if self._steps_in_block and "" not in self._warned:
-            self._warned.add("")
-            if not self._block:
-                limit = int(_MAX_MATRIX**0.5)
-                what = f"no head of at most {limit} scores was called in training as head(scores)"
-                warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
-        arrived = self._sent
-        self._sent = [(name, self._block[name].send(trainer)) for name in sorted(self._block)]
-        self._block, self._steps_in_block = {}, 0
-        if wait:
-            arrived, self._sent = arrived + self._sent, []
-        for name, receive in arrived:
-            self._write_report(trainer, name, receive())
+    def _write(self, trainer: Trainer) -> None:
+        """Write the steps that were kept, which are the same on every rank."""
+        if self._steps_to_write and not self._histories and not self._warned:
+            self._warned = True
+            limit = int(_MAX_MATRIX**0.5)
+            what = f"no head of at most {limit} scores was called in training as head(scores)"
+            warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
+        self._steps_to_write = 0
+        for name in sorted(self._histories):
+            found, exact = self._histories[name].take(trainer)
+            rows = {
+                step: {self._tag(name, tag): value for tag, value in row.items()}
+                for step, row in found.items()
+            }
+            for row in rows.values():
+                self.latest |= row
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    write_rows(logger, rows)
+                if self.image_every_n_steps:
+                    self._draw_some(trainer, name, list(rows), exact)
 
     def _write_everything(self, trainer: Trainer) -> None:
-        self._write(trainer, wait=True)
+        self._write(trainer)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
-
-    def _write_report(self, trainer: Trainer, name: str, report: Report) -> None:
-        rows = report.rows
-        share = self._shares.setdefault(name, SampledShare())
-        for step, sums in report.drawn.items():
-            rows[step] |= share.row(*sums)
-        rows = {
-            step: {self._tag(name, tag): value for tag, value in row.items()}
-            for step, row in rows.items()
-        }
-        for row in rows.values():
-            self.latest |= row
-        if not trainer.is_global_zero:
-            return
-        self._warn_of_nan(name, rows, report.problem)
-        for logger in trainer.loggers:
-            write_rows(logger, rows)
-        if self.image_every_n_steps:
-            self._draw_some(trainer, name, report)
 
     def _tag(self, name: str, tag: str) -> str:
         """The tag of a head; with the head's name if there are several."""
         assert self._probe is not None
         return tag if len(self._probe.heads) == 1 else tag.replace("/", f"/{name}/")
 
-    def _draw_some(self, trainer: Trainer, name: str, report: Report) -> None:
-        """Draw the steps of a report that are due, and keep the last one for the end."""
-        for step, diagnostics in zip(report.steps, report.exact, strict=True):
+    def _draw_some(self, trainer: Trainer, name: str, steps: list[int], exact: Tensor) -> None:
+        """Draw the steps that are due, and keep the last one for the end."""
+        for step, diagnostics in zip(steps, exact, strict=True):
             self._undrawn[name] = (step, diagnostics)
             if is_drawn(step, self.image_every_n_steps):
                 self._draw(trainer, name, *self._undrawn.pop(name))
@@ -304,23 +271,14 @@ class FisherMonitor(Callback):
     def _draw(self, trainer: Trainer, name: str, step: int, diagnostics: Tensor) -> None:
         """Give the loggers a picture of G, unless G is not finite or too large."""
         assert self._probe is not None
-        head = self._probe.heads[name]
-        if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
-            return
-        matrix = matrix_of(head, diagnostics)
-        picture = fisher_picture(matrix, head, f"mean Fisher matrix, step {step}")
-        add_image(trainer.loggers, self._tag(name, "fim/picture"), picture, step)
+        head, title = self._probe.heads[name], f"mean Fisher matrix, step {step}"
 
-    def _warn_of_nan(self, name: str, rows: dict[int, Row], problem: str) -> None:
-        """Warn once for each head that a number could not be computed, and why if known."""
-        lost = {step: [tag for tag, x in row.items() if x != x] for step, row in rows.items()}
-        step = next((step for step, tags in lost.items() if tags), None)
-        if step is None or name in self._warned:
-            return
-        self._warned.add(name)
-        reason = f": {problem}" if problem else ""
-        message = f"{', '.join(lost[step])} at step {step} could not be computed{reason}"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        def draw() -> Tensor | None:
+            if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
+                return None
+            return fisher_picture(matrix_of(head, diagnostics), head, title)
+
+        add_image(trainer.loggers, self._tag(name, "fim/picture"), draw, step)
 
 
 def _observers(module: LightningModule) -> list[Any] | None:

@@ -170,7 +170,9 @@ class FisherMonitorSB3(BaseCallback):
 
     def _record_pictures(self) -> None:
         """Record pictures of the latest matrices that have none, are finite and not too large."""
-        for tag, head, matrix in self._undrawn:
+        outputs = self.logger.output_formats
+        shown = any(isinstance(each, TensorBoardOutputFormat) for each in outputs)
+        for tag, head, matrix in self._undrawn if shown else ():
             if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
                 title = f"mean Fisher matrix, step {self._step}"
                 picture = Image(fisher_picture(matrix, head, title), "HWC")

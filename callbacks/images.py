@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.nn import functional as F
 
-from catnat import CategoricalHead, CatnatHead, HeadProbe
+from catnat import CategoricalHead, CatnatHead
 from catnat.checks import require_at_least
 from catnat.rng import forked_random_state
 from catnat.tree import levels
@@ -25,17 +25,34 @@ _USUAL_LIMIT = 0.25
 _BLUE = (0.2, 0.3, 0.6)
 
 
-def add_image(loggers: Iterable[Logger], tag: str, image: Tensor, step: int) -> None:
-    """Give an image (H, W, 1 or 3), bytes or numbers in [0, 1], to every logger that takes any."""
+def add_image(
+    loggers: Iterable[Logger], tag: str, draw: Callable[[], Tensor | None], step: int
+) -> None:
+    """Give an image to every logger that takes any; if none does, nothing is drawn.
+
+    Args:
+        loggers: of the Trainer.
+        tag: of the image.
+        draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
+        step: of the image.
+    """
+    takers: list[Any] = [each for each in loggers if _takes_images(each)]
+    image = draw() if takers else None
+    if image is None:
+        return
     if image.dtype != torch.uint8:
         image = (image.detach().float().clamp(0, 1) * 255).round().byte()
     pixels = image.cpu().numpy()
-    for logger in loggers:
-        experiment: Any = getattr(logger, "experiment", None)
-        if hasattr(experiment, "add_image"):
-            experiment.add_image(tag, pixels, step, dataformats="HWC")
-        elif hasattr(logger, "log_image"):
+    for logger in takers:
+        if hasattr(logger, "log_image"):
             logger.log_image(tag, [pixels], step=step)
+        else:
+            logger.experiment.add_image(tag, pixels, step, dataformats="HWC")
+
+
+def _takes_images(logger: Any) -> bool:
+    experiment = getattr(logger, "experiment", None)
+    return hasattr(logger, "log_image") or hasattr(experiment, "add_image")
 
 
 # -- Fisher matrices -------------------------------------------------------------------------------
@@ -74,8 +91,7 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     bar_axes = figure.add_axes((0.82, 0.2, 0.03, 0.62))
     extent = (0.5, S + 0.5, S + 0.5, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
-    shown = _thinned(matrix).numpy()
-    image = axes.imshow(shown, "RdBu_r", norm, extent=extent, interpolation="nearest")
+    image = axes.imshow(matrix.numpy(), "RdBu_r", norm, extent=extent, interpolation="nearest")
     axes.grid(visible=False)  # lines of a user's style would hide entries
     ends = [limit / 10**n for n in range(3)]
     ticks = [-each for each in ends] + [0.0] + ends[::-1]
@@ -87,33 +103,16 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     ):
         axes.axhline(end - 0.5, color="gray", linewidth=0.8)
         axes.axvline(end - 0.5, color="gray", linewidth=0.8)
-    if S == 1:
-        axes.set(xticks=[], yticks=[])
-    else:
-        axes.set(xlabel="score j", ylabel="score i")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.set(xlabel="score j", ylabel="score i")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set_title(title, fontsize=11)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy())
 
 
-def _thinned(matrix: Tensor, most: int = 280) -> Tensor:
-    """At most this many rows and columns, (S, S) -> (s, s): of each block the largest magnitude."""
-    if len(matrix) <= most:
-        return matrix
-    highest = F.adaptive_max_pool2d(matrix[None], most)[0]
-    lowest = -F.adaptive_max_pool2d(-matrix[None], most)[0]
-    return torch.where(highest >= -lowest, highest, lowest)
-
-
 # -- models ----------------------------------------------------------------------------------------
-
-
-def step_of(trainer: Trainer) -> int:
-    """The step under which Lightning writes the metrics of a validation."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
@@ -130,16 +129,19 @@ def tile(images: Tensor) -> Tensor:
     return grid.movedim(0, -1)
 
 
-class VAEFigures(Callback):
-    """Writes images of a VAE at each validation.
+class Figures(Callback):
+    """Writes images of a model at each validation: those for which it has what they show.
 
-    ``images/reconstructions``: inputs above, reconstructions below; ``images/prior``: decoded
-    draws from the prior; ``latents/usage``: the mean probability of each category (columns) of
-    each latent (rows) over the validation set, black = never, white = always. Images are
-    (C, H, W), with three channels in colour.
+    - ``images/reconstructions``: the first inputs above, what ``reconstruct`` gives for them below;
+    - ``images/prior``: what ``sample_prior`` gives, decoded draws from the prior;
+    - ``latents/usage``: the mean probability of each category (columns) of each latent (rows) in
+      the validation set, the attribute ``usage``, (N, K): black = never, white = always;
+    - ``graph/theta``: the edge probabilities ``theta``, (N, N), black = 0, white = 1; the true ones
+      to the right if the data module has them as ``edge_probs``. The row is the node where an edge
+      begins, the column the node where it ends.
 
-    A model without ``reconstruct``, ``sample_prior`` or a head gets fewer images, and so does one
-    whose method raises an error, with a warning.
+    Images are (C, H, W), with three channels in colour. An image that cannot be drawn costs one
+    warning, and is not tried again.
 
     Args:
         num_images: how many reconstructions and prior samples.
@@ -148,23 +150,8 @@ class VAEFigures(Callback):
     def __init__(self, num_images: int = 10) -> None:
         require_at_least(1, num_images=num_images)
         self.num_images = num_images
-        self._probe: HeadProbe | None = None
-        self._usage: dict[str, Tensor] = {}
         self._inputs: Tensor | None = None
         self._failed: set[str] = set()  # tags whose image could not be drawn
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach before the first call of a model that may be compiled."""
-        has_head = any(isinstance(each, CategoricalHead) for each in pl_module.modules())
-        self._probe = HeadProbe(pl_module).attach() if has_head else None
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the previous validation, and scores that the heads saw in training."""
-        self._usage, self._inputs = {}, None
-        if self._probe is None:  # a validation outside of training
-            self.on_fit_start(trainer, pl_module)
-        if self._probe is not None:
-            self._probe.scores = {}
 
     def on_validation_batch_end(
         self,
@@ -175,98 +162,59 @@ class VAEFigures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the first inputs and add up how often each category is used."""
-        if trainer.sanity_checking:
-            return
+        """Keep the first inputs."""
         if batch_idx == 0:
             first = batch[0] if isinstance(batch, (tuple, list)) else batch
             self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
-        if self._probe is None:
-            return
-        scores_by_name, self._probe.scores = self._probe.scores, {}  # the next batch may call none
-        for name, scores in scores_by_name.items():
-            head = self._probe.heads[name]
-            probs = head.probs(scores.reshape(scores.shape[0], -1, head.num_scores))
-            self._usage[name] = self._usage.get(name, 0) + probs.float().sum(0)  # (N, K)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the images; random draws come from a forked state and do not affect training."""
-        if trainer.sanity_checking or not trainer.loggers:
+        if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        self._draw_usage(trainer)
-        if not trainer.is_global_zero:
-            return
+        figures: dict[str, Callable[[Any], Tensor | None]] = {
+            "images/reconstructions": self._reconstructions,
+            "images/prior": self._prior_samples,
+            "latents/usage": _usage,
+            "graph/theta": _theta,
+        }
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
         # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
-            if hasattr(pl_module, "reconstruct") and self._inputs is not None:
-                self._draw(trainer, "images/reconstructions", pl_module, self._reconstructions)
-            if hasattr(pl_module, "sample_prior"):
-                self._draw(trainer, "images/prior", pl_module, self._prior_samples)
+            for tag, figure in figures.items():
+                if tag in self._failed:
+                    continue
+                try:
+                    add_image(trainer.loggers, tag, partial(figure, pl_module), step)
+                except Exception as error:  # a method of the user's own must not end the run
+                    self._failed.add(tag)
+                    what = f"{type(pl_module).__name__} failed with {type(error).__name__}: {error}"
+                    rank_zero_warn(f"no {tag}: {what}")
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        if self._probe is not None:
-            self._probe.detach()
-            self._probe = None
-
-    def _draw_usage(self, trainer: Trainer) -> None:
-        # Every rank must take part in the sum, also a rank that had no batch. Rank 0 knows the
-        # shapes: if any rank had a batch, rank 0 had one.
-        shapes = {name: tuple(each.shape) for name, each in self._usage.items()}
-        for name, shape in trainer.strategy.broadcast(shapes).items():
-            nothing = torch.zeros(shape, device=trainer.strategy.root_device)
-            summed = trainer.strategy.reduce(self._usage.get(name, nothing), reduce_op="sum")
-            assert isinstance(summed, Tensor)
-            share = summed / summed.sum(-1, keepdim=True)
-            tag = "latents/usage" if len(shapes) < 2 else f"latents/{name}/usage"
-            add_image(trainer.loggers, tag, heat_map(share), step_of(trainer))
-
-    def _draw(
-        self, trainer: Trainer, tag: str, model: Any, picture: Callable[[Any], Tensor]
-    ) -> None:
-        """Write an image; one that fails is not tried again."""
-        if tag not in self._failed:
-            try:
-                add_image(trainer.loggers, tag, picture(model), step_of(trainer))
-            except Exception as error:  # a method of the user's own must not end the run
-                self._failed.add(tag)
-                what = f"{type(model).__name__} failed with {type(error).__name__}: {error}"
-                rank_zero_warn(f"no {tag}: {what}")
-
-    def _reconstructions(self, model: Any) -> Tensor:
-        assert self._inputs is not None
+    def _reconstructions(self, model: Any) -> Tensor | None:
+        if self._inputs is None or not hasattr(model, "reconstruct"):
+            return None
         images: Tensor = model.reconstruct(self._inputs)
         inputs = self._inputs.reshape(images.shape).to(images.dtype)
         return torch.cat([tile(inputs), tile(images)])
 
-    def _prior_samples(self, model: Any) -> Tensor:
+    def _prior_samples(self, model: Any) -> Tensor | None:
+        if not hasattr(model, "sample_prior"):
+            return None
         return tile(model.sample_prior(self.num_images))
 
 
-class GraphFigures(Callback):
-    """Writes an image of the edge probabilities at each validation.
-
-    The tag is ``graph/theta``; black is 0, white is 1. The learned probabilities are on the left,
-    the true ones on the right if the data module has them as ``edge_probs``. The row is the node
-    where an edge begins, the column the node where it ends. A model without a ``theta``, (N, N),
-    gets no image.
-    """
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the image."""
-        theta = getattr(pl_module, "theta", None)
-        if trainer.sanity_checking or not trainer.is_global_zero or theta is None:
-            return
-        pictures = [heat_map(theta)]
-        truth = getattr(getattr(trainer, "datamodule", None), "edge_probs", None)
-        if truth is not None:
-            gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
-            pictures += [gap, heat_map(truth)]
-        add_image(trainer.loggers, "graph/theta", torch.cat(pictures, 1), step_of(trainer))
+def _usage(model: Any) -> Tensor | None:
+    usage = getattr(model, "usage", None)
+    return None if usage is None else heat_map(usage)
 
 
-def figures_for(model: LightningModule) -> Callback:
-    """The callback that writes images of this model."""
-    # hasattr would compute theta, which may not be possible before the first batch.
-    has_theta = isinstance(getattr(type(model), "theta", None), property)
-    return GraphFigures() if has_theta else VAEFigures()
+def _theta(model: Any) -> Tensor | None:
+    theta = getattr(model, "theta", None)
+    if theta is None:
+        return None
+    pictures = [heat_map(theta)]
+    truth = getattr(getattr(model.trainer, "datamodule", None), "edge_probs", None)
+    if truth is not None:
+        gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
+        pictures += [gap, heat_map(truth)]
+    return torch.cat(pictures, 1)

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: one event file without double values, a guide, hparams."""
+"""What TensorBoard shows of a run: event files without double values, a guide, hparams."""
 
 from __future__ import annotations
 
@@ -93,14 +93,9 @@ def guide() -> str:
 
 # -- event files -----------------------------------------------------------------------------------
 
-_EVENTS = "events.out.tfevents."  # how the names of event files begin
-
 
 def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWriter:
     """A writer of a run's event file, which begins with the guide.
-
-    TensorBoard reads files in the order of their names, which begin with the time. A clock may be
-    set back: files of earlier processes get a counter in place of the time.
 
     Args:
         folder: of the run.
@@ -111,9 +106,8 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
         writer = SummaryWriter(str(folder))
         writer.add_text("guide", guide(), 0)
         return writer
-    for number, path in enumerate(sorted(Path(folder).glob(f"{_EVENTS}*"))):
+    for path in Path(folder).glob("events.out.tfevents.*"):
         _drop_events(path, resumed_at)
-        path.rename(path.with_name(f"{_EVENTS}{number:010d}.resumed"))
     return SummaryWriter(str(folder), purge_step=resumed_at)  # for a TensorBoard that is running
 
 
@@ -158,10 +152,7 @@ def write_hparams(writer: SummaryWriter, hparams: dict[str, Any], metrics: list[
 
 
 class RunLogger(TensorBoardLogger):
-    """A TensorBoard logger with one event file for training, validation and test.
-
-    Lightning's own logger begins a new file after each of the three. :meth:`close` ends the file.
-    """
+    """A TensorBoard logger that writes every value once, and the guide."""
 
     resumed_at: int | None = None  # the step from which the run resumes
     _latest: tuple[int | None, dict[str, float]] = (None, {})
@@ -183,41 +174,16 @@ class RunLogger(TensorBoardLogger):
             super().log_metrics(kept, step)
             self._latest = (step, kept)
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Write everything to disk; after a success keep the file open for what follows."""
-        if status == "success":
-            self.save()
-        else:
-            super().finalize(status)
-
-    @rank_zero_only
-    def close(self) -> None:
-        """End the file."""
-        super().finalize("success")
-
 
 class RunRecord(Callback):
-    """Remembers the metrics of the latest validation, also in every checkpoint."""
+    """Remembers the step of the latest validation; refuses to resume with other data."""
 
-    def __init__(self) -> None:
-        self.step = -1
-        self.metrics: dict[str, float] = {}
+    step = -1
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the metrics."""
+        """Keep the step."""
         if not trainer.sanity_checking:
-            found = trainer.callback_metrics.items()
-            self.metrics = {name: float(value) for name, value in found if name[:3] == "val"}
             self.step = trainer.global_step
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Outside of training, log at the number of steps done."""
-        if trainer.state.fn != "fit":
-            # In a resumed run with no step left, Lightning's count for loggers is one too low.
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-
-    on_test_start = on_validation_start
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -230,17 +196,11 @@ class RunRecord(Callback):
                 f"the checkpoint's run had data from {made}, here they are from {here}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The latest validation."""
-        return {"step": self.step, "metrics": self.metrics}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the latest validation."""
-        self.step, self.metrics = state_dict["step"], state_dict["metrics"]
-
 
 def last_validation(trainer: Trainer) -> dict[str, float]:
     """Metrics of the latest validation; empty if the model was trained on since then."""
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-    records = (each for each in callbacks if isinstance(each, RunRecord))
-    return next((r.metrics for r in records if r.step == trainer.global_step), {})
+    if not any(isinstance(x, RunRecord) and x.step == trainer.global_step for x in callbacks):
+        return {}
+    found = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in found if name.startswith("val")}

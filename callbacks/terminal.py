@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,24 +34,11 @@ def progress_line(step: int, total: float, rate: float, metrics: Mapping[str, An
     """A line of text: step of all steps, steps per second, time left and metrics.
 
     >>> progress_line(50, 200, 2.5, {"val/loss": 1.25})
-    'step 50 of 200  2.5 steps/s  about 60 s left  val/loss 1.25'
+    'step 50 of 200  2.5 steps/s  about 0:01:00 left  val/loss 1.25'
     """
     known = math.isfinite(total)
     words = [f"step {step}" + (f" of {total:.0f}" if known else ""), f"{rate:.3g} steps/s"]
     if known and total > step and rate > 0:
-        words.append(f"about {duration((total - step) / rate)} left")
+        words.append(f"about {timedelta(seconds=round((total - step) / rate))} left")
     words += [f"{name} {float(value):.4g}" for name, value in metrics.items()]
     return "  ".join(words)
-
-
-def duration(seconds: float) -> str:
-    """A time in seconds, minutes or hours.
-
-    >>> duration(0.43), duration(59.6), duration(600), duration(9000)
-    ('0.4 s', '60 s', '10 min', '2.5 h')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds <= 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -2,15 +2,13 @@
 
 A step that is captured reads everything that changes between two steps on the device, and never
 waits for the host. Besides :class:`StepGraph`, which captures, this file has what follows from
-that: numbers that live on the device, optimizers that can be captured, copies to the host that
-nothing waits for.
+that: numbers that live on the device, and optimizers that can be captured.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -110,29 +108,6 @@ def why_not_captured(
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
-class Backlog:
-    """Keeps the host from running far ahead of the device.
-
-    A host that waits here sleeps, so that many runs can share a machine. Without a backlog the host
-    would wait too, once the driver's queue is full, but at full load.
-
-    Args:
-        most: parts of work that may be under way.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._events: deque[torch.cuda.Event] = deque()
-
-    def add(self) -> None:
-        """End a part of work here; wait for the oldest part if too many are under way."""
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        self._events.append(event)
-        if len(self._events) > self.most:
-            self._events.popleft().synchronize()
-
-
 @contextmanager
 def _garbage_waits() -> Iterator[None]:
     """No cyclic garbage is collected inside: freeing an old graph would spoil a capture."""
@@ -157,7 +132,7 @@ def _shapes(tensors: list[Tensor] | None) -> list[tuple[torch.Size, torch.dtype]
     return [(x.shape, x.dtype) for x in tensors or ()]
 
 
-# -- numbers that a captured step reads, and results that the host reads ---------------------------
+# -- numbers that a captured step reads ------------------------------------------------------------
 
 
 class DeviceScalar(nn.Module):
@@ -191,32 +166,6 @@ class DeviceScalar(nn.Module):
 
     def __float__(self) -> float:
         return self._value
-
-
-def send(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying ``x`` to the host; call the result to get the copy, once it has arrived.
-
-    Waiting at once would idle a GPU: it has nothing to do while the host waits, and the host
-    nothing to give it.
-
-    >>> receive = send(torch.tensor([1.0, 2.0]))
-    >>> receive()
-    tensor([1., 2.])
-    """
-    x = x.detach()
-    if not x.is_cuda:
-        copy = x.clone()
-        return lambda: copy
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(x.device))
-
-    def receive() -> Tensor:
-        event.synchronize()
-        return host
-
-    return receive
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, get_args
+import time
+import warnings
+from collections.abc import Sequence
+from traceback import walk_stack
+from typing import Any, Literal, get_args
 
-from ale_py import ALEInterface, LoggerMode, roms
+import ale_py
+import gymnasium
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
-from catnat.checks import did_you_mean, require_at_least, require_choice
-from catnat.datamodules.atari_native import FRAME_SKIP, NativeAtariVecEnv
+from catnat.checks import did_you_mean, require_at_least, require_choice, require_within
 
 Backend = Literal["native", "sb3"]
-_FOR_TWO = {"combat", "joust", "maze_craze", "warlords"}  # these cannot be played alone
+Actions = NDArray[np.int64]
+_FRAME_SKIP, _NOOP_MAX, _MAX_FRAMES = 4, 30, 108_000  # a game is cut off after so many frames
 
 
 def make_atari_vec_env(
-    game: str,
-    num_envs: int,
-    backend: Backend = "native",
-    seed: int = 0,
-    life_loss: bool = True,
-    clip_rewards: bool = True,
-    noop_max: int = 30,
-    max_frames: int = 108_000,
-    num_threads: int = 0,
+    game: str, num_envs: int, backend: Backend = "native", seed: int = 0, num_threads: int = 0
 ) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
@@ -41,63 +44,222 @@ def make_atari_vec_env(
             are (4, 84, 84). Or "sb3", the wrappers of Stable-Baselines3 in one Python process,
             (84, 84, 4).
         seed: seed of the first game; game i has seed + i.
-        life_loss: a lost life ends an episode.
-        clip_rewards: replace rewards by their sign.
-        noop_max: bounds the no-ops of a reset: 0 to noop_max - 1 of them on "native", 1 to
-            noop_max on "sb3".
-        max_frames: a game is cut off after this many frames.
         num_threads: threads of the native backend; 0 for as many as there are cores or games.
     """
     require_choice(get_args(Backend), backend=backend)
-    require_at_least(0, seed=seed, noop_max=noop_max, num_threads=num_threads)
-    require_at_least(1, num_envs=num_envs, max_frames=max_frames)
-    rom = rom_of(game)
+    require_at_least(0, seed=seed, num_threads=num_threads)
+    require_at_least(1, num_envs=num_envs)
+    name = game_name(game)
     if backend == "native":
-        return NativeAtariVecEnv(
-            rom,
-            num_envs,
-            seed=seed,
-            life_loss=life_loss,
-            clip_rewards=clip_rewards,
-            noop_max=noop_max,
-            max_frames=max_frames,
-            num_threads=num_threads,
-        )
-    ALEInterface.setLoggerMode(LoggerMode.Error)  # ALE would print its version
+        return NativeAtariVecEnv(game_names()[name], num_envs, seed, num_threads)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # ALE would print its version
     # The settings of BreakoutNoFrameskip-v4. Not every game has a name of that kind.
     raw = {
         "frameskip": 1,
         "repeat_action_probability": 0.0,
-        "max_num_frames_per_episode": max_frames,
+        "max_num_frames_per_episode": _MAX_FRAMES,
     }
-    wrapping = {
-        "frame_skip": FRAME_SKIP,
-        "noop_max": noop_max,
-        "terminal_on_life_loss": life_loss,
-        "clip_reward": clip_rewards,
-    }
-    env = make_atari_env(
-        f"ALE/{game_name(rom)}-v5", num_envs, seed, env_kwargs=raw, wrapper_kwargs=wrapping
-    )
-    return VecFrameStack(env, 4)
+    return VecFrameStack(make_atari_env(f"ALE/{name}-v5", num_envs, seed, env_kwargs=raw), 4)
 
 
-def game_names() -> list[str]:
-    """All games, as Gymnasium spells them."""
-    return [game_name(rom) for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO]
+def game_names() -> dict[str, str]:
+    """All games, as Gymnasium spells them and as ale_py does: "MsPacman" and "ms_pacman"."""
+    specs = gymnasium.registry.values()
+    return {spec.name: spec.kwargs["game"] for spec in specs if spec.namespace == "ALE"}
 
 
-def game_name(rom: str) -> str:
-    """Gymnasium's name of a game: "ms_pacman" becomes "MsPacman"."""
-    return rom.title().replace("_", "")
-
-
-def rom_of(game: str) -> str:
-    """ale_py's name of a game: "MsPacman" and "ALE/MsPacman-v5" become "ms_pacman"."""
+def game_name(game: str) -> str:
+    """Gymnasium's name of a game: "ms_pacman" and "ALE/MsPacman-v5" become "MsPacman"."""
     bare = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d)?$", "", game)
-    known = {game_name(rom): rom for rom in roms.get_all_rom_ids() if rom not in _FOR_TWO}
-    for name, rom in known.items():
+    known = game_names()
+    for name in known:
         if name.lower() == bare.replace("_", "").lower():
-            return rom
+            return name
     close = did_you_mean(bare, known)
     raise ValueError(f"{game!r} is not one of the {len(known)} Atari games{close}")
+
+
+class NativeAtariVecEnv(VecEnv):
+    """Several games of Atari, played by C++ threads.
+
+    Frames are like those of the usual wrappers: gray, 84 x 84, the pixelwise maximum of the last
+    two of four skipped frames, four of them stacked; no sticky actions. Where the two differ:
+
+    - frames become gray before their maximum is taken; the wrappers do it the other way around,
+      and some pixels differ where sprites flicker;
+    - a reset plays 0 to 29 no-ops, the wrappers 1 to 30;
+    - in games that know FIRE, a reset plays FIRE for one frame in the place of the last no-op; the
+      wrappers play FIRE and then the action after it, four frames each, after the no-ops;
+    - after a lost life the learner's next step is FIRE; the wrappers play a no-op, FIRE and the
+      action after it, and the learner sees none of these steps;
+    - frames stacked across a lost life belong to both lives.
+
+    A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
+    that know it, because some, such as Breakout, wait for it. Two attributes tell which actions are
+    not the learner's choice:
+
+    - ``forced_actions``: the actions that the next step plays whatever actions it is given, -1
+      where the learner is free;
+    - ``actions_played``: the actions that the latest step did play. Transitions must be stored with
+      these. HeadPPO and HeadA2C do so; other algorithms do not, and are warned about once.
+
+    ``info`` has ``lives`` and ``episode_frame_number``. ``info["episode"]`` comes at the end of a
+    game only, with the score (not the clipped rewards) and the length in frames.
+
+    Args:
+        rom: the game, as ale_py spells it: "ms_pacman".
+        num_envs: how many games.
+        seed: seed of the first game, from 0; game i has seed + i, all below 2^31.
+        num_threads: number of threads; 0 for as many as there are cores or games.
+
+    Shapes:
+        observations (n, 4, 84, 84) uint8, a fresh array at each step.
+    """
+
+    def __init__(self, rom: str, num_envs: int, seed: int = 0, num_threads: int = 0) -> None:
+        self._engine = AtariVectorEnv(
+            rom,
+            num_envs,
+            num_threads=num_threads,
+            max_num_frames_per_episode=_MAX_FRAMES,
+            noop_max=_NOOP_MAX,
+            frameskip=_FRAME_SKIP,
+            repeat_action_probability=0.0,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            episodic_life=False,  # True would reset the whole game at a lost life
+            reward_clipping=False,  # step_wait clips, after it has added up the score
+            use_fire_reset=True,
+        )
+        self.render_mode: str | None = None
+        space = self._engine.single_observation_space
+        super().__init__(num_envs, space, self._engine.single_action_space)
+        meanings = list(self._engine.ale.get_action_set())
+        self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
+        self._pending = self._warned = False
+        self._began = time.time()
+        self.lives = np.zeros(num_envs, np.int32)
+        self.forced_actions: Actions = np.full(num_envs, -1)
+        self.actions_played: Actions = np.full(num_envs, -1)
+        self._scores = np.zeros(num_envs)
+        self._frames = np.zeros(num_envs, np.int64)
+        self.seed(seed)
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Seed the next reset: game i gets seed + i; None draws a seed."""
+        most = 2**31 - self.num_envs  # the emulator's seeds have 31 bits
+        if seed is None:
+            seed = int(np.random.randint(most))
+        require_within(0, most, "[)", seed=seed)
+        return super().seed(seed)
+
+    def reset(self) -> NDArray[np.uint8]:
+        """Begin new games."""
+        self._drain()
+        unseeded = None in self._seeds
+        observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
+        self._reset_seeds()
+        self._scores[:] = 0
+        self.lives, self._frames = info["lives"], info["episode_frame_number"]
+        self.forced_actions = np.full(self.num_envs, -1)
+        frames: NDArray[np.uint8] = observations
+        return frames
+
+    def step_async(self, actions: Any) -> None:
+        """Let the threads begin a step; this does not wait for them."""
+        actions, forced = checked_actions(self, actions), self.forced_actions
+        self.actions_played = np.where(forced >= 0, forced, actions)
+        if not self._warned and not np.array_equal(actions, self.actions_played):
+            self._warned = _warn_of_learner()
+        self._engine.send(self.actions_played)
+        self._pending = True
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Wait for the step. Finished games have begun anew."""
+        if not self._pending:
+            raise RuntimeError("step_wait needs a step_async before it")  # recv would wait forever
+        self._pending = False  # before recv: an interrupt arrives when the step has been taken
+        observations, rewards, terminated, truncated, info = self._engine.recv()
+        self._scores += rewards
+        over = terminated | truncated
+        lives = info["lives"]
+        # A game can be at 0 lives some steps before it is over (Qbert): that is no lost life.
+        lost = (lives < self.lives) & (lives > 0) & ~over
+        told = zip(lives.tolist(), info["episode_frame_number"].tolist(), strict=True)
+        infos: list[dict[str, Any]] = [{"lives": x, "episode_frame_number": y} for x, y in told]
+        seconds = round(time.time() - self._began, 6)
+        for i in np.flatnonzero(over):
+            length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
+            infos[i] |= {
+                "terminal_observation": info["final_obs"][i],
+                "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
+                "episode": {"r": float(self._scores[i]), "l": length, "t": seconds},  # as Monitor's
+            }
+        self._scores[over] = 0
+        for i in np.flatnonzero(lost):
+            infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
+        self.lives, self._frames = lives, info["episode_frame_number"]
+        self.forced_actions = np.where(lost, self._fire, -1)
+        return observations, np.sign(rewards).astype(np.float32), over | lost, infos
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._drain()
+        self._engine.__dict__.pop("ale", None)
+
+    def _drain(self) -> None:
+        """Wait for a step that was begun: a second step before that would hang."""
+        if self._pending:
+            self._pending = False
+            self._engine.recv()
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """An attribute for each game; arrays with one entry per game are taken apart."""
+        value = getattr(self, attr_name)
+        apart = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
+        return [value[i] if apart else value for i in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute that all games share."""
+        if len(list(self._get_indices(indices))) != self.num_envs:
+            raise ValueError(f"{attr_name} can be set for all native games together only")
+        setattr(self, attr_name, value)
+
+    def env_method(
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: VecEnvIndices = None,
+        **method_kwargs: Any,
+    ) -> list[Any]:
+        """Games in C++ have no methods of their own."""
+        raise AttributeError(f"native Atari games have no method {method_name!r}")
+
+    def env_is_wrapped(
+        self,
+        wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]],
+        indices: VecEnvIndices = None,
+    ) -> list[bool]:
+        """True for Monitor, so that evaluation counts games and not lives; False for others."""
+        return [wrapper_class is Monitor for _ in self._get_indices(indices)]
+
+
+def _warn_of_learner() -> bool:
+    """Warn if an algorithm learns from actions that are not played; evaluations may give any."""
+    callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
+    learns = "collect_rollouts" in callers and "evaluate_policy" not in callers
+    if learns:
+        warnings.warn(
+            "the algorithm stores actions that are not played: after a lost life these games play "
+            'FIRE; use HeadPPO, HeadA2C or backend="sb3"',
+            stacklevel=2,
+        )
+    return learns
+
+
+def checked_actions(env: VecEnv, actions: Any) -> Actions:
+    """Actions as the engine takes them; ValueError for others, on which its threads would hang."""
+    given = np.asarray(actions)
+    if given.shape != (env.num_envs,) or not all(each in env.action_space for each in given):
+        needed = f"{env.num_envs} games need as many of {env.action_space}"
+        raise ValueError(f"{needed}, got {actions!r}")
+    return given.astype(np.int64)

@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.spaces import Discrete
-from numpy.typing import NDArray
+from gymnasium.wrappers import TransformAction
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
-from catnat.datamodules.atari import Backend, game_names, make_atari_vec_env, rom_of
+from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
 
 
-class ModuloActions(gymnasium.ActionWrapper[Any, np.int64, Any]):
+def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.Env[Any, Any]:
     """An environment with more actions than it has of its own: action a plays a mod n.
 
     Args:
         env: with n discrete actions.
         num_actions: how many actions there are with the copies.
     """
-
-    def __init__(self, env: gymnasium.Env[Any, Any], num_actions: int) -> None:
-        super().__init__(env)
-        space = env.action_space
-        if not isinstance(space, Discrete):
-            raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
-        require_at_least(int(space.n), num_actions=num_actions)
-        self._n = space.n
-        self.action_space = Discrete(num_actions)
-        self._repeated = num_actions
-
-    def action(self, action: np.int64) -> np.int64:
-        """The action of the environment."""
-        return np.int64(action % self._n)
-
-    @property
-    def action_masks(self) -> Callable[[], NDArray[np.bool_]]:
-        """The environment's method of this name, with its mask repeated for the copies.
-
-        Raises:
-            AttributeError: the environment has no masks, and so this one has none either.
-        """
-        own = self.env.get_wrapper_attr("action_masks")
-        return lambda: np.resize(np.asarray(own(), bool), self._repeated)
+    space = env.action_space
+    if not isinstance(space, Discrete):
+        raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
+    require_at_least(int(space.n), num_actions=num_actions)
+    return TransformAction(env, lambda action: action % space.n, Discrete(num_actions))
 
 
 def is_atari(name: str) -> bool:
@@ -59,7 +38,7 @@ def is_atari(name: str) -> bool:
     if name in gymnasium.registry:  # first: Blackjack-v1 is not the Atari game of that name
         return str(gymnasium.registry[name].entry_point).startswith("ale_py.")
     try:
-        rom_of(name)
+        game_name(name)
     except ValueError:
         if ":" in name:  # module:name, of a package that registers its environments
             return False
@@ -104,7 +83,7 @@ def make_env(
             )
         return make_atari_vec_env(env, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
-    wrapper = None if num_actions is None else partial(ModuloActions, num_actions=num_actions)
+    wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
     kind = SubprocVecEnv if subprocesses else None
     try:
         made = make_vec_env(

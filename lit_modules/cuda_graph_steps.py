@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.cuda_graph import Backlog, StepGraph, why_not_captured
+from catnat.cuda_graph import StepGraph, why_not_captured
 
 if TYPE_CHECKING:
     from catnat.lit_modules.step_module import StepModule
 
 STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a replayed step
-_STEPS_AHEAD = 2 * STEPS_AT_ONCE  # the host writes logs while the device works on these
 _PRECISIONS = ("32-true", "bf16-mixed")  # others change weights, or scale losses on the host
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -47,10 +43,6 @@ class ReplayedSteps:
     save, end the epoch, end the run) no further batch is drawn. Lightning's counters count every
     step, so the options of the Trainer and checkpoints mean the same as in an eager run.
 
-    With several processes (DDP with NCCL) gradients are averaged between the backward pass and the
-    update, all of them with one call that is part of the graph. Buffers are those of rank 0 after
-    each batch of Lightning's. With another backend, steps are eager.
-
     Args:
         module: whose steps are taken.
     """
@@ -58,36 +50,11 @@ class ReplayedSteps:
     def __init__(self, module: StepModule) -> None:
         self._module, self._trainer = module, module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
-        self._several_ranks = isinstance(module.trainer.strategy, DDPStrategy)
-        self._backlog: Backlog | None = None
         self._one_by_one = False  # whether Lightning hands over every single batch
-
-    @classmethod
-    def where_possible(cls, module: StepModule, own_step: bool) -> ReplayedSteps | None:
-        """The replayed steps of a module; None if they cannot be replayed, or must not be.
-
-        If the steps cannot be replayed, a warning says why; but not if ``capture`` is None and
-        nobody would expect replayed steps.
-
-        Args:
-            module: the module, about to be trained.
-            own_step: whether the module has a ``training_step`` of its own.
-        """
-        reason = f"{type(module).__name__} has a training_step of its own" if own_step else None
-        reason = reason or why_not(module)
-        on_cuda = module.trainer.strategy.root_device.type == "cuda"
-        expected = module.capture or (module.capture is None and on_cuda and not own_step)
-        if expected and reason:
-            rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
-        return None if reason else cls(module)
 
     def start(self) -> None:
         """Continue to count where a resumed run stopped; decide how steps are taken."""
         count_steps(self._trainer, 0)
-        if self._several_ranks:
-            # Out of DDP's wrapper, whose hooks would average as well.
-            self._trainer.strategy.model = self._module
-            atexit.register(self.release)  # before Lightning's own, which ends NCCL
         data = getattr(self._trainer, "datamodule", None)
         changed = any(
             is_overridden(hook, owner)
@@ -98,13 +65,6 @@ class ReplayedSteps:
         draws = hasattr(self._trainer.train_dataloader, "next_batches")
         endless = self._trainer.num_training_batches == float("inf")
         self._one_by_one = changed or endless or not draws
-        if self._trainer.strategy.root_device.type == "cuda":
-            self._backlog = Backlog(_STEPS_AHEAD // (1 if self._one_by_one else STEPS_AT_ONCE))
-
-    def release(self) -> None:
-        """Free the graphs: NCCL ends only after the graphs that hold its calls."""
-        atexit.unregister(self.release)
-        self._graph.reset()
 
     def take(self, batch: Any) -> Tensor:
         """Take the step of this batch, and of the batches that follow; return the last loss."""
@@ -123,10 +83,6 @@ class ReplayedSteps:
             step += 1
             self._step_scheduler()
         count_steps(self._trainer, step - first)
-        if self._several_ranks:
-            _send_buffers(module)
-        if self._backlog is not None:
-            self._backlog.add()
         every: int = getattr(self._trainer, "log_every_n_steps", 0)
         if every and step // every > first // every:
             values = {"train/loss": loss.item()} | module.logged_settings()
@@ -169,8 +125,6 @@ class ReplayedSteps:
             loss = module.step_loss(batch)
         seen = [observer.look() for observer in module.step_observers]
         loss.backward()
-        if self._several_ranks:
-            _average_gradients(parameters)
         if module.gradient_clip:
             clip_grad_norm_(parameters, module.gradient_clip)
         optimizer.step()
@@ -185,34 +139,14 @@ class ReplayedSteps:
                 self._graph.reset()  # the learning rate is a constant of the captured step
 
 
-def _average_gradients(parameters: list[Tensor]) -> None:
-    """Make each gradient the mean over all ranks; one that a rank does not have counts as zero."""
-    given = [p for p in parameters if p.requires_grad]
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in given]
-    flat = torch.cat([part.reshape(-1) for part in parts]) / dist.get_world_size()
-    dist.all_reduce(flat)
-    for p, part in zip(given, flat.split([p.numel() for p in given]), strict=True):
-        p.grad = part.view_as(p)
-
-
-def _send_buffers(module: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, such as the running means of a batch norm."""
-    buffers, group = [buffer.detach() for buffer in module.buffers()], dist.group.WORLD
-    assert group is not None
-    if buffers:
-        dist._broadcast_coalesced(group, buffers, 2**28, 0)  # type: ignore[attr-defined]
-
-
 def why_not(module: StepModule) -> str | None:
     """Why the steps of a module are not replayed; None if they are."""
     trainer: Any = module.trainer
-    strategy = trainer.strategy
-    host, name = module.why_host_needed(), type(strategy).__name__
-    ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    strategy, host = trainer.strategy, module.why_host_needed()
     obstacles = {
         str(host): host is not None,
-        f"the strategy is {name}, not one device or ddp": (
-            not ddp and not isinstance(strategy, SingleDeviceStrategy)
+        f"the strategy is {type(strategy).__name__}, not one device": (
+            not isinstance(strategy, SingleDeviceStrategy)
         ),
         f"the precision is {trainer.precision}, not {' or '.join(_PRECISIONS)}": (
             trainer.precision not in _PRECISIONS
@@ -222,15 +156,6 @@ def why_not(module: StepModule) -> str | None:
             trainer.gradient_clip_val is not None
         ),
     }
-    if ddp:
-        options = (strategy._ddp_comm_hook, strategy._layer_sync)
-        unused = strategy._ddp_kwargs.get("find_unused_parameters")
-        obstacles |= {
-            "the ranks do not use NCCL": dist.is_initialized() and dist.get_backend() != "nccl",
-            "DDP has a communication hook, synchronized batch norms or unused parameters": (
-                bool(unused) or any(each is not None for each in options)
-            ),
-        }
     return why_not_captured(module.capture, strategy.root_device, obstacles)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
@@ -74,7 +73,7 @@ class GraphStructureLearner(StepModule):
         learning_rate: of the scores. None: a value that suits the head and the estimator.
         psi_learning_rate: of the predictor. None: as ``learning_rate``; 0.05 with local
             expectation, where psi must be right when the warm-up ends.
-        lr_schedule: "constant", or "linear", to zero at the end of the run.
+        lr_schedule: "constant", or "linear", to zero at the end of the run, also of a resumed one.
         psi_warmup_steps: steps that train psi alone, at the beginning.
         theta_init: range of the uniform distribution from which θ is drawn at the beginning.
         flip_samples: of the M graphs, how many are flipped edge by edge for each pair (local
@@ -234,29 +233,9 @@ class GraphStructureLearner(StepModule):
     def on_train_start(self) -> None:
         """Find out how many steps the run has, for the linear schedule."""
         super().on_train_start()
-        before, self._num_steps = self._num_steps, self.trainer.estimated_stepping_batches
-        self._rate_factor = None
-        if self.lr_schedule != "linear":
-            return
-        if not 0 < self._num_steps < float("inf"):
+        self._num_steps, self._rate_factor = self.trainer.estimated_stepping_batches, None
+        if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
-        if self.global_step and before not in (0, self._num_steps):
-            now, then = (1 - self.global_step / n for n in (self._num_steps, before))
-            rank_zero_warn(
-                f"the linear schedule now ends at step {self._num_steps}, not {before}: the "
-                f"learning rate goes from {then * self.learning_rates[0]:.3g} to "
-                f"{now * self.learning_rates[0]:.3g}"
-            )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save where the schedule ends, too."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["num_steps"] = self._num_steps
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember where the schedule ended, to tell if that changes."""
-        super().on_load_checkpoint(checkpoint)
-        self._num_steps = checkpoint.get("num_steps", 0)
 
     def prepare_step(self, step: int) -> None:
         """Set the learning rates of a step, and whether θ moves in it."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from catnat.checks import require_precision
 from catnat.cuda_graph import capturable_options, keep_kernels, set_learning_rate
-from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver
+from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver, why_not
 from catnat.metrics import RowMeans
 from catnat.rng import forked_random_state, noise_state, separate_noise, set_noise_state
 
@@ -35,7 +36,7 @@ class StepModule(LightningModule):
 
     On a CUDA device the steps are replayed as CUDA graphs, see :class:`ReplayedSteps`; they are the
     same steps. Hooks of single batches and optimizer steps are then not called for every step. That
-    is for one GPU, or several with the strategy ddp; other strategies take eager steps.
+    is for one GPU; strategies for several take eager steps.
 
     Args:
         capture: replay steps as CUDA graphs. None: wherever that is possible. False: never. True:
@@ -121,9 +122,12 @@ class StepModule(LightningModule):
                     f"{type(self).__name__} sets automatic_optimization to False, and has no "
                     "training_step of its own that would optimize"
                 )
-            self._replay = ReplayedSteps.where_possible(self, own_step)
-            if self._replay is not None:
-                self.automatic_optimization = False
+            reason = f"{type(self).__name__} has a training_step" if own_step else why_not(self)
+            on_cuda = self.trainer.strategy.root_device.type == "cuda"
+            if reason is None:
+                self._replay, self.automatic_optimization = ReplayedSteps(self), False
+            elif self.capture or (self.capture is None and on_cuda and not own_step):
+                rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
     def on_train_start(self) -> None:
         """Restore the random states of a resumed run; give each rank noise of its own."""
@@ -172,10 +176,7 @@ class StepModule(LightningModule):
             self._stop_replaying()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks, and logs that a resumed run does not write again."""
-        if self._replay is not None:
-            for logger in self.loggers:
-                logger.save()
+        """Save the random states of all ranks."""
         checkpoint["noise"] = noise_state(self.device, self.all_gather)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -212,5 +213,4 @@ class StepModule(LightningModule):
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:
-            self._replay.release()
             self._replay, self.automatic_optimization = None, True

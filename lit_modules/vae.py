@@ -124,12 +124,12 @@ class DiscreteVAE(StepModule):
         self.temperature_steps = temperature_steps
         self.nll_samples = nll_samples
         self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
-        self._val_means = RowMeans({"loss": (), "elbo": (), "kl": ()})
-        usage = (num_latents, num_categories)  # of mean q(z | x)
+        self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
+        usage = (num_latents, num_categories)
+        self._val_means = RowMeans({"loss": (), "elbo": (), "kl": (), "usage": usage})
         self._test_means = RowMeans(
             {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
         )
-        self._prior_draws = 0  # seed of the next draw; a torch.Generator could not be pickled
 
     # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
 
@@ -197,13 +197,11 @@ class DiscreteVAE(StepModule):
 
     @torch.no_grad()
     def sample_prior(self, n: int) -> Tensor:
-        """Mean pixels at n latents from the prior, (n, 1, 28, 28); no draw from torch's seed."""
+        """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
         K = self.head.num_categories
-        noise = torch.Generator().manual_seed(self._prior_draws)
-        self._prior_draws += 1
-        index = torch.randint(K, (n, self.num_latents), generator=noise)
+        index = torch.randint(K, (n, self.num_latents), device=self.device)
         with evaluating(self):
-            z = F.one_hot(index.to(self.device), K)
+            z = F.one_hot(index, K)
             return self.decode(z.to(self.temperature().dtype)).sigmoid()
 
     # -- training --------------------------------------------------------------------------
@@ -275,7 +273,8 @@ class DiscreteVAE(StepModule):
             loss = self.loss(batch, q)
             reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        self._val_means.add_rows(loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl)
+        rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
+        self._val_means.add_rows(**rows, usage=q.probs)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
@@ -294,9 +293,9 @@ class DiscreteVAE(StepModule):
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """Means over all images of all ranks, and metrics that follow from the means."""
         means = (self._val_means if stage == "val" else self._test_means).compute()
-        if "usage" not in means:
+        self.usage = usage = means.pop("usage", None)
+        if stage == "val" or usage is None:
             return means
-        usage = means.pop("usage")  # mean q(z | x), (N, K)
         # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
         common = self.num_latents * math.log(self.head.num_categories)
         information = means["kl"] - (common - torch.special.entr(usage).sum())

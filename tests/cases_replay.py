@@ -68,7 +68,7 @@ def train(
     model = model_class(num_latents=3, num_categories=4, capture=replayed, **options)
     data = MNISTDataModule(str(root), batch_size=batch_size, download=False)
     logger, watch = Memory(), Watch()
-    monitor = monitor or FisherMonitor(write_every_n_steps=7, sampled_every_n_steps=1)
+    monitor = monitor or FisherMonitor(write_every_n_steps=7)
     trainer = quiet_trainer(
         max_steps=steps, accelerator=accelerator, precision=precision, strategy=strategy,
         logger=logger, callbacks=[monitor, watch], limit_val_batches=1,
@@ -78,16 +78,13 @@ def train(
     return model, trainer, logger
 
 
-def replay_on_the_cpu(setattr=setattr):
-    """Replay steps without CUDA, by stand-ins for the graphs."""
-    setattr(replay, "why_not_captured", lambda capture, *_: "no" if capture is False else None)
-    setattr(replay, "StepGraph", EagerGraph)
-    setattr(graphs, "CAPTURABLE", {"fused": True})
-
-
 @pytest.fixture
 def without_cuda(monkeypatch):
-    replay_on_the_cpu(monkeypatch.setattr)
+    """Replay steps without CUDA, by stand-ins for the graphs."""
+    captured = lambda capture, *_: "no" if capture is False else None  # noqa: E731
+    monkeypatch.setattr(replay, "why_not_captured", captured)
+    monkeypatch.setattr(replay, "StepGraph", EagerGraph)
+    monkeypatch.setattr(graphs, "CAPTURABLE", {"fused": True})
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

@@ -54,7 +54,7 @@ WRONG = {
     "--ckpt_path last": "no last.ckpt in any run",
     "--ckpt_path {broken}": "broken.yaml is damaged, or not a checkpoint at all",
     "--trainer.logger CSVLogger": "arguments are required: save_dir",
-    "--data.root typo": "root 'typo' has no MNIST: there is no train-images-idx3-ubyte",
+    "--data.root typo": "root 'typo' has no MNIST: there are no train-images-idx3-ubyte",
 }  # fmt: skip
 FILES = {
     "broken": b"model: [1, 2\n",

@@ -15,7 +15,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from catnat.callbacks import FisherMonitor, VAEFigures
+from catnat.callbacks import Figures, FisherMonitor
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
@@ -109,7 +109,7 @@ def evaluate_one_item(folder):
             data = CommunityGraphDataModule(communities=1, num_pairs=19, batch_size=5)
         trainer, _ = run(
             model, root, folder / name, 2, data=data, steps=2,
-            callbacks=[FisherMonitor(image_every_n_steps=1), VAEFigures()],
+            callbacks=[FisherMonitor(image_every_n_steps=1), Figures()],
             logger=CSVLogger(folder / name),
             val_check_interval=1, check_val_every_n_epoch=None,
         )  # fmt: skip

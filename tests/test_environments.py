@@ -7,9 +7,9 @@ from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.monitor import Monitor
 
 from catnat.datamodules.environments import (
-    ModuloActions,
     is_atari,
     make_env,
+    modulo_actions,
 )
 
 
@@ -81,7 +81,7 @@ def test_more_actions_than_there_are():
 
 
 def test_it_keeps_the_rules_of_gymnasium():
-    check_env(ModuloActions(gymnasium.make("CartPole-v1"), 18), skip_render_check=True)
+    check_env(modulo_actions(gymnasium.make("CartPole-v1"), 18), skip_render_check=True)
 
 
 def test_seeds_count_on():

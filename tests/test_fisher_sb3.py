@@ -51,8 +51,6 @@ def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, s
     )
     rows = Rows()
     model.set_logger(Logger(None, [rows]))
-    if monitor:
-        monitor.image_every_n_rollouts = 0  # a picture takes longer than such a run
     model.learn(steps, monitor, log_interval=log_interval)
     return model, rows.rows
 
@@ -193,7 +191,6 @@ def run_masked(head, space, masked=True, monitor=None, algorithm=MaskablePPO):
     model.set_logger(Logger(None, [rows]))
     use = {} if algorithm is HeadPPO else {"use_masking": masked}
     monitor = monitor or FisherMonitorSB3(num_samples=512)
-    monitor.image_every_n_rollouts = 0
     model.learn(32, monitor, **use)
     return model, rows.rows[32]
 

@@ -1,7 +1,5 @@
 """GraphStructureLearner: what it starts from, its gradients, schedules, metrics, resuming."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -11,7 +9,7 @@ from cases_replay import Watch, equal, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from catnat.callbacks import FisherMonitor, GraphFigures
+from catnat.callbacks import Figures, FisherMonitor
 from catnat.datamodules import CommunityGraphDataModule
 from catnat.graphs import sample_graphs
 from catnat.lit_modules import GraphStructureLearner
@@ -209,19 +207,6 @@ def test_the_linear_schedule_ends_with_the_run(length):
     torch.testing.assert_close(torch.tensor(rates.seen), torch.tensor(wanted))
 
 
-def test_a_longer_run_says_that_it_lifts_a_linear_learning_rate(tmp_path):
-    model = make(lr_schedule="linear", learning_rate=0.1)
-    trainer, _ = fit(model, steps=8)
-    trainer.save_checkpoint(tmp_path / "some.ckpt")
-    again = make(lr_schedule="linear", learning_rate=0.1)
-    with pytest.warns(UserWarning, match="now ends at step 16, not 8: .* from 0 to 0.05"):
-        fit(again, steps=16, ckpt_path=tmp_path / "some.ckpt")
-    same = make(lr_schedule="linear", learning_rate=0.1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the linear schedule")
-        fit(same, steps=8, ckpt_path=tmp_path / "some.ckpt")
-
-
 def test_psi_can_be_trained_alone_first():
     rates, model = Rates(), make(psi_warmup_steps=4)
     psi, start = model.predictor.weight.detach().clone(), model.theta
@@ -252,7 +237,7 @@ def test_what_is_logged():
         model.edge_scores[0, 0] = torch.tensor([3.0, -3.0])
     monitor = FisherMonitor()
     trainer, data = fit(
-        model, steps=2, callbacks=[monitor, GraphFigures()], logger=curve,
+        model, steps=2, callbacks=[monitor, Figures()], logger=curve,
         val_check_interval=2, limit_val_batches=1.0, check_val_every_n_epoch=None,
     )  # fmt: skip
     assert list(curve.series("train/loss")) == [0, 1]

@@ -37,7 +37,7 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
         monkeypatch.setattr(torch.linalg, "svdvals", fails)
     else:
         monkeypatch.setattr(fisher_diagnostics, place, fails)
-    rows, told = observed(model, sampled_every_n_steps=1)
+    rows, told = observed(model)
     for row in rows.values():
         nan = {tag for tag, value in row.items() if math.isnan(value)}
         if place == "eigvalsh":
@@ -46,8 +46,8 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
             assert nan == {tag for tag in row if tag.startswith("fim_sampled/")}
         else:
             assert nan == {tag for tag in row if not tag.startswith("fim_sampled/")}
-    assert len(told) == 1 and " at step 0 could not be computed" in told[0]
-    assert place == "eigvalsh" or "did not converge" in told[0]
+    assert len(told) == (place != "eigvalsh")
+    assert all("did not converge" in each for each in told)
 
 
 def test_scores_that_are_nan_do_not_end_a_run():
@@ -63,7 +63,7 @@ def test_scores_that_are_nan_do_not_end_a_run():
     rows, told = observed(model, image_every_n_steps=1)
     assert math.isnan(rows[2]["fim_spectrum/condition_number"])
     assert all(math.isfinite(value) for value in rows[3].values())
-    assert len(told) == 1 and "at step 2" in told[0]
+    assert not told, "that no error is the reason"
 
 
 @pytest.mark.parametrize("name", ["softmax", "natural"])

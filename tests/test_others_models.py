@@ -108,7 +108,7 @@ def test_the_monitor_sees_a_model_with_two_optimizers(every):
         def configure_optimizers(self):
             return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.one, self.two)]
 
-    monitor = FisherMonitor(every_n_steps=every, sampled_every_n_steps=2)
+    monitor = FisherMonitor(every_n_steps=every)
     trainer = quiet_trainer(max_epochs=1, callbacks=[monitor])
     trainer.fit(Two(), DataLoader(torch.randn(96, 4), batch_size=4))
     tags = {(tag.partition("/")[0], tag.rpartition("/")[-1]) for tag in monitor.latest}

@@ -9,7 +9,7 @@ from cases_callbacks import Memory, quiet_trainer
 from cases_replay import Watch, without_cuda  # noqa: F401 - a fixture
 
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.images import figures_for
+from catnat.callbacks.images import Figures
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
@@ -71,7 +71,7 @@ def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data):  # noqa: F81
 
 
 def test_a_subclass_that_optimizes_by_hand_is_told_why_it_is_not_replayed(data):
-    with pytest.warns(UserWarning, match="VAEByHand has a training_step of its own"):
+    with pytest.warns(UserWarning, match="VAEByHand has a training_step"):
         make_trainer(2).fit(VAEByHand(capture=True), datamodule=images(data))
 
 
@@ -146,7 +146,7 @@ class ReadsTheBatch(GraphStructureLearner):
 def test_scores_of_edges_may_read_the_batch():
     model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs()
     trainer = make_trainer(
-        4, logger=curve, callbacks=[FisherMonitor(), figures_for(model)],
+        4, logger=curve, callbacks=[FisherMonitor(), Figures()],
         val_check_interval=2, check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(model, datamodule=data)

@@ -25,6 +25,7 @@ from catnat.flat_heads import head_names, make_head
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))
 
+_NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 # Options that a resumed run cannot change, and those that say how it is watched or where it runs.
 _SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.num_actions.",
@@ -154,7 +155,14 @@ class RunCLI(LightningCLI):
         steps = recipe.steps_on_cpu if on_cpu else recipe.steps
         self.config[self.short["max_steps"]] = steps
         if steps < recipe.steps and not trainer.get("fast_dev_run"):
-            self.remark = f", {steps} steps on this CPU; the recipe: --max_steps {recipe.steps}"
+            fewer, usual = f"{steps} steps", f"--max_steps {recipe.steps}"
+            options, words = self.config.model.get("init_args") or {}, self.names.words
+            given = self.names.configs or any("nll_samples" in word for word in words)
+            if options.get("nll_samples") and not given:  # the test would take a third of the time
+                usual += f" --nll_samples {options['nll_samples']}"
+                options["nll_samples"] = _NLL_SAMPLES_ON_CPU
+                fewer += f" and {_NLL_SAMPLES_ON_CPU} samples for test/nll"
+            self.remark = f", {fewer} on this CPU; the recipe: {usual}"
 
     def _compare(self) -> str:
         """A remark about options that differ from those that the resumed run began with.

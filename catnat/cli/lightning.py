@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
-from catnat.callbacks.images import figures_for
+from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
 from catnat.callbacks.terminal import ProgressLines
 from catnat.cli import report
@@ -95,7 +95,7 @@ class CatnatCLI(RunCLI):
         )
         if options["barebones"]:
             return Trainer(**options | {"callbacks": own or None})
-        callbacks = [figures_for(self.model), *own, RunRecord()]
+        callbacks = [Figures(), *own, RunRecord()]
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)

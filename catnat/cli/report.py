@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from catnat.callbacks.tensorboard import RunLogger, write_hparams
+from catnat.callbacks.tensorboard import write_hparams
 from catnat.files import write_whole
 
 _FIM = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
@@ -69,7 +69,7 @@ def warnings_of(metrics: dict[str, Any]) -> list[str]:
 
 
 def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> None:
-    """Fill TensorBoard's hparams tab with the options of model and data, and end our log file."""
+    """Fill TensorBoard's hparams tab with the options of model and data; warnings go to TEXT."""
     model: Any = trainer.lightning_module
     data = getattr(trainer, "datamodule", None)
     hparams = {"seed": seed, "steps": trainer.global_step, **model.hparams}
@@ -81,9 +81,9 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> No
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             write_hparams(logger.experiment, hparams | {"data": type(data).__name__}, tested)
+            for sentence in warnings_of(metrics):
+                logger.experiment.add_text("warnings", sentence, trainer.global_step)
             logger.experiment.flush()
-        if isinstance(logger, RunLogger):
-            logger.close()
 
 
 # Messages of Lightning that a user of this program can do nothing about.
