@@ -8,6 +8,8 @@ from pathlib import Path
 from cache import ROOT, fingerprint, is_fresh
 
 EXAMPLES = ROOT / "examples"
+# From the first steps to whole projects; a script that is not named comes last.
+ORDER = ("quickstart", "classify", "natural_gradient", "own_graph", "world_model", "masked_ppo")
 FAST = ("--steps", "3")  # every script takes --steps and --out
 INTRODUCTION = """# Gallery
 
@@ -19,8 +21,9 @@ script as the notebook that you can load here.
 
 
 def scripts() -> list[Path]:
-    """The scripts of the gallery."""
-    return sorted(EXAMPLES.glob("*.py"))
+    """The scripts of the gallery, in teaching order."""
+    places = {name: place for place, name in enumerate(ORDER)}
+    return sorted(EXAMPLES.glob("*.py"), key=lambda path: (places.get(path.stem, 99), path.stem))
 
 
 def pages(cache: Path, fast: bool) -> dict[str, str]:
@@ -28,8 +31,14 @@ def pages(cache: Path, fast: bool) -> dict[str, str]:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda script: run(script, cache / "gallery", fast), scripts()))
     note = "!!! note\n    These pictures are from runs of a few steps, made by a check.\n\n"
-    parts = [entry(script) for script in scripts()]
-    return {"gallery/index.md": INTRODUCTION + (note if fast else "") + "\n".join(parts)}
+    begin = INTRODUCTION + (note if fast else "")
+    return {"gallery/index.md": begin + thumbnails() + "\n".join(map(entry, scripts()))}
+
+
+def thumbnails() -> str:
+    """A small picture of each script that leads to its part of the page."""
+    shown = [f"[![{x.stem}]({x.stem}.png){{ width=170 }}](#{x.stem})" for x in scripts()]
+    return "\n".join(shown) + "\n\n"
 
 
 def files(cache: Path) -> list[Path]:
@@ -47,7 +56,7 @@ def entry(script: Path) -> str:
     name = script.stem
     code = "".join(f"    {line}\n" if line else "\n" for line in text.splitlines())
     return (
-        f"## {title.rstrip('.')}\n\n![{title}]({name}.png)\n{rest}\n\n"
+        f"## {title.rstrip('.')} {{ #{name} }}\n\n![{title}]({name}.png)\n{rest}\n\n"
         f"[Script]({name}.py){{download}} · [Notebook]({name}.ipynb){{download}}\n\n"
         f'??? example "examples/{name}.py"\n\n    ```python\n{code}    ```\n'
     )
