@@ -184,7 +184,8 @@ class RunCLI(LightningCLI):
                   for name in sorted(names) if began.get(name) != now.get(name)}  # fmt: skip
         for name, change in differ.items():
             if f"{name}.".startswith(_SAME):
-                raise ValueError(f"checkpoint {path} is of another {name}: {change}")
+                what = f"{name.removeprefix('model.')} {change.replace(' -> ', ', not ')}"
+                raise ValueError(f"checkpoint {path} has {what}")
         matter = {name: x for name, x in differ.items() if not name.startswith(_MAY_DIFFER)}
         listed = [f"{name.partition('.')[2] or name} {change}" for name, change in matter.items()]
         return f", with other options: {', '.join(listed)}" if record and listed else ""
