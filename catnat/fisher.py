@@ -53,8 +53,8 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
 
     The first one comes from the first M // 2 draws, the second one from the others. Products of
-    their entries estimate products of entries of the true matrix without bias, see
-    :func:`off_diagonal_share`; the square of one estimate would add the variance of its noise.
+    their entries estimate products of entries of the true matrix without bias, and so the square of
+    ``off_diagonal_mass(G, "fro")``; the square of one estimate would add the variance of its noise.
 
     Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
     draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
@@ -65,26 +65,6 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
         halves = (gradients[:half], gradients[half:])
         rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
         return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
-
-
-def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
-    """sum_{i!=j} A_ij B_ij / sum_ij A_ij B_ij of two matrices A and B, (*, S, S) -> (*).
-
-    For two independent, unbiased estimates A and B of G this estimates the square of
-    ``off_diagonal_mass(G, "fro")``, without the floor that noise gives the mass of one estimate. It
-    can be negative: only a mean of many such estimates is close to the truth. Of two matrices of
-    zeros the share is 0.
-
-    >>> eye, ones = torch.eye(2), torch.ones(2, 2)
-    >>> off_diagonal_share(eye, eye), off_diagonal_share(ones, ones)
-    (tensor(0.), tensor(0.5000))
-    """
-    both = torch.stack((one, other))
-    scale = both.abs().amax((-2, -1), keepdim=True)
-    products = (both / torch.where(scale == 0, 1.0, scale)).prod(0)  # products stay in range
-    total = products.sum((-2, -1))
-    diagonal = products.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (total - diagonal) / torch.where(total == 0, 1.0, total)
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -319,6 +319,8 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             [0.0000, 0.0000, 0.1250]])
     """
 
+    activation: NaturalActivation
+
     def __init__(
         self,
         num_categories: int,
@@ -342,14 +344,12 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     def information(self, scores: Tensor) -> Tensor:
         """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
         scores = self._checked(scores)
-        return cast(NaturalActivation, self.activation).information(scores, self._constants(scores))
+        return self.activation.information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        distance, _ = cast(NaturalActivation, self.activation).distance(
-            scores, self._constants(scores)
-        )
+        distance, _ = self.activation.distance(scores, self._constants(scores))
         return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
