@@ -15,9 +15,11 @@ the Fisher information of the node, (a')^2 / (a (1 - a)):
 - natural: slopes (pi/A) tan(phi) and (pi/A) / tan(phi) with phi = pi/4 + pi x / (2A), information
   (pi/A)^2, the same for every score before the tail.
 
-Sigmoid and natural come first, :class:`Activation` then says what a tree needs, and
-:class:`CustomActivation` makes one of any increasing function. All are plain differentiable torch;
-the fused kernels of :mod:`catnat.kernels` hold the formulas of sigmoid and natural again.
+Sigmoid and natural come first, then :class:`CustomActivation` makes an activation of any increasing
+function. All are plain differentiable torch; the fused kernels of :mod:`catnat.kernels` hold the
+formulas of sigmoid and natural again. ``node_constants`` makes the constants of all nodes, (R, S),
+from their centers, (S,) in float64. The other methods get scores (*, S) and these constants in the
+dtype and on the device of the scores, None where every C is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -218,26 +220,6 @@ class NaturalActivation:
         return steep, steep * (p / (1 - p))
 
 
-class Activation(Protocol):
-    """What a tree needs of a(s). Every node has a center C, and x = s - C.
-
-    A method gets scores (*, S) of all nodes and their ``constants``, which :meth:`node_constants`
-    made of the centers, in the dtype and on the device of the scores; None where every C is 0.
-    """
-
-    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
-        """The constants of the nodes from their centers C, (S,) in float64 -> (R, S)."""
-
-    def inverse(self, left: Tensor, right: Tensor) -> Tensor:
-        """x for which 1 - a : a is left : right, in float64."""
-
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """log(1 - a) and log a, (*, S) each."""
-
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """-d log(1 - a)/ds and d log a/ds, (*, S) each."""
-
-
 @dataclass(frozen=True)
 class CustomActivation:
     """An activation given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
@@ -306,6 +288,9 @@ class CustomActivation:
         x, beyond = _centered(scores, constants)
         infinite = scores.isinf()
         return torch.where(infinite, 0.0, x), infinite, beyond
+
+
+Activation = SigmoidActivation | NaturalActivation | CustomActivation
 
 
 def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -306,16 +306,6 @@ class HeadOneHotCategorical(OneHotCategoricalStraightThrough):
         """The same distribution with a larger batch shape."""
         return HeadOneHotCategorical(self._categorical.expand(batch_shape))
 
-    def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
-        """One-hot vectors, (*sample_shape, *, K), without gradient."""
-        return self._categorical.one_hot_sample(sample_shape, generator)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probabilities of one-hot vectors, whose batch shape broadcasts: (*, K) -> (*)."""
-        if self._validate_args:
-            self._validate_sample(value)
-        return self._categorical.log_prob(value.argmax(-1))
-
 
 def draw(
     probs: Tensor, sample_shape: torch.Size, generator: torch.Generator | None = None

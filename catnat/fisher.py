@@ -10,20 +10,12 @@ Three different things, never to be confused:
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp, vjp, vmap
 
 from catnat.checks import require_at_least, require_choice
 from catnat.head import CategoricalHead
 from catnat.numerics import at_least_float32, exp_of_log_probs, uniform
-
-Parameters = dict[str, Tensor]
-ScoreFunction = Callable[[Parameters], Tensor]
 
 
 def score_fisher(
@@ -61,8 +53,8 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
     """Two independent estimates of the mean Fisher matrix over B rows, from M draws a row.
 
     The first one comes from the first M // 2 draws, the second one from the others. Products of
-    their entries estimate products of entries of the true matrix without bias, see
-    :func:`off_diagonal_share`; the square of one estimate would add the variance of its noise.
+    their entries estimate products of entries of the true matrix without bias, and so the square of
+    ``off_diagonal_mass(G, "fro")``; the square of one estimate would add the variance of its noise.
 
     Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
     draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
@@ -73,26 +65,6 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
         halves = (gradients[:half], gradients[half:])
         rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
         return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
-
-
-def off_diagonal_share(one: Tensor, other: Tensor) -> Tensor:
-    """sum_{i!=j} A_ij B_ij / sum_ij A_ij B_ij of two matrices A and B, (*, S, S) -> (*).
-
-    For two independent, unbiased estimates A and B of G this estimates the square of
-    ``off_diagonal_mass(G, "fro")``, without the floor that noise gives the mass of one estimate. It
-    can be negative: only a mean of many such estimates is close to the truth. Of two matrices of
-    zeros the share is 0.
-
-    >>> eye, ones = torch.eye(2), torch.ones(2, 2)
-    >>> off_diagonal_share(eye, eye), off_diagonal_share(ones, ones)
-    (tensor(0.), tensor(0.5000))
-    """
-    both = torch.stack((one, other))
-    scale = both.abs().amax((-2, -1), keepdim=True)
-    products = (both / torch.where(scale == 0, 1.0, scale)).prod(0)  # products stay in range
-    total = products.sum((-2, -1))
-    diagonal = products.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (total - diagonal) / torch.where(total == 0, 1.0, total)
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
@@ -126,82 +98,15 @@ def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
-    """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S)."""
+    """J^T G J, the Fisher matrix in the parameters, from J (*, S, P) and G (*, S, S).
+
+    ``torch.func.jacrev`` gives J; without forming it, ``torch.func.jvp`` and ``vjp`` give J v and
+    J^T v.
+    """
     wide = torch.promote_types(jacobian.dtype, fisher.dtype)
     jacobian, fisher = jacobian.to(wide), fisher.to(wide)
     with torch.autocast(fisher.device.type, enabled=False):
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
-
-
-def module_scores(module: torch.nn.Module, *inputs: Any) -> tuple[ScoreFunction, Parameters]:
-    """A network as a function of its trainable parameters, for the two functions below.
-
-    The function has a copy of the network in evaluation mode: it is called more than once and must
-    give the same scores each time. Dropout would not.
-
-    >>> function, parameters = module_scores(torch.nn.Linear(2, 3), torch.ones(5, 2))
-    >>> function(parameters).shape
-    torch.Size([5, 3])
-    """
-    parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
-    module = copy.deepcopy(module).eval()
-    return lambda values: functional_call(module, values, inputs), parameters
-
-
-def fisher_vector_product(
-    head: CategoricalHead,
-    function: ScoreFunction,
-    parameters: Mapping[str, Tensor],
-    vector: Mapping[str, Tensor],
-) -> Parameters:
-    """(1/B) sum_b J_b^T G_b J_b v over B rows of scores, without forming J.
-
-    Args:
-        head: the head behind the scores.
-        function: parameters -> scores (*, S), such as :func:`module_scores` gives; deterministic.
-        parameters: where to evaluate, by name.
-        vector: v, by name, in the shapes of the parameters.
-    """
-    parameters = dict(parameters)
-    scores, direction = jvp(function, (parameters,), (dict(vector),))[:2]
-    pull = vjp(function, parameters)[1]
-    rows = scores.numel() // scores.shape[-1]
-    (product,) = pull((_times_fisher(head, scores, direction) / rows).to(scores.dtype))
-    return dict(product)
-
-
-def fisher_trace(
-    head: CategoricalHead,
-    function: ScoreFunction,
-    parameters: Mapping[str, Tensor],
-    chunk_size: int | None = None,
-) -> Tensor:
-    """tr (1/B) sum_b J_b^T G_b J_b, exactly, from the gradients of single rows of scores.
-
-    Args:
-        head: the head behind the scores.
-        function: as in :func:`fisher_vector_product`.
-        parameters: where to evaluate, by name.
-        chunk_size: gradients held at a time; by default as many as take 64 MB.
-    """
-    parameters = dict(parameters)
-    size = sum(each.numel() for each in parameters.values())
-    scores, pull = vjp(function, parameters)[:2]
-    flat = at_least_float32(scores.detach()).reshape(-1, scores.shape[-1])
-    roots = _fisher_root(head, flat)  # (B, S, R) with G_b = root root^T
-    B, S, R = roots.shape
-
-    def of_column(row: Tensor, column: Tensor) -> Tensor:
-        cotangent = column.new_zeros(B, S).index_add(0, row[None], column[None])
-        (gradient,) = pull(cotangent.view_as(scores).to(scores.dtype))
-        return torch.stack(
-            [at_least_float32(each).square().sum() for each in gradient.values()]
-        ).sum()
-
-    row = torch.arange(B, device=roots.device).repeat_interleave(R)
-    chunk_size = max(1, 2**24 // max(1, size)) if chunk_size is None else chunk_size
-    norms: Tensor = vmap(of_column, chunk_size=chunk_size)(row, roots.mT.reshape(-1, S))
-    return norms.sum() / B
 
 
 def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
@@ -261,26 +166,3 @@ def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
     inside = eigenvalues > rtol * largest[..., None]
     smallest = torch.where(inside, eigenvalues, torch.inf).amin(-1)
     return torch.where(largest <= 0, 1.0, largest / smallest)
-
-
-def _times_fisher(head: CategoricalHead, scores: Tensor, direction: Tensor) -> Tensor:
-    """G v for every row: sum_k p_k (grad log p_k . v) grad log p_k, in O(K) memory per row."""
-
-    def log_probs(s: Tensor) -> Tensor:
-        return head.log_probs(s)
-
-    scores = at_least_float32(scores)
-    value, along = jvp(log_probs, (scores,), (direction.to(scores.dtype),))[:2]  # (*, K)
-    pull = vjp(log_probs, scores)[1]
-    (product,) = pull(value.exp() * along)
-    result: Tensor = product
-    return result
-
-
-def _fisher_root(head: CategoricalHead, scores: Tensor) -> Tensor:
-    """R with R R^T = G, (B, S) -> (B, S, R): diagonal, or columns sqrt(p_k) grad log p_k."""
-    if head.fisher_is_diagonal:
-        return torch.diag_embed(head.fisher_diagonal(scores).sqrt())
-    jacobian = vmap(torch.func.jacrev(head.log_probs))(scores)  # (B, K, S)
-    root: Tensor = head.probs(scores).sqrt()[..., None] * jacobian
-    return root.transpose(-1, -2)

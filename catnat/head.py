@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from catnat.checks import checked_categories, require_at_least, require_positive
+from catnat.checks import checked_categories, require_at_least
 from catnat.distributions import HeadCategorical, draw
 from catnat.numerics import (
     at_least_float32,
@@ -206,31 +206,6 @@ class CategoricalHead(nn.Module, ABC):
         """
         return None
 
-    def scores_from_frequencies(self, counts: Tensor, smoothing: float = 1.0) -> Tensor:
-        """Scores whose probabilities are the frequencies of the categories, (*, K) -> (*, S).
-
-        Made for the bias of the layer that gives the scores: training then starts from the
-        frequencies instead of the uniform distribution.
-
-        Args:
-            counts: how often each category was seen, >= 0.
-            smoothing: added to every count, so that no category starts at probability 0.
-
-        >>> from catnat import make_head
-        >>> head = make_head("sigmoid", 4)
-        >>> head.probs(head.scores_from_frequencies(torch.tensor([0, 1, 2, 3])))
-        tensor([0.1000, 0.2000, 0.3000, 0.4000])
-        """
-        require_positive(or_zero=True, smoothing=smoothing)
-        smoothed = self._of_categories(counts) + smoothing
-        total = smoothed.sum(-1, keepdim=True)
-        if can_branch_on(counts) and (bool((counts < 0).any()) or not bool((total > 0).all())):
-            raise ValueError(
-                f"counts must be >= 0, and some of them positive, got {counts.tolist()}"
-            )
-        dtype = counts.dtype if counts.is_floating_point() else torch.get_default_dtype()
-        return self.inverse(smoothed / total).to(dtype)
-
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
         return self.fisher(scores).diagonal(dim1=-2, dim2=-1)
@@ -338,10 +313,16 @@ class CategoricalHead(nn.Module, ABC):
 
         Wrong ones are NaN where looking at the values would wait for a device.
         """
-        wide = self._of_categories(probs)
+        if not isinstance(probs, Tensor):
+            raise TypeError(f"probabilities must be a torch tensor, got {type(probs).__name__}")
+        if not probs.dim() or probs.shape[-1] != self.num_categories:
+            raise ValueError(
+                f"expected {self.num_categories} probabilities in the last dimension, "
+                f"got shape {tuple(probs.shape)}"
+            )
         if not probs.is_floating_point():
             raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
-        eps = torch.finfo(probs.dtype).eps
+        wide, eps = probs.double(), torch.finfo(probs.dtype).eps
         lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
         wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
         if can_branch_on(probs) and bool(wrong.any()):
@@ -351,17 +332,6 @@ class CategoricalHead(nn.Module, ABC):
                 f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
             )
         return torch.where(wrong, torch.nan, wide.clamp_min(0))
-
-    def _of_categories(self, x: Tensor) -> Tensor:
-        """A tensor (*, K) in float64, after checking its shape."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected a torch tensor over categories, got {type(x).__name__}")
-        if not x.dim() or x.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"expected {self.num_categories} probabilities in the last dimension, "
-                f"got shape {tuple(x.shape)}"
-            )
-        return x.double()
 
 
 def _identity(cls: type) -> str:

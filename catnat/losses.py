@@ -179,105 +179,26 @@ def importance_weighted_nll(
     return math.log(num_samples) - total
 
 
-def head_nll(
-    head: CategoricalHead,
-    scores: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    mask: Tensor | None = None,
-    dim: int = -1,
-) -> Tensor:
-    r"""Negative log-likelihood of labels under a head: ``F.cross_entropy`` for any head.
+class HeadNLL(nn.Module):
+    r"""Negative log-likelihood of labels under a head: ``nn.CrossEntropyLoss`` for any head.
 
     The scores are last, (\*, S), as everywhere in catnat: for the layout (N, C, d1, ...) of
-    ``F.cross_entropy`` give ``dim=1``. Scores (N, C, C) without it are read as scores last. Half
-    precision is computed, and returned, in float32.
+    ``nn.CrossEntropyLoss`` give ``dim=1``. Scores (N, C, C) without it are read as scores last.
+    Half precision is computed, and returned, in float32.
 
     A label that is not a category is a ValueError on the CPU. Elsewhere, and under torch.compile
     and torch.func, its loss is NaN: the host does not wait for the device.
 
     Args:
-        head: the head. It is called as a module, so that probes and monitors see the scores.
-        scores: (\*, S).
-        target: (\*) categories, or (\*, K) probabilities of floating dtype.
+        head: a head, or its name. It is called as a module, so that probes and monitors see the
+            scores.
+        num_categories: K, where the head is a name.
         weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
         ignore_index: a label that counts for nothing, neither in value nor in gradient.
         label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1]; with a
             mask, of the uniform distribution over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
         dim: the dimension of the scores, and of the categories of targets and masks.
-
-    Example:
-        >>> from catnat import make_head
-        >>> head_nll(make_head("natural", 4), torch.zeros(2, 3), torch.tensor([0, -100]))
-        tensor(1.3863)
-    """
-    require_choice(("mean", "sum", "none"), reduction=reduction)
-    require_within(0, 1, label_smoothing=label_smoothing)
-    soft = target.is_floating_point()
-    scores, target = scores.movedim(dim, -1), target.movedim(dim, -1) if soft else target
-    mask = None if mask is None else mask.movedim(dim, -1)
-    K, batch = head.num_categories, scores.shape[:-1]
-    if target.shape != ((*batch, K) if soft else batch):
-        raise ValueError(
-            f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores of "
-            f"shape {tuple(scores.shape)}, got {target.dtype} of shape {tuple(target.shape)}; "
-            "dim=1 takes scores (N, C, d1, ...)"
-        )
-    if weight is not None and weight.shape != (K,):
-        raise ValueError(f"weight must have shape ({K},), got {tuple(weight.shape)}")
-    q = head(scores, mask=mask)
-    if soft:
-        uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
-        smooth = target * (1 - label_smoothing) + label_smoothing * uniform
-        return reduced(-_weighted(q.logits * smooth, weight).sum(-1), None, reduction)
-    ignored = target == ignore_index
-    label = head._checked_value(torch.where(ignored, 0, target), "target")
-    impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
-    label = torch.where(impossible, 0, label)
-    loss = torch.where(impossible, torch.nan, -q.log_prob(label))
-    of_label = torch.ones_like(loss) if weight is None else weight.to(loss.dtype)[label]
-    loss = loss * of_label
-    if label_smoothing:
-        every = _weighted(q.logits, weight)
-        if mask is None:
-            others = -every.mean(-1)
-        else:
-            others = -torch.where(mask, every, 0.0).sum(-1) / mask.sum(-1)
-        loss = (1 - label_smoothing) * loss + label_smoothing * others
-    loss, of_label = (torch.where(ignored, 0.0, each) for each in (loss, of_label))
-    return reduced(loss, of_label, reduction)
-
-
-def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * weight.to(x.dtype)
-
-
-def reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
-    """The losses themselves, their sum, or their sum over the sum of the weights."""
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    if reduction == "sum":
-        return total
-    return total / (losses.numel() if weights is None else weights.sum())
-
-
-class HeadNLL(nn.Module):
-    """:func:`head_nll` as a module, in the place of ``nn.CrossEntropyLoss``.
-
-    Args:
-        head: a head, or its name.
-        num_categories: K, where the head is a name.
-        weight: as in :func:`head_nll`, and so the other arguments.
-        ignore_index: a label that counts for nothing.
-        label_smoothing: share of the uniform distribution mixed into the targets.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        dim: the dimension of the scores; 1 for the layout of ``nn.CrossEntropyLoss``.
         options: options of a named head, as for :func:`~catnat.make_head`.
 
     >>> loss = HeadNLL("softmax", 3, label_smoothing=0.1)
@@ -306,20 +227,65 @@ class HeadNLL(nn.Module):
         require_choice(("mean", "sum", "none"), reduction=reduction)
         require_within(0, 1, label_smoothing=label_smoothing)
         self.head = make_head(head, num_categories, **options)
+        if weight is not None and weight.shape != (num_categories,):
+            got = tuple(weight.shape)
+            raise ValueError(f"weight must have shape ({num_categories},), got {got}")
         self.register_buffer("weight", weight)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.reduction, self.dim = reduction, dim
 
     def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The loss, see :func:`head_nll`."""
-        return head_nll(
-            self.head,
-            scores,
-            target,
-            self.weight,
-            self.ignore_index,
-            self.label_smoothing,
-            self.reduction,
-            mask,
-            self.dim,
-        )
+        r"""The loss, reduced.
+
+        Args:
+            scores: (\*, S).
+            target: (\*) categories, or (\*, K) probabilities of floating dtype.
+            mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
+        """
+        soft, share, dim = target.is_floating_point(), self.label_smoothing, self.dim
+        scores, target = scores.movedim(dim, -1), target.movedim(dim, -1) if soft else target
+        mask = None if mask is None else mask.movedim(dim, -1)
+        K, batch = self.head.num_categories, scores.shape[:-1]
+        if target.shape != ((*batch, K) if soft else batch):
+            raise ValueError(
+                f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores "
+                f"of shape {tuple(scores.shape)}, got {target.dtype} of shape "
+                f"{tuple(target.shape)}; dim=1 takes scores (N, C, d1, ...)"
+            )
+        q = self.head(scores, mask=mask)
+        if soft:
+            uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
+            smooth = target * (1 - share) + share * uniform
+            loss = -_weighted(q.logits * smooth, self.weight).sum(-1)
+            return reduced(loss, None, self.reduction)
+        ignored = target == self.ignore_index
+        label = self.head._checked_value(torch.where(ignored, 0, target), "target")
+        impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
+        label = torch.where(impossible, 0, label)
+        loss = torch.where(impossible, torch.nan, -q.log_prob(label))
+        ones = torch.ones_like(loss)
+        of_label = ones if self.weight is None else self.weight.to(loss.dtype)[label]
+        loss = loss * of_label
+        if share:
+            every = _weighted(q.logits, self.weight)
+            if mask is None:
+                others = -every.mean(-1)
+            else:
+                others = -torch.where(mask, every, 0.0).sum(-1) / mask.sum(-1)
+            loss = (1 - share) * loss + share * others
+        loss, of_label = (torch.where(ignored, 0.0, each) for each in (loss, of_label))
+        return reduced(loss, of_label, self.reduction)
+
+
+def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight.to(x.dtype)
+
+
+def reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+    """The losses themselves, their sum, or their sum over the sum of the weights."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    return total / (losses.numel() if weights is None else weights.sum())

@@ -34,7 +34,6 @@ class FisherOffDiagonalMass(Metric):
     full_state_update = False
 
     fisher_sum: Tensor
-    count: Tensor
 
     def __init__(self, num_scores: int, norm: str = "l1", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -42,7 +41,6 @@ class FisherOffDiagonalMass(Metric):
         self.norm = norm
         zeros = torch.zeros(num_scores, num_scores, dtype=torch.float64)
         self.add_state("fisher_sum", zeros, dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, fisher: Tensor, weight: int = 1) -> None:
         """Add matrices.
@@ -58,15 +56,10 @@ class FisherOffDiagonalMass(Metric):
             )
         flat = fisher.detach().reshape(-1, size, size)
         self.fisher_sum += flat.sum(0).to(self.fisher_sum.dtype) * weight
-        self.count += flat.shape[0] * weight
 
     def compute(self) -> Tensor:
         """The mass, a scalar in [0, 1]."""
         return off_diagonal_mass(self.fisher_sum, self.norm).float()
-
-    def mean(self) -> Tensor:
-        """The mean matrix on this rank so far, (S, S)."""
-        return self.fisher_sum / self.count.clamp_min(1)
 
 
 class RowMeans(Metric):

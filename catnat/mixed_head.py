@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from catnat.checks import require_within
 from catnat.head import CategoricalHead
-from catnat.numerics import can_branch_on, take, uniform
+from catnat.numerics import can_branch_on
 
 _MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
 
@@ -20,7 +20,7 @@ class MixedHead(CategoricalHead):
     r"""q = (1 - mix) p + mix / n over the n allowed categories, with p from the inner head.
 
     Without a mask all K categories are allowed, and every probability is at least mix / K. Mixing
-    makes the Fisher matrix dense, that of a tree as well:
+    makes the Fisher matrix dense, that of a tree as well, and all methods take O(K):
 
     .. math:: G = (1 - mix)^2 J^T diag(1 / q) J, \qquad J = dp / ds
 
@@ -38,7 +38,6 @@ class MixedHead(CategoricalHead):
         super().__init__(inner.num_categories)
         self.inner, self.mix = inner, float(mix)
         self.num_scores, self.validate_args = inner.num_scores, inner.validate_args
-        self._has_paths, self._is_lazy = inner._has_paths, inner._is_lazy
         self.name = getattr(inner, "name", type(inner).__name__)
 
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -97,30 +96,6 @@ class MixedHead(CategoricalHead):
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return self.inner._masked(scores, mask)
-
-    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        if not self._has_paths:
-            return super()._log_prob(scores, value)
-        inner, allowed = self.inner._log_prob(scores, value), self.allowed(scores)
-        index = value.clamp(0, self.num_categories - 1).expand(inner.shape)[..., None]
-        possible = take(allowed, index)[..., 0]
-        return torch.where(possible, self._mixed(inner, allowed.sum(-1)), inner)
-
-    def _sample(
-        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
-    ) -> Tensor:
-        """A uniform draw with probability ``mix``, a draw of the inner tree otherwise."""
-        if not self._has_paths:
-            return super()._sample(scores, sample_shape, generator)
-        drawn = self.inner._sample(scores, sample_shape, generator)
-        batch, shape = scores.shape[:-1], drawn.shape
-        coin, level = uniform((2, *shape), scores, generator)
-        rank = self.allowed(scores).cumsum(-1)  # (*, K)
-        rank = rank.reshape(batch.numel(), self.num_categories).contiguous()
-        level = level.reshape(-1 if len(rank) else 0, len(rank)).T.contiguous()
-        wanted = (level * rank[:, -1:]).long() + 1  # from 1 to n
-        anywhere = torch.searchsorted(rank, wanted).T.reshape(shape)
-        return torch.where(coin < self.mix, anywhere, drawn)
 
     def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""

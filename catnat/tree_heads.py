@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import can_branch_on, exp_of_log_probs, is_plain, uniform
 from catnat.tree import path_sums, subtree_sums
 
-_DERIVED = ("constants32", "constants64", "leaves", "classes")
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
 
@@ -53,10 +52,6 @@ class CatnatHead(CategoricalHead):
     fisher_is_diagonal = True
     activation: Activation
     order: tuple[int, ...] | None
-    leaves: Tensor | None  # of the classes, and the classes of the leaves; None without an order
-    classes: Tensor | None
-    constants32: Tensor | None  # of the nodes, None where all centers are 0
-    constants64: Tensor | None
 
     def __init__(
         self,
@@ -74,8 +69,7 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
-        for derived in _DERIVED:
-            self.register_buffer(derived, None, persistent=False)
+        self._made: dict[Any, Tensor] = {}  # constants by dtype and device; the order by device
         own = activation is None
         self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
@@ -86,10 +80,9 @@ class CatnatHead(CategoricalHead):
         # a(0) = 1/2 exactly, and so every center is exactly 0:
         even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
         self._is_centered = not own and self.center == 0 and even
-        if self.order is not None:
-            self._set_order(torch.get_default_device())
-        if not own:
-            self._set_constants(torch.get_default_device())
+        self._ordering(torch.empty(0))  # before anything is traced
+        for dtype in () if own else (torch.float32, torch.float64):
+            self._constants(torch.empty(0, dtype=dtype))
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
@@ -219,17 +212,14 @@ class CatnatHead(CategoricalHead):
 
     def _ordering(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Leaves of the classes and classes of the leaves, on the device of x."""
-        if self.order is not None and (self.leaves is None or self.leaves.device != x.device):
-            if not is_plain(x):
-                leaves = torch.tensor(self.order, device=x.device)
-                return leaves, leaves.argsort()
-            self._set_order(x.device)
-        return self.leaves, self.classes
+        if self.order is None:
+            return None, None
+        leaves, classes = self._kept(x, None, self._make_ordering)
+        return leaves, classes
 
-    @torch.inference_mode(False)
-    def _set_order(self, device: torch.device) -> None:
-        leaves = torch.tensor(self.order, device="cpu")
-        self.leaves, self.classes = leaves.to(device), leaves.argsort().to(device)
+    def _make_ordering(self, device: torch.device, _: Any) -> Tensor:
+        leaves = torch.tensor(self.order, device=device)
+        return torch.stack((leaves, leaves.argsort()))
 
     def _centers(self, device: torch.device) -> Tensor:
         """The center C of every node, (S,) in float64."""
@@ -244,30 +234,31 @@ class CatnatHead(CategoricalHead):
         symmetric = not isinstance(self.activation, CustomActivation)  # a(0) = 1/2 exactly
         return torch.where(shares == 0.5, 0.0, x) if symmetric else x
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _set_constants(self, device: torch.device) -> None:
-        if not self._is_centered:
-            center = self._centers(torch.device("cpu"))
-            self.constants32 = self.activation.node_constants(center, torch.float32).to(device)
-            self.constants64 = self.activation.node_constants(center, torch.float64).to(device)
-
     def _constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores, or None."""
         if self._is_centered:
             return None
-        known = self._buffers["constants32"]  # nn.Module finds attributes slowly
-        if known is None or known.device != scores.device:
-            if not is_plain(scores) or self._has_tensors():
-                return self.activation.node_constants(self._centers(scores.device), scores.dtype)
-            self._set_constants(scores.device)
-        return self.constants64 if scores.dtype == torch.float64 else self.constants32
+        if isinstance(self.activation, CustomActivation) and self._has_tensors():  # they change
+            return self._make_constants(scores.device, scores.dtype)
+        return self._kept(scores, scores.dtype, self._make_constants)
+
+    def _make_constants(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return self.activation.node_constants(self._centers(device), dtype)
 
     def _has_tensors(self) -> bool:
         """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        buffers = (each for name, each in self.named_buffers() if name not in _DERIVED)
-        own = (*self.parameters(), *buffers, *vars(self).values())
+        own = (*self.parameters(), *self.buffers(), *vars(self).values())
         return any(isinstance(each, Tensor) for each in own)
+
+    def _kept(self, x: Tensor, dtype: Any, make: Callable[[torch.device, Any], Tensor]) -> Tensor:
+        """What ``make`` makes of the options, kept for each device unless x is being traced."""
+        key = (dtype, x.device)
+        if key in self._made:
+            return self._made[key]
+        if not is_plain(x):
+            return make(x.device, dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._made.setdefault(key, make(x.device, dtype))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, but not an option again: constants depend on the options.
@@ -281,17 +272,8 @@ class CatnatHead(CategoricalHead):
                 f"make another head with {name}={value!r}"
             )
         super().__setattr__(name, value)
-        if name not in _DERIVED and isinstance(known.get("activation"), CustomActivation):
-            self.constants32 = self.constants64 = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CatnatHead:
-        """Move to another device with the model; constants keep their accuracy in ``.half()``."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.constants32 is not None:
-            self._set_constants(self.constants32.device)
-        if self.leaves is not None:
-            self._set_order(self.leaves.device)
-        return self
+        if isinstance(known.get("activation"), CustomActivation):
+            self._made.clear()
 
 
 class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
@@ -337,6 +319,8 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
             [0.0000, 0.0000, 0.1250]])
     """
 
+    activation: NaturalActivation
+
     def __init__(
         self,
         num_categories: int,
@@ -360,14 +344,12 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     def information(self, scores: Tensor) -> Tensor:
         """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
         scores = self._checked(scores)
-        return cast(NaturalActivation, self.activation).information(scores, self._constants(scores))
+        return self.activation.information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        distance, _ = cast(NaturalActivation, self.activation).distance(
-            scores, self._constants(scores)
-        )
+        distance, _ = self.activation.distance(scores, self._constants(scores))
         return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:

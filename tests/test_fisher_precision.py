@@ -11,9 +11,6 @@ from cases import GRID, make
 from catnat import make_head
 from catnat.fisher import (
     condition_number,
-    fisher_trace,
-    fisher_vector_product,
-    module_scores,
     off_diagonal_mass,
     score_fisher,
 )
@@ -44,28 +41,22 @@ def test_softmax_does_not_cancel_where_it_is_saturated(rows):
 def test_results_are_float32_under_autocast(name):
     head = make(name, 8)
 
-    net = torch.nn.Linear(3, head.num_scores)
     scores = 0.3 * torch.randn(6, head.num_scores)
-    function, parameters = module_scores(net, torch.randn(6, 3))
     grad = torch.randn_like(scores)
 
     def results(autocast):
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            product = fisher_vector_product(head, function, parameters, parameters)
             return {
                 "sampled": score_fisher(head, scores, "sampled", 3),
                 "natural gradient": head.natural_gradient(scores, grad, damping=0.1),
-                "trace": fisher_trace(head, function, parameters),
-                "product": product["weight"],
             }
 
     plain = results(autocast=False)
     for what, value in results(autocast=True).items():
         assert value.dtype == torch.float32, what
-        network = what in ("trace", "product")  # the network itself runs in bfloat16
         error = (value - plain[what]).norm() / plain[what].norm()
-        assert error < (0.2 if network else 1e-5), what
+        assert error < 1e-5, what
 
 
 @pytest.mark.parametrize("norm", ["l1", "fro"])

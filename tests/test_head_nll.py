@@ -1,4 +1,4 @@
-"""head_nll and HeadNLL: the semantics of F.cross_entropy, for every head."""
+"""HeadNLL: the semantics of F.cross_entropy, for every head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases import DTYPES, HEADS, LIKE_NATURAL, random_scores, slow
 
 from catnat import HeadProbe, make_head
-from catnat.losses import HeadNLL, head_nll
+from catnat.losses import HeadNLL
 
 K = 5
 OPTIONS = [
@@ -25,7 +25,7 @@ def both(scores, target, **options):
     """Value and gradient of our loss and of torch's, for softmax."""
     results = []
     for loss in (
-        lambda s: head_nll(make_head("softmax", K), s, target, **options),
+        lambda s: HeadNLL("softmax", K, **options)(s, target),
         lambda s: F.cross_entropy(
             s.movedim(-1, 1) if s.dim() > 2 else s, theirs(target), **options
         ),
@@ -67,14 +67,14 @@ def test_every_head_and_dtype(name, dtype):
     head = make_head(name, K)
     scores = random_scores(head, 20).to(dtype).requires_grad_()
     target = torch.randint(K, (20,))
-    loss = head_nll(head, scores, target)
+    loss = HeadNLL(head)(scores, target)
     want = -head.log_probs(scores).gather(-1, target[:, None]).mean()
     assert loss.dtype == want.dtype
     assert torch.allclose(loss, want)
     loss.backward()
     assert scores.grad.isfinite().all() and scores.grad.dtype == dtype
     # A smoothed label is the expectation over labels.
-    smooth = head_nll(head, scores, target, label_smoothing=0.2)
+    smooth = HeadNLL(head, label_smoothing=0.2)(scores, target)
     uniform = -head.log_probs(scores).mean()
     assert torch.allclose(smooth, 0.8 * want + 0.2 * uniform, rtol=1e-4)
 
@@ -83,7 +83,7 @@ def test_every_head_and_dtype(name, dtype):
 def test_ignored_rows_get_no_gradient(name):
     head = make_head(name, K)
     scores = random_scores(head, 4, scale=0.1).requires_grad_()
-    head_nll(head, scores, torch.tensor([0, -100, 2, -100]), label_smoothing=0.1).backward()
+    HeadNLL(head, label_smoothing=0.1)(scores, torch.tensor([0, -100, 2, -100])).backward()
     assert (scores.grad[[1, 3]] == 0).all()
     assert scores.grad[0].any()
 
@@ -101,8 +101,6 @@ def test_the_module():
     weight = torch.arange(1.0, K + 1)
     loss = HeadNLL("natural", K, weight=weight, ignore_index=1, reduction="sum", amplitude=3.0)
     scores, target = torch.randn(6, loss.head.num_scores), torch.arange(6) % K
-    want = head_nll(loss.head, scores, target, weight, 1, 0.0, "sum")
-    assert torch.equal(loss(scores, target), want)
     assert loss.head.amplitude == 3.0
     assert dict(loss.named_buffers())["weight"] is weight
     assert loss.double().weight.dtype == torch.float64
@@ -124,15 +122,14 @@ def test_compiled_and_batched_it_is_the_same(name):
 
 def test_bad_input_is_named():
     head, scores = make_head("natural", K), torch.zeros(3, K - 1)
-    labels = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"target must be \(3,\) categories or \(3, 5\) prob"):
-        head_nll(head, scores, torch.zeros(3))
+        HeadNLL(head)(scores, torch.zeros(3))
     with pytest.raises(ValueError, match="unknown reduction 'avg'; choose from mean, sum, none"):
         HeadNLL(head, reduction="avg")
     with pytest.raises(ValueError, match=r"label_smoothing must lie in 0\.\.1, got 1\.5"):
-        head_nll(head, scores, labels, label_smoothing=1.5)
+        HeadNLL(head, label_smoothing=1.5)
     with pytest.raises(ValueError, match=r"weight must have shape \(5,\), got \(4,\)"):
-        head_nll(head, scores, labels, weight=torch.ones(4))
+        HeadNLL(head, weight=torch.ones(4))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight": torch.ones(K)}, {"label_smoothing": 0.1}])

@@ -65,18 +65,18 @@ def test_rare_events_have_their_probability_in_float32():
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
+def test_the_distribution_is_a_pytree(name):
     head, other = make_head(name, 5), catnat.make_head(name, 5)
     q = head(scores_for(head, np.float32))
     p = head(np.zeros((1, head.num_scores), np.float32))
     theirs = other(torch.tensor(np.asarray(q.scores)))
     flat = other(torch.zeros(1, head.num_scores))
     assert isinstance(q, Categorical)
-    assert (q.batch_shape, q.event_shape, q.num_categories) == ((len(q.scores),), (), 5)
+    assert q.batch_shape == (len(q.scores),)
 
     @jax.jit
     def compute(p, q, key):
-        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.prob(q.mode())
+        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.log_prob(q.mode())
         again = jax.tree.map(lambda x: 2 * x, q)
         draws = (
             *q.sample_and_log_prob(seed=3, sample_shape=7),
@@ -90,7 +90,7 @@ def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
         torch.distributions.kl_divergence(flat, theirs),
         theirs.entropy(),
         theirs.probs,
-        theirs.probs.max(-1).values,
+        theirs.logits.max(-1).values,
     )
     for got, want in zip(numbers, wanted, strict=True):
         assert difference(got, want) < 2e-6
@@ -102,13 +102,6 @@ def test_the_distribution_is_a_pytree_with_distrax_s_interface(name):
     assert np.array_equal(drawn, same)
     each = theirs.log_prob(torch.tensor(np.asarray(drawn), dtype=torch.int64))
     assert difference(log_prob, each) < 2e-6
-
-
-def test_a_part_of_the_distributions():
-    q = make_head("natural", 5)(np.zeros((6, 4), np.float32))
-    assert q[2:, ...].batch_shape == (4,) and q[0].batch_shape == () and q.dtype == np.int32
-    with pytest.raises(TypeError):
-        iter(q)
 
 
 PATHS = [("sigmoid", {}, {}), ("natural", {"tail": 0.05}, {}), ("natural", {}, {"mask": True})]
@@ -241,14 +234,12 @@ def test_wrong_arrays_are_named():
     q, other = head(jnp.zeros(4)), make_head("natural", 5, order=[1, 0, 2, 3, 4])(jnp.zeros(4))
     for call, error, said in (
         (lambda: head(jnp.zeros((2, 7))), ValueError, r"scores must have 4 .* got shape \(2, 7\)"),
-        (lambda: head([0.0] * 4), TypeError, "scores must be a JAX or numpy array, got list"),
         (lambda: head(jnp.zeros(4), jnp.ones(5)), TypeError, "array of bool, .* got float32"),
         (lambda: q.path_kl(other, 0), ValueError, "same order"),
-        (lambda: head.log_prob(jnp.zeros(4), 5), ValueError, r"lie in 0\.\.4, got 5"),
-        (lambda: head.inverse(jnp.ones(5)), ValueError, "must sum to 1, got a sum of 5"),
     ):
         with pytest.raises(error, match=said):
             call()
+    assert np.isnan(head.inverse(jnp.ones(5))).all()
     outside = jax.jit(head.log_prob)(jnp.zeros(4), jnp.array([4, 5, -1]))
     assert np.isnan(outside).tolist() == [False, True, True]
 

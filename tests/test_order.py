@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 
 import numpy
 import pytest
 import torch
-from cases import CATNAT, HEADS, CauchyHead, autograd_fisher
+from cases import CATNAT, CauchyHead, autograd_fisher
 
 from catnat import make_head
 
@@ -89,30 +88,3 @@ def test_an_ordered_head_under_transforms_and_in_copies(name):
 )
 def test_an_order_may_be_a_list_or_a_tensor(order):
     assert make_head("sigmoid", 5, order=order).order == tuple(ORDER)
-
-
-# ---------------------------------------------------------------------- scores from frequencies
-
-
-@pytest.mark.parametrize("K", [2, 5, 8])
-@pytest.mark.parametrize("name", HEADS)
-def test_scores_from_frequencies_give_the_frequencies(name, K):
-    head = make_head(name, K)
-    counts = torch.arange(3 * K).view(3, K)
-    scores = head.scores_from_frequencies(counts)
-    want = (counts + 1.0) / (counts + 1.0).sum(-1, keepdim=True)
-    assert scores.shape == (3, head.num_scores) and scores.dtype == torch.float32
-    assert torch.allclose(head.probs(scores), want, atol=1e-6)
-    exact = head.scores_from_frequencies(counts.double(), smoothing=0.5)
-    want = (counts + 0.5) / (counts + 0.5).sum(-1, keepdim=True).double()
-    assert exact.dtype == torch.float64
-    assert torch.allclose(head.probs(exact), want, atol=1e-12)
-
-
-def test_frequencies_that_are_none_are_named():
-    head = make_head("natural", 3)
-    for counts, smoothing in (([-1, 2, 2], 1.0), ([0, 0, 0], 0.0), ([math.nan, 1, 1], 1.0)):
-        with pytest.raises(ValueError, match="counts must be >= 0, and some of them positive, got"):
-            head.scores_from_frequencies(torch.tensor(counts), smoothing)
-    with pytest.raises(ValueError, match="smoothing must be >= 0, got"):
-        head.scores_from_frequencies(torch.ones(3), -1.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from catnat import make_head
-from catnat.fisher import off_diagonal_mass, off_diagonal_share, paired_mean_fishers
+from catnat.fisher import off_diagonal_mass, paired_mean_fishers
 
 STEPS, ROWS = 400, 200
 
@@ -17,7 +17,9 @@ def test_the_mean_over_steps_meets_the_exact_share(name, K):
     scores = torch.randn(ROWS, head.num_scores, generator=generator)
     levels = torch.rand(2, STEPS, ROWS, generator=generator)
     one, other = paired_mean_fishers(head, scores.expand(STEPS, -1, -1), levels)
-    shares = off_diagonal_share(one, other)
+    products = one * other
+    off = products.masked_fill(torch.eye(len(products[0]), dtype=torch.bool), 0)
+    shares = off.sum((-2, -1)) / products.sum((-2, -1))
     exact = float(off_diagonal_mass(head.mean_fisher(scores), "fro")) ** 2
     error = float(shares.std()) / STEPS**0.5
     assert abs(float(shares.mean()) - exact) <= 4 * error + 1e-3 * exact
@@ -34,12 +36,3 @@ def test_both_halves_estimate_the_same_matrix(draws):
     levels = torch.rand(draws, 20_000, 4, generator=generator)
     pair = paired_mean_fishers(head, scores.expand(20_000, -1, -1), levels).mean(1)
     assert torch.allclose(pair, head.mean_fisher(scores).expand_as(pair), atol=5e-3)
-
-
-def test_the_share_survives_tiny_and_huge_matrices_and_zeros():
-    matrix = torch.tensor([[1.0, -0.5], [-0.5, 1.0]])
-    for scale in (1e-30, 1.0, 1e30):
-        assert float(off_diagonal_share(scale * matrix, matrix / scale)) == pytest.approx(0.2)
-    zero = torch.zeros(3, 3)
-    assert float(off_diagonal_share(zero, zero)) == 0
-    assert off_diagonal_share(matrix, matrix * torch.nan).isnan()

@@ -14,10 +14,11 @@ catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``jax.
 in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
 """
 
+from catnat.jax.catnat_heads import NaturalHead, SigmoidHead
 from catnat.jax.distribution import Categorical
 from catnat.jax.flat_heads import MixedHead, SoftmaxHead, SparsemaxHead, head_names, make_head
 from catnat.jax.head import CategoricalHead
-from catnat.jax.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+from catnat.jax.tree_heads import CatnatHead
 
 __all__ = [
     "Categorical",

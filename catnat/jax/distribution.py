@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ _Shape = int | tuple[int, ...]
 @partial(jax.tree_util.register_dataclass, data_fields=["scores"], meta_fields=["head"])
 @dataclass(frozen=True)
 class Categorical:
-    """A categorical distribution with the interface of distrax, made by calling a head.
+    """A categorical distribution with distrax's names, made by calling a head.
 
     It is a pytree with the scores as its only leaf, so that functions under ``jax.jit`` and
     ``jax.vmap`` take and return it. Nothing is computed before it is asked for: with a catnat head
@@ -39,32 +39,10 @@ class Categorical:
     scores: Array
     head: CategoricalHead
 
-    __iter__ = None  # indexing an array beyond its end gives its last entry, and so never ends
-
-    def __getitem__(self, index: Any) -> Categorical:
-        """Some of the distributions: ``index`` is that of an array of the batch shape."""
-        index = index if isinstance(index, tuple) else (index,)
-        return Categorical(self.scores[(*index, slice(None))], self.head)
-
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """The shape of one sample."""
         return self.scores.shape[:-1]
-
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """Empty: a sample is an index."""
-        return ()
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of a sample, int32."""
-        return jnp.dtype(jnp.int32)
-
-    @property
-    def num_categories(self) -> int:
-        """K."""
-        return self.head.num_categories
 
     @property
     def logits(self) -> Array:
@@ -79,10 +57,6 @@ class Categorical:
     def log_prob(self, value: Array) -> Array:
         """Log-probability of the categories ``value``, (*)."""
         return self.head.log_prob(self.scores, value)
-
-    def prob(self, value: Array) -> Array:
-        """Probability of the categories ``value``, (*)."""
-        return jnp.exp(self.log_prob(value))
 
     def sample(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32.
@@ -105,7 +79,7 @@ class Categorical:
     def rsample_straight_through(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with the gradient of probs."""
         value, p = self.sample(seed=seed, sample_shape=sample_shape), self.probs
-        drawn = jax.nn.one_hot(value, self.num_categories, dtype=p.dtype)
+        drawn = jax.nn.one_hot(value, self.head.num_categories, dtype=p.dtype)
         return drawn + (p - jax.lax.stop_gradient(p))
 
     def mode(self) -> Array:
@@ -125,8 +99,8 @@ class Categorical:
 
     def _like(self, other: Categorical) -> Categorical:
         """``other``, which has as many categories as this distribution."""
-        if other.num_categories != self.num_categories:
-            sizes = f"{self.num_categories} and {other.num_categories}"
+        sizes = [each.head.num_categories for each in (self, other)]
+        if sizes[0] != sizes[1]:
             raise ValueError(f"distributions over {sizes} categories cannot be compared")
         return other
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from catnat.checks import checked_categories
 from catnat.jax.distribution import Categorical
-from catnat.jax.numerics import at_least_float32, can_branch_on, pick, uniform
+from catnat.jax.numerics import at_least_float32, pick, uniform
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class CategoricalHead(ABC):
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value``, whose shape broadcasts with the batch shape.
 
-        A value that is not a category is an error where it can be seen, and NaN elsewhere.
+        NaN for a value that is not a category.
         """
         log_probs, value, known = self.log_probs(scores), *self._checked_value(value)
         return jnp.where(known, pick(log_probs, value[..., None])[..., 0], jnp.nan)
@@ -116,19 +115,15 @@ class CategoricalHead(ABC):
         Args:
             scores: (*, S).
             mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
-                that of the scores. Every row allows a category. A row that does not is an error
-                where it can be seen, and becomes NaN elsewhere.
+                that of the scores. A row that allows no category becomes NaN.
         """
         scores, mask = self._checked(scores), _array("mask", mask, self.num_categories)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
         before = self.allowed(scores)
         mask = mask & before
-        some = mask.any(-1)
-        if can_branch_on(some) and not bool(some.all()):
-            row = tuple(int(i) for i in np.argwhere(~np.asarray(some))[0])
-            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
-        return jnp.where(some[..., None], self._masked(scores, mask, before), jnp.nan)
+        some = mask.any(-1, keepdims=True)
+        return jnp.where(some, self._masked(scores, mask, before), jnp.nan)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
         """Scores under this mask, which is part of the mask that they had before."""
@@ -150,35 +145,24 @@ class CategoricalHead(ABC):
         return at_least_float32(scores)
 
     def _checked_probs(self, probs: Array) -> Array:
-        """Probabilities in float32 or float64, after checking their shape, signs and sums."""
+        """Probabilities in float32 or float64; rows with wrong signs or sums are NaN."""
         probs = _array("probs", probs, self.num_categories)
         wide = at_least_float32(probs)
-        if can_branch_on(wide):
-            if bool((wide < 0).any()):
-                raise ValueError(f"probabilities must not be negative, got {float(wide.min())}")
-            sums = np.asarray(wide.sum(-1))
-            wrong = sums[np.abs(sums - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps)]
-            if wrong.size:
-                raise ValueError(f"probabilities must sum to 1, got a sum of {wrong[0]}")
-        return wide
+        far = jnp.abs(wide.sum(-1) - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps)
+        return jnp.where((far | (wide < 0).any(-1))[..., None], jnp.nan, wide)
 
     def _checked_value(self, value: Array) -> tuple[Array, Array]:
         """Categories as int32, and which of them are in 0..K-1; the others are replaced by 0."""
-        value = _array("value", value)
+        value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(f"value must hold integers, got {value.dtype}")
         known = (value >= 0) & (value < self.num_categories)
-        if can_branch_on(known) and not bool(known.all()):
-            wrong = int(np.asarray(value)[~np.asarray(known)].ravel()[0])
-            raise ValueError(f"value must lie in 0..{self.num_categories - 1}, got {wrong}")
         return jnp.where(known, value, 0).astype(jnp.int32), known
 
 
-def _array(name: str, x: Any, size: int | None = None) -> Array:
-    """``x`` as a JAX array, with ``size`` numbers in the last dimension if that is given."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic | int):
-        raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}")
+def _array(name: str, x: Any, size: int) -> Array:
+    """``x`` as a JAX array with ``size`` numbers in the last dimension."""
     out: Array = jnp.asarray(x)
-    if size is not None and out.shape[-1:] != (size,):
+    if out.shape[-1:] != (size,):
         raise ValueError(f"{name} must have {size} in the last dimension, got shape {out.shape}")
     return out

@@ -5,8 +5,7 @@
 - Half precision is computed, and returned, in float32.
 - A result that depends on a NaN score is NaN. In a tree an infinite score decides for sure; with
   softmax and sparsemax a score of -inf is an impossible category.
-- Python looks at values only where they can be seen without waiting, see :func:`can_branch_on`.
-  Elsewhere wrong values become NaN; they never become a wrong number.
+- Python looks at shapes and dtypes, never at values: wrong values become NaN, never a wrong number.
 """
 
 from __future__ import annotations
@@ -57,10 +56,3 @@ def pick(x: Array, index: Array) -> Array:
     ndim = max(x.ndim, index.ndim)
     x, index = (each.reshape((1,) * (ndim - each.ndim) + each.shape) for each in (x, index))
     return jnp.take_along_axis(x, index, -1)
-
-
-def can_branch_on(x: Any) -> bool:
-    """Whether Python may look at the values of ``x`` without waiting: not traced, on the CPU."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    return isinstance(x, np.ndarray) or all(each.platform == "cpu" for each in x.devices())

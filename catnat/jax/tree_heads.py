@@ -6,7 +6,6 @@ indices 0..K-2, leaves the heap numbers K..2K-1; the children of node j are 2j a
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
@@ -17,15 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from catnat.checks import checked_order, require_finite, require_tail, require_within
-from catnat.jax.activations import (
-    Activation,
-    Constants,
-    NaturalActivation,
-    SigmoidActivation,
-)
+from catnat.checks import checked_order, require_finite
 from catnat.jax.head import CategoricalHead
 from catnat.jax.numerics import LOG_ZERO, pick, uniform
+
+Constants = Array | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,9 @@ class CatnatHead(CategoricalHead):
     Class k with bits b_1..b_H has p_k = prod_h a_h^{b_h} (1 - a_h)^{1 - b_h}. The Fisher matrix is
     diagonal: G_ii = P(node i) a'^2 / (a (1 - a)) (the paper's Theorem). It stays diagonal under a
     mask: a node with one empty side goes to the other and has no information.
+
+    A subclass says how a score divides the probability of its node. The ``constants`` of the nodes
+    are (R, S), or (R, 1) where all nodes have the same center C; x is s - C.
 
     Args:
         num_categories: K, at least 2.
@@ -61,10 +59,17 @@ class CatnatHead(CategoricalHead):
         """S = K - 1, one score for each node."""
         return self.num_categories - 1
 
-    @property
     @abstractmethod
-    def activation(self) -> Activation:
-        """a(s): how a score divides the probability of its node."""
+    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+        """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
+
+    @abstractmethod
+    def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
+        """x for which 1 - a : a is left : right, by jax.numpy or numpy; finite where one is 0."""
+
+    @abstractmethod
+    def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
+        """The constants of nodes with these centers C, which are in float64."""
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
@@ -73,8 +78,7 @@ class CatnatHead(CategoricalHead):
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value`` in O(log K): along their paths alone.
 
-        The shape of ``value`` broadcasts with the batch shape. A value that is not a category is an
-        error where it can be seen, and NaN elsewhere.
+        The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
         left, right, bits = self.path_logs(scores, value)
         return jnp.where(bits, right, left).sum(-1)
@@ -120,9 +124,14 @@ class CatnatHead(CategoricalHead):
         return jnp.exp(path_sums(*self._log_activation(self._checked(scores)))[0])
 
     def information(self, scores: Array) -> Array:
-        """Fisher information a'^2 / (a (1 - a)) of each node alone, (*, S) -> (*, S)."""
+        """Fisher information a'^2 / (a (1 - a)) of each node alone, (*, S) -> (*, S).
+
+        The slope of -log(1 - a) times that of log a.
+        """
         scores = self._checked(scores)
-        return self.activation.information(scores, _constants(self, scores.dtype))
+        _, (left, right) = jax.jvp(self._log_activation, (scores,), (jnp.ones_like(scores),))
+        information: Array = -left * right
+        return information
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
@@ -139,7 +148,7 @@ class CatnatHead(CategoricalHead):
         If one of the two is 0, the nearest representable score.
         """
         left, right = subtree_sums(self._by_leaf(self._checked_probs(probs)))
-        scores = self.activation.inverse(left, right) + _centers(self).astype(left.dtype)
+        scores = self.split_at(left, right) + _centers(self).astype(left.dtype)
         return jnp.where(left + right <= 0, 0.0, self._settled(scores, left, right))
 
     def _settled(self, scores: Array, left: Array, right: Array) -> Array:
@@ -161,7 +170,7 @@ class CatnatHead(CategoricalHead):
         """x at which a node divides as its allowed leaves do; as halves if a side has none."""
         left, right = subtree_sums(self._by_leaf(allowed.astype(dtype)))
         both = (left > 0) & (right > 0)
-        out: Array = self.activation.inverse(*(jnp.where(both, each, 1) for each in (left, right)))
+        out: Array = self.split_at(*(jnp.where(both, each, 1) for each in (left, right)))
         return out
 
     def _filled(self, scores: Array, mask: Array) -> Array:
@@ -176,12 +185,17 @@ class CatnatHead(CategoricalHead):
         return self._by_class(~forbidden)
 
     def _log_activation(self, scores: Array, index: Array | None = None) -> tuple[Array, Array]:
-        """log(1 - a) and log a of all nodes, or of the nodes with these score indices, (*, H)."""
-        constants: Constants = _constants(self, scores.dtype)
+        """log(1 - a) and log a of all nodes, or of the nodes with these score indices, (*, H).
+
+        An infinite score, which a mask makes, has an impossible side.
+        """
+        constants: Constants = constants_of(self, scores.dtype)
         if index is not None:
             scores = pick(scores, index)
             constants = constants if constants.shape[-1] == 1 else jnp.asarray(constants)[:, index]
-        return self.activation.log_activation(scores, constants)
+        left, right = self.logs(scores, constants)
+        left = jnp.where(scores == jnp.inf, LOG_ZERO, left)
+        return left, jnp.where(scores == -jnp.inf, LOG_ZERO, right)
 
     def _by_class(self, leaves: Array) -> Array:
         """Values of leaves in the order of classes, (*, K)."""
@@ -199,72 +213,13 @@ def _centers(head: CatnatHead) -> np.ndarray:
     if not head.uniform_at_zero or K & (K - 1) == 0:
         return np.array([head.center])
     shares = right_shares(K)
-    return np.asarray(head.center - head.activation.inverse(1 - shares, shares, np))
+    return np.asarray(head.center - head.split_at(1 - shares, shares, np))
 
 
 @lru_cache(maxsize=64)
-def _constants(head: CatnatHead, dtype: Any) -> np.ndarray:
-    """``activation.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
-    return head.activation.node_constants(_centers(head), dtype)
-
-
-@dataclass(frozen=True)
-class SigmoidHead(CatnatHead):
-    """catnat with a(s) = 1 / (1 + exp(-(s - C)))."""
-
-    name: str = field(init=False, repr=False, default="sigmoid")
-
-    @property
-    def activation(self) -> SigmoidActivation:
-        """The logistic activation."""
-        return SigmoidActivation()
-
-
-@dataclass(frozen=True)
-class NaturalHead(CatnatHead):
-    r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
-
-    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s) is the
-    same until its rarer side has that probability, and continues as an exponential: no score is
-    without gradient, and no probability is 0.
-
-    Args:
-        num_categories: K, at least 2.
-        center: C.
-        uniform_at_zero: as in :class:`CatnatHead`.
-        order: as in :class:`CatnatHead`.
-        amplitude: A, the width of the region in which a(s) moves; 2 pi gives the sigmoid's slope
-            at 0.
-        tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
-            or 1e-30 <= tail < 1/2.
-    """
-
-    name: str = field(init=False, repr=False, default="natural")
-    _: KW_ONLY
-    amplitude: float = 2 * math.pi
-    tail: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
-        require_tail(self.tail)
-        self._set(amplitude=float(self.amplitude), tail=float(self.tail))
-
-    @property
-    def activation(self) -> NaturalActivation:
-        """The activation of constant Fisher information."""
-        return NaturalActivation(self.amplitude, self.tail)
-
-    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
-        """The score of an impossible bit is on its edge, or next to it if the edge is inside."""
-        if self.tail:
-            return scores
-        constants, up = _constants(self, scores.dtype), left <= 0
-        edge = jnp.where(up, constants[0], constants[2])
-        outward = jnp.where(up, jnp.inf, -jnp.inf).astype(edge.dtype)
-        inside = ~self.activation.saturated(edge, constants)
-        edge = jnp.where(inside, jnp.nextafter(edge, outward), edge)
-        return jnp.where(up ^ (right <= 0), edge, scores)
+def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
+    """``head.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
+    return head.node_constants(_centers(head), dtype)
 
 
 @jax.jit

@@ -20,6 +20,12 @@ def head_options(head: str, tail: float | None) -> dict[str, float]:
     return {"tail": tail} if tail else {}
 
 
+def frequencies(counts: Tensor) -> Tensor:
+    """Shares of the words; one is added to every count, so that no word is impossible."""
+    more = counts.double() + 1
+    return more / more.sum()
+
+
 class LinearOutput(nn.Linear):
     """A linear layer and a head: the scores of all K words for every token."""
 
@@ -30,7 +36,7 @@ class LinearOutput(nn.Linear):
 
     def start_from(self, counts: Tensor) -> None:
         """Let the biases say how frequent words are."""
-        self.bias.data.copy_(self.head.scores_from_frequencies(counts))
+        self.bias.data.copy_(self.head.inverse(frequencies(counts)))
 
     def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Mean negative log-likelihood."""
@@ -50,7 +56,7 @@ class TreeOutput(TreeLinear):
     def start_from(self, counts: Tensor) -> None:
         """Let the biases say how frequent words are."""
         of_leaf = counts if self.classes is None else counts.to(self.classes.device)[self.classes]
-        self.bias.data.copy_(self.head.scores_from_frequencies(of_leaf))
+        self.bias.data.copy_(self.head.inverse(frequencies(of_leaf)))
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""

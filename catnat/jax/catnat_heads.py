@@ -1,64 +1,30 @@
-r"""a(s): how a score divides the probability of its node, as in :mod:`catnat.activations`.
-
-An activation is given by log(1 - a) and log a; JAX differentiates them. Methods get scores (*, S)
-and the ``constants`` of the nodes, (R, S), or (R, 1) where all nodes have the same center C; x is
-s - C.
-"""
+"""The two catnat heads of the paper: how a score divides the probability of its node."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from catnat.checks import require_tail, require_within
 from catnat.jax.numerics import FAR_LOG, LOG_ZERO, largest_score, safe_log
+from catnat.jax.tree_heads import CatnatHead, Constants, constants_of
 
 Pair = tuple[Array, Array]
-Constants = Array | np.ndarray
-
-
-class Activation(ABC):
-    """What a tree head needs to know of a(s)."""
-
-    def log_activation(self, scores: Array, constants: Constants) -> Pair:
-        """log(1 - a) and log a; an infinite score, which a mask makes, has an impossible side."""
-        left, right = self.logs(scores, constants)
-        left = jnp.where(scores == jnp.inf, LOG_ZERO, left)
-        return left, jnp.where(scores == -jnp.inf, LOG_ZERO, right)
-
-    @abstractmethod
-    def logs(self, scores: Array, constants: Constants) -> Pair:
-        """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
-
-    @abstractmethod
-    def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
-        """x for which 1 - a : a is left : right, by jax.numpy or numpy; finite where one is 0."""
-
-    @abstractmethod
-    def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
-        """The constants of nodes with these centers C, which are in float64."""
-
-    def information(self, scores: Array, constants: Constants) -> Array:
-        """Fisher information a'^2 / (a (1 - a)): the slope of -log(1 - a) times that of log a."""
-        _, (left, right) = jax.jvp(
-            lambda s: self.log_activation(s, constants), (scores,), (jnp.ones_like(scores),)
-        )
-        information: Array = -left * right
-        return information
 
 
 @dataclass(frozen=True)
-class SigmoidActivation(Activation):
-    """a(s) = 1 / (1 + exp(-x)), x = s - C.
+class SigmoidHead(CatnatHead):
+    """catnat with a(s) = 1 / (1 + exp(-x)), x = s - C.
 
     Scores beyond :func:`~catnat.jax.numerics.largest_score` count as that score, with slope 0.
     """
+
+    name: str = field(init=False, repr=False, default="sigmoid")
 
     def logs(self, scores: Array, constants: Constants) -> Pair:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
@@ -66,7 +32,7 @@ class SigmoidActivation(Activation):
         x = jnp.where(jnp.abs(x) > bound, bound * jnp.sign(x), x)
         return -jnp.logaddexp(x, 0.0), -jnp.logaddexp(-x, 0.0)
 
-    def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
+    def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
         """log(right / left); far out where one of them is 0."""
         return safe_log(right, FAR_LOG, xp) - safe_log(left, FAR_LOG, xp)
 
@@ -76,24 +42,40 @@ class SigmoidActivation(Activation):
 
 
 @dataclass(frozen=True)
-class NaturalActivation(Activation):
-    r"""a(s) = sin^2(phi), phi = pi/4 + pi (s - C) / (2A), clamped to [0, pi/2].
+class NaturalHead(CatnatHead):
+    r"""catnat with a(s) = (1 + sin(pi (s - C) / A)) / 2 for |s - C| <= A/2, flat beyond.
+
+    Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). With a ``tail`` a(s) is the
+    same until its rarer side has that probability, and continues as an exponential: no score is
+    without gradient, and no probability is 0.
 
     The methods compute with the distance d of s to the *nearer* one of the edges C - A/2 and
     C + A/2, and with theta = pi d / (2A): the rarer bit has probability sin^2(theta). An edge is
-    stored as a sum of two numbers, so that d is accurate right up to the edge.
-
-    With a tail these formulas hold while the rarer bit has probability ``tail`` or more. From the
-    distance d_t where it has the probability ``tail``, its probability continues as
+    stored as a sum of two numbers, so that d is accurate right up to the edge. From the distance
+    d_t where the rarer bit has the probability ``tail``, its probability continues as
     tail exp(-r (d_t - d)), with the slope r that log sin^2(theta) has there.
 
     Args:
-        amplitude: A, the width of the region in which a(s) moves.
-        tail: probability of the rarer bit at which the tail begins, 0 for none.
+        num_categories: K, at least 2.
+        center: C.
+        uniform_at_zero: as in :class:`CatnatHead`.
+        order: as in :class:`CatnatHead`.
+        amplitude: A, the width of the region in which a(s) moves; 2 pi gives the sigmoid's slope
+            at 0.
+        tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
+            or 1e-30 <= tail < 1/2.
     """
 
+    name: str = field(init=False, repr=False, default="natural")
+    _: KW_ONLY
     amplitude: float = 2 * math.pi
     tail: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
+        require_tail(self.tail)
+        self._set(amplitude=float(self.amplitude), tail=float(self.tail))
 
     @property
     def rate(self) -> float:
@@ -124,14 +106,15 @@ class NaturalActivation(Activation):
         likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))
         return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
 
-    def information(self, scores: Array, constants: Constants) -> Array:
+    def information(self, scores: Array) -> Array:
         """(pi/A)^2 up to the edges and on them, 0 outside; it falls in the tail."""
         if self.tail:
-            return super().information(scores, constants)
-        distance, _ = self._distance(scores, constants)
+            return super().information(scores)
+        scores = self._checked(scores)
+        distance, _ = self._distance(scores, constants_of(self, scores.dtype))
         return jnp.where(distance < 0, 0.0, self.rate**2 + 0 * distance)  # NaN stays NaN
 
-    def inverse(self, left: Any, right: Any, xp: Any = jnp) -> Any:
+    def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
         """A/2 - d where the upper edge is nearer, d - A/2 elsewhere."""
         rare, likely = xp.minimum(left, right), xp.maximum(left, right)
         d = xp.arctan2(xp.sqrt(rare), xp.sqrt(likely)) * (2 / self.rate)
@@ -149,9 +132,16 @@ class NaturalActivation(Activation):
             rows += [high, (edge - high.astype(np.float64)).astype(dtype)]
         return np.stack(rows)
 
-    def saturated(self, scores: Array, constants: Constants) -> Array:
-        """Whether a score is on an edge or beyond it, without a tail."""
-        return self._distance(scores, constants)[0] <= 0
+    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
+        """The score of an impossible bit is on its edge, or next to it if the edge is inside."""
+        if self.tail:
+            return scores
+        constants, up = constants_of(self, scores.dtype), left <= 0
+        edge = jnp.where(up, constants[0], constants[2])
+        outward = jnp.where(up, jnp.inf, -jnp.inf).astype(edge.dtype)
+        inside = ~(self._distance(edge, constants)[0] <= 0)
+        edge = jnp.where(inside, jnp.nextafter(edge, outward), edge)
+        return jnp.where(up ^ (right <= 0), edge, scores)
 
     def _distance(self, scores: Array, constants: Constants) -> Pair:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge.
