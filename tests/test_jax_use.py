@@ -72,11 +72,12 @@ def test_the_distribution_is_a_pytree(name):
     theirs = other(torch.tensor(np.asarray(q.scores)))
     flat = other(torch.zeros(1, head.num_scores))
     assert isinstance(q, Categorical)
-    assert q.batch_shape == (len(q.scores),)
+    assert (q.batch_shape, q.event_shape, q.dtype) == ((len(q.scores),), (), np.int32)
+    assert q[2:, ...].batch_shape == (len(q.scores) - 2,) and q[0].batch_shape == ()
 
     @jax.jit
     def compute(p, q, key):
-        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.log_prob(q.mode())
+        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.prob(q.mode())
         again = jax.tree.map(lambda x: 2 * x, q)
         draws = (
             *q.sample_and_log_prob(seed=3, sample_shape=7),
@@ -90,7 +91,7 @@ def test_the_distribution_is_a_pytree(name):
         torch.distributions.kl_divergence(flat, theirs),
         theirs.entropy(),
         theirs.probs,
-        theirs.logits.max(-1).values,
+        theirs.probs.max(-1).values,
     )
     for got, want in zip(numbers, wanted, strict=True):
         assert difference(got, want) < 2e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,15 @@ class Categorical:
 
     scores: Array
     head: CategoricalHead
+    event_shape = ()  # a sample is an index
+    dtype = jnp.dtype(jnp.int32)
+
+    __iter__ = None  # indexing an array beyond its end gives its last entry, and so never ends
+
+    def __getitem__(self, index: Any) -> Categorical:
+        """Some of the distributions: ``index`` is that of an array of the batch shape."""
+        index = index if isinstance(index, tuple) else (index,)
+        return Categorical(self.scores[(*index, slice(None))], self.head)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -57,6 +66,10 @@ class Categorical:
     def log_prob(self, value: Array) -> Array:
         """Log-probability of the categories ``value``, (*)."""
         return self.head.log_prob(self.scores, value)
+
+    def prob(self, value: Array) -> Array:
+        """Probability of the categories ``value``, (*)."""
+        return jnp.exp(self.log_prob(value))
 
     def sample(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32.
