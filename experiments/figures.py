@@ -1,9 +1,8 @@
-"""Figures of plans and of the paper, as PNG and PDF.
+"""Figures of plans, as PNG and PDF.
 
     python experiments/figures.py curves vae_adam --tag val/elbo         # from the folders of runs
     python experiments/figures.py bars vae_adam --metric test/nll        # from rows
     python experiments/figures.py bars mechanism.yaml --baseline head=softmax rotation=0.0
-    python experiments/figures.py landscapes --learning_rate 5
 
 ``--out`` is the folder they are written to (default: figures).
 """
@@ -16,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 
@@ -24,15 +23,12 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat import CategoricalHead, head_names, make_head
 from experiments.plan import Plan
 from experiments.runs import Run
 from experiments.significance import interval
@@ -87,23 +83,18 @@ def build_parser() -> argparse.ArgumentParser:
     for name, draw, text in (
         ("curves", curves, "a scalar over training, mean and spread over seeds"),
         ("bars", bars, "means with 95 % intervals"),
-        ("landscapes", landscapes, "loss landscapes of three classes, paths of gradient descent"),
     ):
         kind = kinds.add_parser(name, help=text)
-        if draw is not landscapes:
-            add_plan_options(kind)
+        add_plan_options(kind)
         kind.add_argument("--out", type=Path, default=Path("figures"), help="folder")
         kind.set_defaults(draw=draw)
         if draw is curves:
             kind.add_argument("--tag", default="val/elbo", help="default val/elbo")
             kind.add_argument("--each", action="store_true", help="a line for each run")
-        elif draw is bars:
+        else:
             kind.add_argument("--metric", help="default: the first of the plan")
             text = "show by how much cells are better than that with these values"
             kind.add_argument("--baseline", nargs="+", metavar="NAME=VALUE", help=text)
-        else:
-            kind.add_argument("--learning_rate", type=float, default=5.0)
-            kind.add_argument("--steps", type=int, default=200)
     return parser
 
 
@@ -268,88 +259,6 @@ def draw_bars(
 
 def _has(plan: Plan, cell: Cell, wanted: dict[str, list[str]]) -> bool:
     return all(str(cell.options.get(plan.long(n))) in values for n, values in wanted.items())
-
-
-# -- loss landscapes -------------------------------------------------------------------------------
-
-K = 3
-TARGET = torch.full((K,), 1 / K, dtype=torch.float64)
-STARTS = torch.tensor(
-    [[0.85, 0.10, 0.05], [0.05, 0.85, 0.10], [0.10, 0.05, 0.85]], dtype=torch.float64
-)
-LEVELS = [math.log(K) + 3 * (i / 15) ** 2 for i in range(16)]  # of the cross-entropy
-RATES = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)  # of the last panel
-
-
-class Descent(NamedTuple):
-    """The path of gradient descent: scores (T + 1, starts, S), and whether it arrived by a step."""
-
-    path: Tensor
-    steps_needed: int | None
-
-
-def landscapes(args: argparse.Namespace) -> tuple[Figure, str]:
-    """Plain gradient descent to a uniform target of three classes, over each head's landscape.
-
-    Every head starts from the same three distributions and takes steps of the same size. The order
-    of the heads depends on the learning rate: the last panel shows steps over rates.
-    """
-    if args.steps < 1 or not 0 < args.learning_rate < math.inf:
-        raise ValueError("--steps must be at least 1 and --learning_rate above 0")
-    names = head_names()
-    figure, axes = panels(len(names) + 1, 3.2, 3.2)
-    for panel, name in zip(axes, names, strict=False):
-        head = make_head(name, K)
-        draw_landscape(panel, head, descend(head, args.learning_rate, args.steps))
-    for name in names:
-        found = [descend(make_head(name, K), rate, 300).steps_needed for rate in RATES]
-        needed = [math.nan if each is None else each for each in found]
-        axes[-1].plot(RATES, needed, "o-", markersize=4, label=name, color=color(name, names))
-    axes[-1].set(xscale="log", yscale="log", xlabel="learning rate", ylabel="steps to KL < 1e-6")
-    axes[-1].legend(fontsize=8)
-    return figure, "landscapes"
-
-
-def descend(head: CategoricalHead, learning_rate: float, steps: int) -> Descent:
-    """Run gradient descent from all starts at once."""
-    scores = head.inverse(STARTS)
-    if head.num_scores == K:  # without a part along (1, 1, 1)
-        scores = scores - scores.mean(-1, keepdim=True)
-    path, arrived = [], None
-    for step in range(steps + 1):
-        scores = scores.detach().requires_grad_()
-        loss = cross_entropy(head, scores)
-        if arrived is None and bool((loss - math.log(K) < 1e-6).all()):
-            arrived = step
-        (gradient,) = torch.autograd.grad(loss.sum(), scores)
-        path.append(scores.detach())
-        scores = scores - learning_rate * gradient
-    return Descent(torch.stack(path), arrived)
-
-
-def cross_entropy(head: CategoricalHead, scores: Tensor) -> Tensor:
-    """Cross-entropy from the target to the head's distribution, (*, S) -> (*)."""
-    return -(head.log_probs(scores) * TARGET).sum(-1)
-
-
-def draw_landscape(axes: Axes, head: CategoricalHead, descent: Descent) -> None:
-    """The loss over a plane of the scores, with the paths of gradient descent."""
-    basis = torch.eye(K - 1, dtype=torch.float64)
-    if head.num_scores == K:  # across (1, 1, 1)
-        basis = torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 2.0]], dtype=torch.float64)
-        basis = basis / torch.linalg.vector_norm(basis, dim=1, keepdim=True)
-    paths = (descent.path @ basis.T).movedim(1, 0)  # (starts, T + 1, 2)
-    reach = 1.35 * float(paths[:, 0].abs().max())
-    ticks = torch.linspace(-reach, reach, 201, dtype=torch.float64)
-    grid = torch.stack(torch.meshgrid(ticks, ticks, indexing="xy"), dim=-1)
-    axes.contourf(ticks, ticks, cross_entropy(head, grid @ basis), LEVELS, cmap="YlGnBu")
-    for path, shade in zip(paths, ("black", "#c51b7d", "#b35806"), strict=True):
-        axes.plot(*path.T, "o-", color=shade, linewidth=1.2, markersize=2.8)
-        axes.plot(*path[0], "o", color="white", mec=shade, markersize=6.5)
-    axes.plot(*(head.inverse(TARGET) @ basis.T), "*", ms=13, color="white", mec="black")
-    axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
-    needed = descent.steps_needed
-    axes.set_title(f"{head.name}: {'not reached' if needed is None else f'{needed} steps'}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import scipy.stats
 from cases_sweep import arguments, write_plan
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat import make_head
 from experiments import figures, plan, runs, significance, tables
 
 HEADS = ("softmax", "sigmoid", "natural")
@@ -154,15 +153,6 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
     assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
     assert figures.main(words) == 0
-
-
-def test_landscapes_and_the_steps_that_heads_need(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figures, "RATES", (2.0,))
-    needed = {name: figures.descend(make_head(name, 3), 1.0, 200).steps_needed for name in HEADS}
-    assert all(needed.values()) and needed["softmax"] == min(needed.values())
-    assert figures.main(["landscapes", "--out", str(tmp_path), "--steps", "5"]) == 0
-    assert (tmp_path / "landscapes.png").is_file()
-    assert figures.main(["landscapes", "--steps", "0"]) == 2
 
 
 def test_the_page_of_recomputed_verdicts_follows_from_the_rows():
