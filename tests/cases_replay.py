@@ -56,12 +56,10 @@ def train(
     replayed,
     steps,
     root,
-    ckpt_path=None,
     accelerator="cpu",
     monitor=None,
     batch_size=2,
     precision="32-true",
-    strategy="auto",
     **options,
 ):
     pl.seed_everything(1, verbose=False)
@@ -70,10 +68,10 @@ def train(
     logger, watch = Memory(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7)
     trainer = quiet_trainer(
-        max_steps=steps, accelerator=accelerator, precision=precision, strategy=strategy,
+        max_steps=steps, accelerator=accelerator, precision=precision,
         logger=logger, callbacks=[monitor, watch], limit_val_batches=1,
     )  # fmt: skip
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    trainer.fit(model, datamodule=data)
     assert watch.replayed is (replayed is None)
     return model, trainer, logger
 
