@@ -129,15 +129,6 @@ def test_an_edge_that_should_be_there_is_revived():
     assert model.theta[~true].max() < 0.2
 
 
-def test_beyond_the_edge_of_the_head_nothing_moves():
-    model = make(estimator="local_expectation")
-    with torch.no_grad():
-        model.edge_scores[0] = -4.0  # natural is flat below -pi
-    model.step_loss(batch()).backward()
-    assert (model.edge_scores.grad[0] == 0).all() and (model.edge_scores.grad[1:] != 0).all()
-    assert (model.theta[0] == 0).all()
-
-
 # -- predictors ----------------------------------------------------------------------------------
 
 

@@ -66,19 +66,16 @@ def test_every_output_learns_by_the_command(output, project, tmp_path, capsys):
     assert 0 <= metric(out, "test/accuracy") <= 1
 
 
-def test_the_vocabulary_of_the_model_is_that_of_the_data(project, tmp_path, capsys):
-    run(capsys, project, tmp_path, "--head=natural", steps=1)
+def test_a_checkpoint_brings_its_tree_whose_vocabulary_is_that_of_the_data(
+    project, tmp_path, capsys
+):
+    out = run(capsys, project, tmp_path, "--head=natural", steps=10)
     (saved,) = tmp_path.rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["data"]["init_args"]["vocabulary"] == 64
-    checkpoint = next(tmp_path.rglob("*.ckpt"))
-    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    (last,) = tmp_path.rglob("last.ckpt")
+    weights = torch.load(last, weights_only=True)["state_dict"]
     assert weights["output.weight"].shape == (63, 16)
     assert sorted(weights["output.order"].tolist()) == list(range(64))
-
-
-def test_a_checkpoint_brings_its_tree(project, tmp_path, capsys):
-    out = run(capsys, project, tmp_path, "--head=natural", steps=10)
-    (last,) = tmp_path.rglob("last.ckpt")
     assert train.main(["test", "--ckpt_path", str(last)]) == 0
     again = capsys.readouterr().out
     assert metric(again, "test/perplexity") == metric(out, "test/perplexity")

@@ -282,24 +282,26 @@ def test_an_engine_that_is_not_installed_is_one_line(name, extra, tmp_path, monk
 def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
     """Cells do not wait for each other."""
     path = write_plan(tmp_path, grid={"x": [1.0, 2.0]}, search=SEARCH | {"grid": {"rate": [1.0]}})
-    order = []
+    order, held = [], []
+    outcome = engines.Outcome({"val/loss": 1.0, "test/nll": 1.0})
 
     class Engine:
+        """Ends every run at once, but a search only when final runs of the other cell begin."""
+
         def submit(self, run, folder):
             order.append((run.stage, run.options["x"]))
             future = Future()
-            if (run.stage, run.options["x"]) != ("search", 2.0) or held:
-                future.set_result(engines.Outcome({"val/loss": 1.0, "test/nll": 1.0}))
-            else:
+            if order[-1] == ("search", 2.0):
                 held.append(future)
-            if run.stage == "final" and held[0] is not None and not held[0].done():
-                held[0].set_result(engines.Outcome({"val/loss": 1.0, "test/nll": 1.0}))
+            else:
+                future.set_result(outcome)
+            if run.stage == "final" and not held[0].done():
+                held[0].set_result(outcome)
             return future
 
         def stop(self):
             pass
 
-    held = []
     args = sweep.build_parser().parse_args(arguments(path))
     sweep.Sweep(str(path), args)._submit(Engine(), "test")
     assert order[:2] == [("search", 1.0), ("search", 2.0)]
