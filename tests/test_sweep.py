@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import yaml
-from cases_sweep import arguments, kill, start_sweep, wait_for, write_plan
+from cases_sweep import arguments, start_sweep, wait_for, write_plan
 
 from experiments import engines, plan, runs, status, sweep
 
@@ -153,7 +153,8 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"gate": str(gate)}, seeds=[1])
     process = start_sweep(path)
     wait_for(lambda: calls(path))
-    assert kill(process) == 130
+    process.terminate()
+    assert process.wait(60) == 130
     assert rows_of(path) == []
     gate.touch()
     assert sweep.main(arguments(path)) == 0
