@@ -35,7 +35,7 @@ def outcome(root):
     """What a run validated, what it logged and at which steps, its best step and loss."""
     folder = Path(root, "vae", "natural", "version_0")
     events = EventAccumulator(str(folder)).Reload()
-    curves = [[(e.step, e.value) for e in events.Scalars(f"{part}/loss")]
+    curves = [sorted((e.step, e.value) for e in events.Scalars(f"{part}/loss"))
               for part in ("train", "val")]  # fmt: skip
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     states = (state for name, state in last(folder)["callbacks"].items() if "Best" in name)
