@@ -100,14 +100,16 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
     Args:
         folder: of the run.
         resumed_at: the step from which the run resumes. Values of this step and later ones, which
-            an earlier process wrote, are deleted, because the run writes them again.
+            an earlier process wrote, are deleted, because the run writes them again. Its files get
+            a counter in place of the time: TensorBoard reads them in the order of their names.
     """
     if resumed_at is None:
         writer = SummaryWriter(str(folder))
         writer.add_text("guide", guide(), 0)
         return writer
-    for path in Path(folder).glob("events.out.tfevents.*"):
+    for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
         _drop_events(path, resumed_at)
+        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
     return SummaryWriter(str(folder), purge_step=resumed_at)  # for a TensorBoard that is running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import accumulate
 
@@ -74,6 +75,17 @@ class Flattened(NaturalHead):
 def random_scores(head: CategoricalHead, rows: int = 4, scale: float = 1.0) -> Tensor:
     """Normal scores in float64."""
     return scale * torch.randn(rows, head.num_scores, dtype=torch.float64)
+
+
+def awkward_scores(rows: int, S: int, share: float) -> Tensor:
+    """Scores of many sizes; a share lies at, just inside and beyond the edges of natural."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(rows, S, generator=generator)
+    scores *= 10 ** (torch.rand(rows, 1, generator=generator) * 3 - 1.5)
+    edge = torch.tensor([math.pi, -math.pi, 3.1415925, 3.14, 4.0, -1e30, 1e30, 0.0])
+    pick = torch.randint(len(edge), (rows, S), generator=generator)
+    take = torch.rand(rows, S, generator=generator) < share
+    return torch.where(take, edge[pick], scores)
 
 
 def random_mask(rows: int, K: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Sweeps of a program that stands in for train.py, and what they leave."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -63,12 +62,6 @@ def start_sweep(path, *more):
     words = [sys.executable, str(ROOT / "experiments" / "sweep.py"), *arguments(path, *more)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(words, env=environment, start_new_session=True)
-
-
-def kill(process, signum=signal.SIGTERM):
-    """Send a signal, and wait for the end."""
-    process.send_signal(signum)
-    return process.wait(60)
 
 
 def wait_for(condition, process=None, seconds=60.0):

@@ -198,18 +198,6 @@ def test_a_lost_life_ends_the_episode_and_not_the_game(make):
     assert infos[0]["episode"]["l"] == pytest.approx(4 * (t + 1), abs=35)
 
 
-def test_the_learner_knows_what_was_played(make):
-    env = make("Breakout", 2)
-    env.reset()
-    seen = 0
-    for _ in range(120):
-        forced = env.forced_actions
-        env.step(np.full(2, LEFT))
-        assert np.array_equal(env.actions_played, np.where(forced >= 0, forced, LEFT))
-        seen += (forced >= 0).sum()
-    assert seen >= 2
-
-
 def test_learners_get_signs_and_monitors_the_score(make):
     rows = play(make("Asterix", 1), at_random(1, 9), 600)
     clipped = np.array([row[1][0] for row in rows])

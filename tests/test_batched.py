@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import make_head
-from catnat.lit_modules import GraphStructureLearner, MLPDiscreteVAE
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
 from experiments import batched
 
@@ -148,14 +149,32 @@ def test_a_model_that_diverges_fails_alone() -> None:
     assert not found[1] and members[1].failure
 
 
+# -- our models, a step as one ---------------------------------------------------------------------
+
+
+IMAGES = torch.rand(8, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+PAIRS = (torch.randn(5, 6, 4), torch.randn(5, 6, 2))
+GRAPHS = (torch.rand(32, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.3).float()
+MODELS: dict[str, tuple[Any, Any]] = {
+    "vae": (lambda head: DiscreteVAE(head, 3, 4), IMAGES),
+    "mlp-vae": (lambda head: MLPDiscreteVAE(head, 3, 4), IMAGES),
+    "leave-one-out": (
+        lambda head: MLPDiscreteVAE(head, 3, 4, baseline="leave-one-out", num_samples=3),
+        IMAGES,
+    ),
+    "gsl": (lambda head: GraphStructureLearner(head, 6), PAIRS),
+    "gsl, local": (
+        lambda head: GraphStructureLearner(head, 6, estimator="local_expectation"),
+        PAIRS,
+    ),
+}
+
+
 @pytest.mark.parametrize("head", ["softmax", "sparsemax", "sigmoid", "natural"])
-@pytest.mark.parametrize("kind", [MLPDiscreteVAE, GraphStructureLearner])
-def test_no_operation_falls_back_to_a_loop_over_the_models(head: str, kind: Any) -> None:
-    graphs = kind is GraphStructureLearner
-    batch: Any = torch.rand(5, 1, 28, 28)
-    if graphs:
-        batch = (torch.randn(5, 24, 4), torch.randn(5, 24, 2))
-    stack = batched.Stack([kind(head=head) for _ in range(2)], torch.device("cpu"), 10)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> None:
+    make, batch = MODELS[name]
+    stack = batched.Stack([make(head) for _ in range(2)], torch.device("cpu"), 10)
     before = {name: each.detach().clone() for name, each in stack.parameters.items()}
     torch._C._functorch._set_vmap_fallback_warning_enabled(True)
     try:
@@ -165,5 +184,37 @@ def test_no_operation_falls_back_to_a_loop_over_the_models(head: str, kind: Any)
             losses = stack.step(batch, one_batch=True)
     finally:
         torch._C._functorch._set_vmap_fallback_warning_enabled(False)
-    assert losses.shape == (2,) and losses[0] != losses[1]
+    assert losses.shape == (2,) and losses.isfinite().all() and losses[0] != losses[1]
     assert all((each != before[name]).any() for name, each in stack.parameters.items())
+    counted = [each for key, each in stack.buffers.items() if "num_batches" in key]
+    assert all(each.tolist() == [1, 1] for each in counted) and len(counted) in (0, 3)
+
+
+class Smooth(DiscreteVAE):
+    """Without noise."""
+
+    def loss(self, batch: Any, q: Any) -> Tensor:
+        return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
+
+
+@pytest.mark.parametrize("kind", [Smooth, GraphStructureLearner])
+def test_gradients_and_batch_norms_are_those_of_each_model_alone(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("catnat.lit_modules.graph.sample_graphs", lambda theta, n: GRAPHS[:n])
+    options, batch, atol = ((3, 4), IMAGES, 1e-4) if kind is Smooth else ((6,), PAIRS, 1e-6)
+    models = [kind("sigmoid", *options) for _ in range(3)]
+    for each in models:
+        each.gradient_clip = 0
+    alone = copy.deepcopy(models)
+    stack = batched.Stack(models, torch.device("cpu"), 10)
+    losses = stack.step(batch, one_batch=True)
+    for loss, ours, theirs in zip(losses, models, alone, strict=True):
+        expected = theirs.step_loss(batch)
+        expected.backward()
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert other.grad.any()
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=atol, msg=name)
+        for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -14,7 +14,6 @@ from cases_callbacks import Small, fit
 from catnat.callbacks.checkpoints import (
     AtomicCheckpointIO,
     LastCheckpoint,
-    StopSignals,
     load_checkpoint,
 )
 
@@ -69,15 +68,6 @@ def test_what_could_not_be_read_back_is_said_at_the_first_save(value, kind, tmp_
     assert f"it holds {kind}" in str(error.value)
     assert "save_hyperparameters(ignore=...)" in str(error.value)
     assert not path.exists()
-
-
-def test_a_signal_stops_one_run_and_not_the_next():
-    signals = StopSignals()
-    signals.listen()
-    signal.raise_signal(signal.SIGTERM)
-    assert signals.signum == signal.SIGTERM
-    signals.give_back()
-    assert signals.signum == 0
 
 
 def test_a_run_gives_the_signals_back(tmp_path):

@@ -101,13 +101,6 @@ def test_an_error_of_a_program_keeps_its_traceback(workspace, monkeypatch):
         run(*workspace)
 
 
-def test_numbers_that_are_not_finite_end_a_run_in_one_line(workspace, capfd):
-    options = ["--learning_rate=1e30", "--max_steps=9", "--save_every=1", "--gradient_clip=0"]
-    assert run(*workspace, *options) == 1
-    line = one_line(capfd)
-    assert "training ended after step" in line and "latest checkpoint is runs/vae" in line
-
-
 # -- help and configuration -----------------------------------------------------------------------
 
 

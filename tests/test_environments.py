@@ -54,22 +54,6 @@ def test_what_is_an_atari_game(name, atari):
     assert is_atari(name) is atari
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("Brekout", {}, "nor registered with Gymnasium; did you mean Breakout?"),
-        ("CartPole-v9", {}, "did you mean CartPole-v1?"),
-        ("CartPole-v1", {"num_envs": 0}, "num_envs must be at least 1, got 0"),
-        ("Pendulum-v1", {"num_actions": 4}, "Discrete action spaces, not for Box"),
-        ("Breakout", {"num_actions": 18}, "other than Atari games, not Breakout"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_made_is_said(name, options, words):
-    with pytest.raises(ValueError) as error:
-        make_env(name, **{"num_envs": 1} | options)
-    assert words in str(error.value)
-
-
 def test_more_actions_than_there_are():
     env = make_env("Counted-v0", 7, num_actions=7)
     env.reset()

@@ -35,7 +35,7 @@ def outcome(root):
     """What a run validated, what it logged and at which steps, its best step and loss."""
     folder = Path(root, "vae", "natural", "version_0")
     events = EventAccumulator(str(folder)).Reload()
-    curves = [[(e.step, e.value) for e in events.Scalars(f"{part}/loss")]
+    curves = [sorted((e.step, e.value) for e in events.Scalars(f"{part}/loss"))
               for part in ("train", "val")]  # fmt: skip
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     states = (state for name, state in last(folder)["callbacks"].items() if "Best" in name)
@@ -118,7 +118,7 @@ def test_a_run_is_resumed_with_what_it_began_with(workspace, capfd):
     copy = Path("copy.ckpt")  # elsewhere: the options are not known
     copy.write_bytes(path.read_bytes())
     assert run(*workspace, *STARTED, "--ckpt_path=copy.ckpt", "--head=sigmoid") == 2
-    assert "has head natural, not sigmoid" in one_line(capfd)
+    assert "head: natural -> sigmoid" in one_line(capfd)
     assert run(*workspace, *STARTED, "--ckpt_path=copy.ckpt", "--max_steps=7") == 0
     assert config(FOLDER.with_name("version_1"))["trainer"]["max_steps"] == 7
 
@@ -315,4 +315,6 @@ def test_a_later_batch_that_is_not_finite_ends_the_run_with_one_line(workspace, 
 
     monkeypatch.setattr(DiscreteVAE, "on_train_batch_start", spoil)
     assert run(*workspace, "--max_steps=5", "--save_every=1") == 1
-    assert "ended after step 2" in one_line(capfd) and last()["global_step"] == 2
+    line = one_line(capfd)
+    assert "ended after step 2" in line and "latest checkpoint is runs/vae" in line
+    assert last()["global_step"] == 2

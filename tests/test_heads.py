@@ -130,14 +130,6 @@ def test_definition(name, K):
                 assert torch.allclose(out[possible], want[possible], rtol=1e-12, atol=1e-12)
 
 
-def test_numbering_of_nodes_at_four_categories():
-    a, b, c = torch.sigmoid(torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64))
-    p = make_head("sigmoid", 4).probs(torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64))
-    # category bits 00, 01, 10, 11: bit 1 takes a(s), node 1 is below bit 0, node 2 below bit 1
-    want = torch.stack([(1 - a) * (1 - b), (1 - a) * b, a * (1 - c), a * c])
-    assert torch.allclose(p, want, atol=1e-15)
-
-
 @pytest.mark.parametrize("K", [2, 3, 5, 18, 1000, 131072])
 @pytest.mark.parametrize("name", GRID)
 def test_zero_scores_are_uniform(name, K):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import re
 import subprocess
@@ -254,14 +253,3 @@ def test_jax_and_torch_stay_apart():
     code = "import sys, catnat.flat_heads, catnat.losses; print('jax' in sys.modules)"
     done = run_fresh("-c", code)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_the_example_runs(tmp_path):
-    out = tmp_path / "world_model.png"
-    command = [sys.executable, str(ROOT / "examples" / "jax_world_model.py"), "--steps=2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    done = subprocess.run([*command, f"--out={out}"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["softmax", "natural"]
-    assert out.read_bytes().startswith(b"\x89PNG")

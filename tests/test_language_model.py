@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,16 @@ def test_every_output_learns_by_the_command(output, project, tmp_path, capsys):
     assert 0 <= metric(out, "test/accuracy") <= 1
 
 
-def test_the_vocabulary_of_the_model_is_that_of_the_data(project, tmp_path, capsys):
-    run(capsys, project, tmp_path, "--head=natural", steps=1)
+def test_a_checkpoint_brings_its_tree_whose_vocabulary_is_that_of_the_data(
+    project, tmp_path, capsys
+):
+    out = run(capsys, project, tmp_path, "--head=natural", steps=10)
     (saved,) = tmp_path.rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["data"]["init_args"]["vocabulary"] == 64
-    checkpoint = next(tmp_path.rglob("*.ckpt"))
-    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    (last,) = tmp_path.rglob("last.ckpt")
+    weights = torch.load(last, weights_only=True)["state_dict"]
     assert weights["output.weight"].shape == (63, 16)
     assert sorted(weights["output.order"].tolist()) == list(range(64))
-
-
-def test_a_checkpoint_brings_its_tree(project, tmp_path, capsys):
-    out = run(capsys, project, tmp_path, "--head=natural", steps=10)
-    (last,) = tmp_path.rglob("last.ckpt")
     assert train.main(["test", "--ckpt_path", str(last)]) == 0
     again = capsys.readouterr().out
     assert metric(again, "test/perplexity") == metric(out, "test/perplexity")
@@ -168,24 +166,7 @@ def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, mon
     assert compare.main([*where, *sizes, *names, "--minutes", "0"]) == 130
     assert not multiprocessing.active_children()  # nobody trains on when time is up
 
-    class Here:
-        """The pool of processes, in this process."""
-
-        def __init__(self, *_):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def submit(self, work, *given):
-            done = compare.Future()
-            done.set_result(work(*given))
-            return done
-
-    monkeypatch.setattr(compare, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     assert compare.main([*where, *sizes, *names]) == 0
     table = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert len(table) == 4 and table[2].startswith("| softmax | 0.03")

@@ -10,62 +10,68 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from cases_fresh import one_server, run_fresh
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDES = ("lit_modules", "datamodules", "callbacks")  # know catnat, and never each other
+SIDES = ("lit_modules", "datamodules", "callbacks")  # links make them packages of catnat
 WALKED = ("catnat", *SIDES, "experiments", "benchmarks", "examples", "docs", "results")
-# Programs at the root, and the programs that each of them may import.
-PROGRAMS = {
-    "train": set(),
-    "examples": {"examples"},
-    "experiments": {"experiments", "train"},
-    "benchmarks": {"benchmarks", "experiments", "train"},
-}
 
-# Beyond the standard library, torch and itself, what a file of catnat/ may import.
+# The rooms of the house, and the rooms that each may import from.
+LIBRARY = {"catnat", "catnat.checks", "catnat.sb3", "catnat.jax"}
+CATNAT = LIBRARY | {f"catnat.{side}" for side in SIDES} | {"catnat.cli"}
+KNOWS = {
+    "catnat": {"catnat", "catnat.checks"},
+    "catnat.checks": set(),
+    "catnat.sb3": {"catnat", "catnat.checks", "catnat.sb3"},
+    "catnat.jax": {"catnat.checks", "catnat.jax"},  # which works without torch
+    **{f"catnat.{side}": {*LIBRARY, f"catnat.{side}"} for side in SIDES},
+    "catnat.cli": CATNAT,
+    "train": CATNAT,
+    "experiments": {*CATNAT, "experiments", "train"},
+    "benchmarks": {*CATNAT, "benchmarks", "experiments", "train"},
+    "examples": {*CATNAT, "examples"},
+    "docs": CATNAT,
+    "results": CATNAT,
+    **{side: set() for side in SIDES},  # a second name of catnat.callbacks and the like
+}
+# Beyond the standard library, what a file of the library may import: the longest beginning counts.
+SB3 = {"torch", "stable_baselines3", "gymnasium", "numpy"}
 GUESTS = {
-    "catnat/metrics.py": {"torchmetrics"},
-    "catnat/graphs.py": {"torch_geometric"},
-    "catnat/rng.py": {"numpy"},
-    "catnat/sb3/": {"stable_baselines3", "gymnasium", "numpy"},
-    "catnat/kernels/": {"triton"},
-    "catnat/jax/": {"jax", "numpy"},
-    "catnat/sb3/contrib.py": {"sb3_contrib"},
+    "catnat": {"torch"},
+    "catnat.checks": set(),
+    "catnat.metrics": {"torch", "torchmetrics"},
+    "catnat.graphs": {"torch", "torch_geometric"},
+    "catnat.rng": {"torch", "numpy"},
+    "catnat.kernels": {"torch", "triton"},
+    "catnat.sb3": SB3,
+    "catnat.sb3.contrib": {*SB3, "sb3_contrib"},
+    "catnat.jax": {"jax", "numpy"},
 }
-ISLANDS = ("sb3", "jax", "cli")  # packages of catnat that the rest of catnat does not import
 
 
-TYPING = "TYPE_CHECKING"
-IMPORTERS = ("import_module", "__import__")
+def imports(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, at any depth; a relative one has its dots.
 
-
-class Import(NamedTuple):
-    line: int
-    name: str  # absolute and dotted, down to the imported name
-    level: int  # number of leading dots in the source
-
-
-def imports(path: Path, for_types: bool = True) -> Iterator[Import]:
-    """Every import in a file, at any depth; also those under TYPE_CHECKING, unless told not to."""
+    Also those under TYPE_CHECKING, unless told not to.
+    """
     tree = ast.parse(path.read_text(), str(path))
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _name(n.test) == TYPING]
+    blocks = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and _name(n.test) == "TYPE_CHECKING"
+    ]
     left_out = {id(n) for block in blocks for n in ast.walk(block)} if not for_types else set()
     for node in ast.walk(tree):
         if id(node) in left_out:
             continue
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name, 0) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                name = ".".join(filter(None, (node.module, alias.name)))
-                yield Import(node.lineno, name, node.level)
-        elif isinstance(node, ast.Call) and _name(node.func) in IMPORTERS:
+            start = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from ((node.lineno, start + alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
             names = (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
-            yield from (Import(node.lineno, str(name), 0) for name in names)
+            yield from ((node.lineno, str(name)) for name in names)
 
 
 def _name(function: ast.expr) -> str:
@@ -73,80 +79,43 @@ def _name(function: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def reason(file: str, found: Import) -> str | None:
-    """Why this import breaks a rule, or None."""
-    home = file.removesuffix(".py").split("/")[0]
-    top, second, *_ = (*found.name.split("."), "")
-    if found.level and home != "examples":
-        return "imports are absolute"
-    if not found.level and top in SIDES:
-        return f"it is called catnat.{top}"
-    if top in PROGRAMS and top not in PROGRAMS.get(home, set()):
-        return f"{home} does not know {top}"
-    if file.startswith("catnat/cli/"):
-        return None  # composes all layers
-    if top == "catnat" and second in (*SIDES, "cli"):
-        return _reason_above_the_library(home, second)
-    return _reason_in_library(file, top, second) if home == "catnat" else None
+def beginning(module: str, names: dict[str, set[str]]) -> str:
+    """The longest of the names that a module has, or begins with; or nothing."""
+    found = [name for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(found, key=len, default="")
 
 
-def _reason_above_the_library(home: str, wanted: str) -> str | None:
-    if home == "catnat":
-        return f"the library does not know {wanted}"
-    if home in SIDES and wanted != home:
-        return f"{home} does not know {wanted}"
-    return None
+def allowed(module: str, name: str) -> bool:
+    """Whether a module may import a name."""
+    home, room = beginning(module, KNOWS), beginning(name, KNOWS)
+    if name.startswith("."):
+        return home == "examples"
+    if room:
+        return room in KNOWS[home]
+    if home not in LIBRARY:
+        return True
+    return name.split(".")[0] in GUESTS[beginning(module, GUESTS)] | sys.stdlib_module_names
 
 
-def _reason_in_library(file: str, top: str, second: str) -> str | None:
-    if top == "catnat":
-        stranger = second in ISLANDS and not file.startswith(f"catnat/{second}/")
-        if stranger:
-            return f"only users import catnat.{second}"
-        apart = file.startswith("catnat/jax/") and second not in ("jax", "checks")
-        return "catnat.jax works without torch" if apart else None
-    if top == "torch" and file.startswith("catnat/jax/"):
-        return "catnat.jax works without torch"
-    guests = set().union(*(names for where, names in GUESTS.items() if file.startswith(where)))
-    if top in {"torch", *guests} or top in sys.stdlib_module_names:
-        return None
-    return f"{top} has no place here"
-
-
-def walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every source file under root, with its path from there; a link is not followed."""
+def modules(root: Path) -> dict[str, Path]:
+    """Every source file under root by the name of its module; a link is not followed."""
     paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
+    found = {}
     for path in sorted(path for path in paths if path.exists()):
-        file = path.relative_to(root).as_posix()
-        if not file.startswith(tuple(f"catnat/{home}/" for home in SIDES)):
-            yield file, path
+        first, *rest = path.relative_to(root).with_suffix("").parts
+        if first != "catnat" or rest[0] not in SIDES:
+            found[".".join(("catnat",) * (first in SIDES) + (first, *rest))] = path
+    return found
 
 
 def violations(root: Path) -> list[str]:
     """One line for each import under root that breaks a rule."""
     return [
-        f"{file}:{each.line}: imports {each.name}: {why}"
-        for file, path in walk(root)
-        for each in imports(path)
-        if (why := reason(file, each))
+        f"{path.relative_to(root)}:{line}: imports {name}"
+        for module, path in modules(root).items()
+        for line, name in imports(path)
+        if not allowed(module, name)
     ]
-
-
-def module_graph(root: Path) -> dict[str, set[str]]:
-    """The modules that each module imports, for all modules under root but packages."""
-    paths = {}
-    for file, path in walk(root):
-        module = file.removesuffix(".py").replace("/", ".")
-        paths[f"catnat.{module}" if module.startswith(SIDES) else module] = path
-    paths = {module: path for module, path in paths.items() if not module.endswith("__init__")}
-
-    def target(name: str) -> str:
-        return name if name in paths else name.rpartition(".")[0]
-
-    return {
-        module: {target(each.name) for each in imports(path, for_types=False)} & paths.keys()
-        for module, path in paths.items()
-    }
 
 
 def test_imports_follow_the_layers():
@@ -161,13 +130,13 @@ def test_every_folder_with_source_is_walked():
 
 
 def test_no_two_modules_import_each_other():
-    graph = module_graph(ROOT)
-    assert {
-        "catnat.flat_heads",
-        "catnat.callbacks.images",
-        "train",
-        "experiments.plan",
-    } <= graph.keys()
+    paths = {name: path for name, path in modules(ROOT).items() if not name.endswith("__init__")}
+    assert {"catnat.flat_heads", "catnat.callbacks.images", "train"} <= paths.keys()
+    graph = {}
+    for module, path in paths.items():
+        names = [name for _, name in imports(path, for_types=False)]
+        targets = {name if name in paths else name.rpartition(".")[0] for name in names}
+        graph[module] = targets & paths.keys()
     list(TopologicalSorter(graph).static_order())  # raises CycleError with the modules
 
 
@@ -192,15 +161,11 @@ def test_no_two_modules_import_each_other():
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):
-    plant(tmp_path, file, source)
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
     (line,) = violations(tmp_path)
     assert line.startswith(f"{file}:")
-
-
-def plant(root: Path, file: str, source: str) -> None:
-    path = root / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
 
 
 @one_server
@@ -216,3 +181,25 @@ def test_importing_catnat_stays_light():
     out = run_fresh("-c", code)
     assert out.returncode == 0, out.stderr
     assert out.stdout.split() == []
+
+
+ONE_IDENTITY = """
+import callbacks, datamodules, lit_modules
+import catnat.callbacks, catnat.datamodules, catnat.lit_modules
+
+assert callbacks.FisherMonitor is catnat.callbacks.FisherMonitor
+assert datamodules.MNISTDataModule is catnat.datamodules.MNISTDataModule
+assert lit_modules.DiscreteVAE is catnat.lit_modules.DiscreteVAE
+for name in ("callbacks.checkpoints", "datamodules.mnist", "lit_modules.vae"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"a second {name}")
+"""
+
+
+@one_server
+def test_a_bare_name_gives_the_same_class_or_an_import_error():
+    done = run_fresh("-c", ONE_IDENTITY)
+    assert done.returncode == 0, done.stderr

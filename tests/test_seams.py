@@ -24,6 +24,13 @@ def pairs():
     return CommunityGraphDataModule(communities=1, num_pairs=60, batch_size=8)
 
 
+def small(kind, data):
+    """A model of a kind, small and quick to test, and data for it."""
+    if issubclass(kind, GraphStructureLearner):
+        return kind(num_nodes=6, test_passes=1), pairs()
+    return kind(num_latents=2, num_categories=3, nll_samples=2), images(data)
+
+
 def make_trainer(steps=3, **options):
     return quiet_trainer(max_steps=steps, max_epochs=-1, **options)
 
@@ -59,12 +66,10 @@ class GraphByHand(ByHand, GraphStructureLearner):
 @pytest.mark.parametrize("kind", [VAEByHand, GraphByHand])
 def test_a_subclass_may_optimize_by_hand(without_cuda, kind, data):  # noqa: F811
     """Also where other models would be replayed, twice in a row, and while it is monitored."""
-    graph = kind is GraphByHand
-    model = kind(num_nodes=6) if graph else kind(num_latents=2, num_categories=3)
-    curve = Memory()
+    (model, batches), curve = small(kind, data), Memory()
     for runs in (1, 2):
         trainer = make_trainer(4, logger=curve, callbacks=[FisherMonitor()])
-        trainer.fit(model, datamodule=pairs() if graph else images(data))
+        trainer.fit(model, datamodule=batches)
         assert (trainer.global_step, model.stepped) == (4, 4 * runs)
         assert not model.automatic_optimization and not model.replays
     assert list(curve.series("fim/saturated")) == [0, 2]  # the first step of each batch
@@ -183,9 +188,7 @@ def test_a_subclass_may_validate_in_its_own_way(kind, data):
         def test_step(self, batch, batch_idx):
             self.log("test/mine", 8.0)
 
-    graph = kind is GraphStructureLearner
-    model = Own(num_nodes=6) if graph else Own()
-    data = pairs() if graph else images(data)
+    model, data = small(Own, data)
     trainer = make_trainer(2, val_check_interval=2, check_val_every_n_epoch=None)
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val/loss"] == 7
@@ -216,17 +219,15 @@ def test_models_can_be_pickled_and_copied(kind):
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
 def test_weights_of_16_bits_are_refused(kind, precision, data):
-    graph = kind is GraphStructureLearner
+    model, data = small(kind, data)
     with pytest.raises(ValueError, match=f"'{precision}' .*choose from 32-true, 64-true, 16-mixed"):
-        make_trainer(precision=precision).fit(kind(), datamodule=pairs() if graph else images(data))
+        make_trainer(precision=precision).fit(model, datamodule=data)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
 def test_other_precisions_train_and_test(kind, precision, data):
-    graph = kind is GraphStructureLearner
-    model = kind(num_nodes=6, test_passes=1) if graph else kind(nll_samples=2)
-    data = pairs() if graph else images(data)
+    model, data = small(kind, data)
     trainer = make_trainer(2, precision=precision, val_check_interval=2)
     trainer.fit(model, datamodule=data)
     (tested,) = trainer.test(model, datamodule=data, verbose=False)

@@ -45,12 +45,9 @@ def test_docstrings_become_markdown():
     assert "```pycon\n>>> x = [\n...     1]\n>>> x\n[1]\n```\n\nmore" in text
 
 
-def test_formulas_become_mathml():
+def test_formulas_become_mathml_in_which_names_of_functions_stand_apart():
     page = hooks.on_page_content('<span class="arithmatex">\\(a &lt; b\\)</span> and more')
     assert page.startswith("<math") and page.endswith("</math> and more")
     assert "arithmatex" not in page and "&amp;" not in page
-
-
-def test_function_names_in_formulas_stand_apart():
     page = hooks.on_page_content('<span class="arithmatex">\\(p \\log q\\)</span>')
     assert '<mo lspace="0.17em" rspace="0.17em">log</mo><mi>q</mi>' in page

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import yaml
-from cases_sweep import arguments, kill, start_sweep, wait_for, write_plan
+from cases_sweep import arguments, start_sweep, wait_for, write_plan
 
 from experiments import engines, plan, runs, status, sweep
 
@@ -153,7 +153,8 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"gate": str(gate)}, seeds=[1])
     process = start_sweep(path)
     wait_for(lambda: calls(path))
-    assert kill(process) == 130
+    process.terminate()
+    assert process.wait(60) == 130
     assert rows_of(path) == []
     gate.touch()
     assert sweep.main(arguments(path)) == 0
@@ -282,24 +283,26 @@ def test_an_engine_that_is_not_installed_is_one_line(name, extra, tmp_path, monk
 def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
     """Cells do not wait for each other."""
     path = write_plan(tmp_path, grid={"x": [1.0, 2.0]}, search=SEARCH | {"grid": {"rate": [1.0]}})
-    order = []
+    order, held = [], []
+    outcome = engines.Outcome({"val/loss": 1.0, "test/nll": 1.0})
 
     class Engine:
+        """Ends every run at once, but a search only when final runs of the other cell begin."""
+
         def submit(self, run, folder):
             order.append((run.stage, run.options["x"]))
             future = Future()
-            if (run.stage, run.options["x"]) != ("search", 2.0) or held:
-                future.set_result(engines.Outcome({"val/loss": 1.0, "test/nll": 1.0}))
-            else:
+            if order[-1] == ("search", 2.0):
                 held.append(future)
-            if run.stage == "final" and held[0] is not None and not held[0].done():
-                held[0].set_result(engines.Outcome({"val/loss": 1.0, "test/nll": 1.0}))
+            else:
+                future.set_result(outcome)
+            if run.stage == "final" and not held[0].done():
+                held[0].set_result(outcome)
             return future
 
         def stop(self):
             pass
 
-    held = []
     args = sweep.build_parser().parse_args(arguments(path))
     sweep.Sweep(str(path), args)._submit(Engine(), "test")
     assert order[:2] == [("search", 1.0), ("search", 2.0)]

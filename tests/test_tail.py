@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, exact_log_probs
+from cases import DTYPES, CauchyHead, exact_log_probs
 
 from catnat import make_head
 from catnat.activations import CustomActivation
@@ -106,18 +106,13 @@ def test_extreme_options_stay_finite(dtype, tail, options):
 # ------------------------------------------------------------------- a split by its function alone
 
 
-def cauchy(x):
-    one = torch.ones_like(x)
-    return torch.log(torch.atan2(one, x) / torch.pi), torch.log(torch.atan2(one, -x) / torch.pi)
-
-
 def explodes(x):
     """Not a number at infinity, with a gradient that is none either."""
     y = x.sinh()
     return torch.nn.functional.logsigmoid(-y + 0 * x), torch.nn.functional.logsigmoid(y - 0 * x)
 
 
-@pytest.mark.parametrize("function", [cauchy, explodes])
+@pytest.mark.parametrize("function", [CauchyHead(2).log_activation, explodes])
 @pytest.mark.parametrize("how", ["plain", "vmap", "compiled"])
 def test_a_custom_split_is_certain_at_infinite_scores(function, how):
     activation = CustomActivation(function)

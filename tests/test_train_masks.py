@@ -76,9 +76,3 @@ def test_copies_of_actions_have_no_masks(capfd):
     assert run("--num_actions=7") == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "masks need 7 entries for each of 2 environments" in line
-
-
-def test_masks_that_are_asked_for_and_missing_are_one_clear_line(capfd):
-    assert run("--env=CartPole-v1", "--masks=true") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "masks is True, but the environment has no method action_masks()" in line

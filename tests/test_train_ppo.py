@@ -31,6 +31,7 @@ HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 
 WRONG = {
     "--env Brekout": "did you mean Breakout?",
+    "--env CartPole-v9": "did you mean CartPole-v1?",
     "--env LunarLander-v3": "Box2D",
     "--env Pendulum-v1": "Discrete",
     "--env Blackjack-v1": "observation space is not supported",
@@ -38,6 +39,7 @@ WRONG = {
     "--num_envs 0": "num_envs must be at least 1",
     "--num_env 4": "did you mean --num_envs?",
     "--env Breakout --num_actions 18": "other than Atari",
+    "--env Pendulum-v1 --num_actions 4": "Discrete action spaces, not for Box",
     "--env Breakout --normalize true": "other than Atari",
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must be >= 0, got nan",

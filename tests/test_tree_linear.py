@@ -1,28 +1,25 @@
 """TreeLinear: the same numbers as a linear layer and a head, by way of few rows."""
 
-import math
 from functools import partial
 
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from cases import CauchyHead
 from cases_tree_linear import by_linear_and_head, layer_and_data
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from catnat import CatnatHead, TreeLinear
+from catnat import TreeLinear
 from catnat.tree import leaf_paths
 
 HEADS = ("sigmoid", "natural", "cauchy")
 
 
-class CauchyHead(CatnatHead, name="cauchy"):
-    """A head of one's own: a(s) = 1/2 + arctan(s) / pi."""
-
-    def log_activation(self, x):
-        return torch.log(0.5 - torch.atan(x) / math.pi), torch.log(0.5 + torch.atan(x) / math.pi)
+class Cauchy(CauchyHead, name="cauchy"):
+    """A head of one's own, by its name."""
 
 
 @pytest.mark.parametrize("head", HEADS)

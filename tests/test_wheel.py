@@ -174,21 +174,11 @@ def test_the_command_catnat_trains_from_an_empty_folder(site, tmp_path):
     assert wrong.stderr.startswith("catnat: --model 'gsll' is not one of")
 
 
-@pytest.fixture
-def mnist(tmp_path):
-    """A folder with 150 training and 10 test images of noise, in MNIST's format."""
-    return write_mnist(tmp_path, 150, 10)
-
-
-def test_the_example_project_runs_on_it(tracked, site, mnist, tmp_path):
-    project = tmp_path / "project"
-    pip(
-        "install",
-        "--no-build-isolation",
-        f"--target={project}",
-        str(tracked / "examples" / "own_project"),
-    )
-    options = ["--steps=3", f"--root={mnist}", "--nll-samples=4"]
+def test_the_example_project_runs_on_it(tracked, site, tmp_path):
+    project, source = tmp_path / "project", tracked / "examples" / "own_project"
+    pip("install", "--no-build-isolation", f"--target={project}", str(source))
+    images = write_mnist(tmp_path, 150, 10)
+    options = ["--steps=3", f"--root={images}", "--nll-samples=4"]
     done = run_installed(["-c", DRIVER, *options], tmp_path, site, project)
     assert done.returncode == 0, done.stderr
     said, loaded = done.stdout.rsplit("\n", 2)[:2]
