@@ -27,12 +27,9 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 
 _NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
-# Options that a resumed run cannot change, and those that say how it is watched or where it runs.
+# Options that a resumed run cannot change.
 _SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.num_actions.",
          "data.normalize.")  # fmt: skip
-_MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
-               "trainer.callbacks", "trainer.logger", "trainer.profiler", "save_every", "fisher",
-               "import", "data.root", "data.download")  # fmt: skip
 
 
 class RunCLI(LightningCLI):
@@ -51,7 +48,7 @@ class RunCLI(LightningCLI):
     in_checkpoints: str  # a name that every checkpoint has
     data_path: str | None = None  # of the data's class, where that is an option
     short: dict[str, str]  # full names of options by their short ones
-    groups: dict[str, Any]  # the classes behind groups of options, for help
+    defaults: dict[str, Any]  # of the options of the data, where the recipe has other ones
 
     def __init__(self, args: list[str] | None = None, run: bool = True, **options: Any) -> None:
         report.silence()
@@ -87,7 +84,7 @@ class RunCLI(LightningCLI):
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults of this model and these data, as words of a command line."""
-        raise NotImplementedError
+        return [f"--{name}={value}" for name, value in self.defaults.items()]
 
     @property
     def step(self) -> int:
@@ -143,7 +140,7 @@ class RunCLI(LightningCLI):
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._compare()}"
         if self.runs and self.keeps and self.is_first:
-            self.folder.open(self.options)
+            self.folder.make(self.options)
 
     def _set_length(self) -> None:
         """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
@@ -185,8 +182,7 @@ class RunCLI(LightningCLI):
         for name, change in differ.items():
             if f"{name}.".startswith(_SAME):
                 raise ValueError(f"checkpoint {path} is of another {name}: {change}")
-        matter = {name: x for name, x in differ.items() if not name.startswith(_MAY_DIFFER)}
-        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in matter.items()]
+        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in differ.items()]
         return f", with other options: {', '.join(listed)}" if record and listed else ""
 
     # -- the run -------------------------------------------------------------------------------
@@ -194,7 +190,7 @@ class RunCLI(LightningCLI):
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        return self.names.command == "fit"
+        return bool(self.names.command == "fit")
 
     @property
     def is_first(self) -> bool:
@@ -231,7 +227,7 @@ class RunCLI(LightningCLI):
     def close(self) -> None:
         """Give back what the run holds, and remove the folder of a run that was refused."""
         if hasattr(self, "folder"):
-            self.folder.close(self.step > self.began)
+            self.folder.remove_if_refused(self.step > self.began)
 
 
 def canonical_head(name: str) -> str:
