@@ -20,10 +20,9 @@ from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, Las
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.cli import report
-from catnat.cli.command import RunCLI
+from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
-from catnat.cli.options import arguments, short_names
 
 
 class CatnatCLI(RunCLI):
@@ -54,13 +53,10 @@ class CatnatCLI(RunCLI):
         self.data_path = self.names.data or usual
         data = load(self.data_path, "--data") if self.data_path else None
         of_data, of_model = arguments(data), arguments(model)
-        own = [(name, name, None) for name in getattr(model, "options_of_data", ())]
-        self.links = {}  # from an option of the model to that of the data, and a function
-        for source, target, function in (*self.recipe.links, *own):
-            if target in of_model and source in of_data:
-                self.links[target] = (source, load(function) if function else None)
-            elif target in of_model and target in of_data:
-                self.links[target] = (target, None)
+        # An option of the model follows from one of the data: which one, and by which function.
+        derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
+        follows = of_model & set(getattr(model, "options_of_data", ()))
+        self.links = {name: derived[name] for name in follows & derived.keys()}
         self.short = short_names(model, data, Trainer, {a: b for a, (b, _) in self.links.items()})
         defaults = self.recipe.defaults.items()
         self.defaults = {name: x for name, x in defaults if name.partition(".")[2] in of_data}

@@ -28,8 +28,6 @@ class Recipe:
         steps: with an accelerator.
         steps_on_cpu: without one.
         defaults: other defaults of options, by full name.
-        links: options of the model that follow from one of the data: the option of the data, that
-            of the model, and the path of a function between them, or None.
     """
 
     model: str = ""
@@ -37,7 +35,6 @@ class Recipe:
     steps: int = 60_000
     steps_on_cpu: int = 2_000
     defaults: dict[str, Any] = field(default_factory=dict)
-    links: tuple[tuple[str, str, str | None], ...] = ()
 
 
 _IMAGES = ("mnist", "fashion-mnist", "kmnist")
@@ -53,11 +50,6 @@ RECIPES = {
         ("community-graph",),
         steps=5_000,
         steps_on_cpu=5_000,
-        links=(
-            ("communities", "num_nodes", "catnat.datamodules.community_graph.num_nodes"),
-            ("in_features", "in_features", None),
-            ("out_features", "out_features", None),
-        ),
     ),
     "ppo": Recipe("catnat.cli.rl.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
     "a2c": Recipe("catnat.cli.rl.A2C", steps=8_000_000, steps_on_cpu=30_000),

@@ -29,10 +29,9 @@ from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.command import RunCLI
+from catnat.cli.command import RunCLI, add_arguments, short_names
 from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.options import add_arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, NonFinite, cleanrl_schedule
