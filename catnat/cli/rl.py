@@ -319,8 +319,6 @@ class RLCLI(RunCLI):
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
         found = {"return": float(mean), "return_std": float(spread), "length": float(length)}
         if self.limited and (unfinished := sum(each >= _LONGEST_GAME for each in lengths)):
-            print(f"{unfinished} games of an evaluation were not finished after {_LONGEST_GAME} "
-                  "steps; they count as they are")  # fmt: skip
             found["unfinished"] = float(unfinished)
         return found
 
