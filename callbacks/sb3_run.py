@@ -60,15 +60,11 @@ class RunSB3(BaseCallback):
         self._evaluate = evaluate
         self._saved = self._evaluated = self._first = 0
 
-    @property
-    def last(self) -> str:
-        """The checkpoint that the run continues from."""
-        return str(self.folder / "last.ckpt")
-
     def stop_if_asked(self) -> None:
         """Raise if a signal came; to be called where the last checkpoint is up to date."""
         if self.signals.signum:
-            raise Stopped(self.signals.signum, self.model.num_timesteps, self.last)
+            last = str(self.folder / "last.ckpt")
+            raise Stopped(self.signals.signum, self.model.num_timesteps, last)
 
     def save(self, name: str = "last") -> None:
         """Write a checkpoint; it is on the disk when this returns."""
