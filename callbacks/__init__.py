@@ -17,8 +17,7 @@ from catnat.callbacks.checkpoints import (
 )
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
-from catnat.callbacks.terminal import ProgressLines
+from catnat.callbacks.tensorboard import RunLogger, RunRecord
 
 if TYPE_CHECKING:
     from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
@@ -30,11 +29,9 @@ __all__ = [
     "FisherMonitor",
     "FisherMonitorSB3",
     "LastCheckpoint",
-    "ProgressLines",
     "RunLogger",
     "RunRecord",
     "Stopped",
-    "last_validation",
     "load_checkpoint",
 ]
 

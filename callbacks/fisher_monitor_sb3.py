@@ -21,7 +21,6 @@ from catnat.callbacks.fisher_diagnostics import (
 from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
 from catnat.checks import require_at_least
 from catnat.fisher import paired_mean_fishers
-from catnat.sb3 import HeadPolicy
 from catnat.sb3.action_distributions import unchecked
 from catnat.sb3.algorithm import map_arrays
 
@@ -76,9 +75,7 @@ class FisherMonitorSB3(BaseCallback):
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def _on_training_start(self) -> None:
-        # A HeadPolicy has no head if each of its actions has one choice only; that is no mistake.
-        if not isinstance(self.model.policy, HeadPolicy):
-            HeadProbe(self.model.policy)  # raises if the policy has no head
+        HeadProbe(self.model.policy)  # raises if the policy has no head
         if self._generator is None:
             self._generator = torch.Generator(self.model.device).manual_seed(self.seed)
             self._chooser.manual_seed(self.seed)
@@ -96,8 +93,6 @@ class FisherMonitorSB3(BaseCallback):
         self.latest, self._step = {}, self.num_timesteps
         self._undrawn = []
         policy: Any = self.model.policy
-        if not any(isinstance(each, CategoricalHead) for each in policy.modules()):
-            return
         chosen = self._choose()
         # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:

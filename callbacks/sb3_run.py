@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from catnat.callbacks.checkpoints import Stopped, StopSignals
-from catnat.callbacks.terminal import progress_line
+from catnat.callbacks.tensorboard import progress_line
 from catnat.files import write_whole
 from catnat.sb3.run_state import state_of
 
@@ -60,17 +59,12 @@ class RunSB3(BaseCallback):
         self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
         self._saved = self._evaluated = self._first = 0
-        self._began = 0.0
-
-    @property
-    def last(self) -> str:
-        """The checkpoint that the run continues from."""
-        return str(self.folder / "last.ckpt")
 
     def stop_if_asked(self) -> None:
         """Raise if a signal came; to be called where the last checkpoint is up to date."""
         if self.signals.signum:
-            raise Stopped(self.signals.signum, self.model.num_timesteps, self.last)
+            last = str(self.folder / "last.ckpt")
+            raise Stopped(self.signals.signum, self.model.num_timesteps, last)
 
     def save(self, name: str = "last") -> None:
         """Write a checkpoint; it is on the disk when this returns."""
@@ -95,7 +89,6 @@ class RunSB3(BaseCallback):
 
     def _on_training_start(self) -> None:
         self._saved = self._evaluated = self._first = self.model.num_timesteps
-        self._began = time.monotonic()
         self.signals.listen()
 
     def _on_step(self) -> bool:
@@ -133,11 +126,7 @@ class RunSB3(BaseCallback):
         self.keep_best(metrics["eval/return"])
         if self.show:
             shown = metrics | recent_return(self.model)
-            total = self.model._total_timesteps
-            print(progress_line(step, total, self._rate(step), shown), flush=True)
-
-    def _rate(self, step: int) -> float:
-        return (step - self._first) / max(time.monotonic() - self._began, 1e-9)
+            print(progress_line(step, self.model._total_timesteps, shown), flush=True)
 
 
 def _due(step: int, done: int, every: int) -> bool:

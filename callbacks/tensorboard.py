@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: event files without double values, a guide, hparams."""
+"""What TensorBoard shows of a run: event files without double values."""
 
 from __future__ import annotations
 
@@ -12,90 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard.summary import hparams as hparam_summaries
 from torch.utils.tensorboard.writer import SummaryWriter
-
-_SATURATED = "Share of the scores in a flat region of the head, where they get no gradient."
-
-# Our own tags, with what each means; those of Stable-Baselines3 are explained in its documentation.
-TAGS = {
-    "The Fisher matrix": {
-        "fim/off_diagonal_mass": "Share of the Fisher matrix off its diagonal, sum_{i≠j} |G_ij| / "
-        "sum_ij |G_ij|. Exactly 0 for catnat heads. 1/2 for softmax whatever it learns, because "
-        "the rows of its matrix sum to zero.",
-        "fim/off_diagonal_mass_fro": "Share of the Fisher matrix off its diagonal, in Frobenius "
-        "norms. Exactly 0 for catnat heads; for softmax it changes with the scores. Compare heads "
-        "by it.",
-        "fim/picture": "The mean Fisher matrix G in the scores: red positive, blue negative. Lines "
-        "mark the levels of the tree of a catnat head.",
-        "fim/saturated": _SATURATED,
-        "fim_sampled/off_diagonal_mass": "The l1 share again, of a Fisher matrix estimated from "
-        "the categories drawn at this step: noise keeps it above 0 for every head. Compare it with "
-        "other code that draws.",
-        "fim_sampled/off_diagonal_mass_fro": "The Frobenius share again, from categories drawn at "
-        "every step and without the closed form: the root of the share below, 0 where that is "
-        "negative.",
-        "fim_sampled/off_diagonal_share": "An estimate of the squared Frobenius share from drawn "
-        "categories, without a floor: two sums over the latest steps (a step counts half as much "
-        "34 steps later), divided by each other.",
-        "fim_spectrum/condition_number": "Largest over smallest eigenvalue of the Fisher matrix, "
-        "on its support. Follow it within one head: a tree of K categories begins at K/2, because "
-        "deep nodes are rare.",
-    },
-    "Discrete VAEs": {
-        "train/temperature": "Temperature of the relaxed samples.",
-        "(val, test)/elbo": "Evidence lower bound of an image in nats; higher is better.",
-        "(val, test)/kl": "KL divergence of q(z | x) from the uniform prior, summed over latents, "
-        "in nats.",
-        "(val, test)/saturated": _SATURATED,
-        "test/nll": "Negative log-likelihood of an image in nats, importance-weighted; lower is "
-        "better.",
-        "test/information": "Mutual information of image and latents in nats; 0: latents say "
-        "nothing.",
-        "test/collapsed": "1 if the latents tell (almost) nothing about an image, otherwise 0.",
-        "images/reconstructions": "Images above, their reconstructions below.",
-        "images/prior": "Images decoded from draws of the prior.",
-        "latents/usage": "Mean probability of each category (columns) of each latent (rows): "
-        "black never, white always.",
-    },
-    "Graphs": {
-        "(val, test)/energy_score": "Energy score of the predictions; lower is better.",
-        "(val, test)/pp_mae": "Absolute error of the median prediction.",
-        "(val, test)/pp_mse": "Squared error of the mean prediction.",
-        "(val, test)/theta_mae": "Mean absolute error of the edge probabilities, against the true "
-        "ones.",
-        "(val, test)/dead_edges": "True edges whose learned probability is exactly 0.",
-        "(val, test)/saturated": _SATURATED,
-        "(val, test)/energy_score_2x": "Twice the energy score, as in the paper's table.",
-        "test/gap_2x": "Twice the energy score, minus that of the true model; 0 is perfect.",
-        "(val, test)/calibration": "Calibration error of the edge probabilities, over ten bins.",
-        "graph/theta": "Edge probabilities, black 0 and white 1: learned on the left, true on the "
-        "right. An edge goes from the row's node to the column's.",
-    },
-    "PPO and A2C": {
-        "train/entropy": "Mean entropy of the policy in the states of a rollout.",
-        "(eval, test)/return": "Mean return of the evaluated games; higher is better.",
-        "(eval, test)/return_std": "Standard deviation of the return over the evaluated games.",
-        "(eval, test)/length": "Mean length of the evaluated games, in steps.",
-        "game": "A game played at the end of training.",
-    },
-}
-
-
-def guide() -> str:
-    """Markdown: our own tags, with what each means."""
-    parts = []
-    for title, tags in TAGS.items():
-        rows = [f"| `{tag}` | {said.replace('|', '&#124;')} |" for tag, said in tags.items()]
-        parts += [f"## {title}", "\n".join(["| tag | meaning |", "|---|---|", *rows])]
-    return "\n\n".join(parts)
-
 
 # -- event files -----------------------------------------------------------------------------------
 
 
 def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWriter:
-    """A writer of a run's event file, which begins with the guide.
+    """A writer of a run's event file.
 
     Args:
         folder: of the run.
@@ -104,9 +27,7 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
             a counter in place of the time: TensorBoard reads them in the order of their names.
     """
     if resumed_at is None:
-        writer = SummaryWriter(str(folder))
-        writer.add_text("guide", guide(), 0)
-        return writer
+        return SummaryWriter(str(folder))
     for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
         _drop_events(path, resumed_at)
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
@@ -142,19 +63,11 @@ def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
         writer.add_summary(Summary(value=values), step)
 
 
-def write_hparams(writer: SummaryWriter, hparams: dict[str, Any], metrics: list[str]) -> None:
-    """Write the row of a run in the HPARAMS tab, with the names of its metrics."""
-    plain = (bool, int, float, str)
-    shown = {name: v if isinstance(v, plain) else str(v) for name, v in hparams.items()}
-    for summary in hparam_summaries(shown, dict.fromkeys(metrics, 0.0)):
-        writer._get_file_writer().add_summary(summary)
-
-
 # -- in a Trainer ----------------------------------------------------------------------------------
 
 
 class RunLogger(TensorBoardLogger):
-    """A TensorBoard logger that writes every value once, and the guide."""
+    """A TensorBoard logger that writes every value once."""
 
     resumed_at: int | None = None  # the step from which the run resumes
     _latest: tuple[int | None, dict[str, float]] = (None, {})
@@ -178,14 +91,28 @@ class RunLogger(TensorBoardLogger):
 
 
 class RunRecord(Callback):
-    """Remembers the step of the latest validation; refuses to resume with other data."""
+    """Keeps what a validation found until training goes on; refuses to resume with other data.
 
-    step = -1
+    Args:
+        lines: print step and metrics at each validation, for logs and pipes.
+    """
+
+    def __init__(self, lines: bool = False) -> None:
+        self.lines = lines
+        self.validated: dict[str, float] = {}
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        """Forget: the model changes."""
+        self.validated = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the step."""
-        if not trainer.sanity_checking:
-            self.step = trainer.global_step
+        """Keep the metrics."""
+        if trainer.sanity_checking:
+            return
+        found = trainer.callback_metrics.items()
+        self.validated = {name: float(value) for name, value in found if name.startswith("val")}
+        if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
+            print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -199,10 +126,11 @@ class RunRecord(Callback):
             )
 
 
-def last_validation(trainer: Trainer) -> dict[str, float]:
-    """Metrics of the latest validation; empty if the model was trained on since then."""
-    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-    if not any(isinstance(x, RunRecord) and x.step == trainer.global_step for x in callbacks):
-        return {}
-    found = trainer.callback_metrics.items()
-    return {name: float(value) for name, value in found if name.startswith("val")}
+def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """A line of text: step of all steps, if these are known, and metrics.
+
+    >>> progress_line(50, 200, {"val/loss": 1.25})
+    'step 50 of 200  val/loss 1.25'
+    """
+    words = [f"step {step} of {total}" if total > 0 else f"step {step}"]
+    return "  ".join(words + [f"{name} {value:.4g}" for name, value in metrics.items()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
 
     edge_probs: Tensor
     psi: Tensor
+    derived_options: ClassVar = {"num_nodes": ("communities", num_nodes)}  # of models
 
     def __init__(
         self,

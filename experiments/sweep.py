@@ -258,7 +258,7 @@ def check_arguments(arguments: list[str]) -> None:
 
     try:
 
-        class Parsed(command_line(read_names(arguments))):  # type: ignore[misc]
+        class Parsed(command_line(read_names(arguments).model)):  # type: ignore[misc]
             """The options alone."""
 
             def instantiate_classes(self) -> None:

@@ -88,6 +88,8 @@ class GraphStructureLearner(StepModule):
             pass has a noise of about 0.015.
     """
 
+    options_of_data = ("num_nodes", "in_features", "out_features")  # on the command line
+
     def __init__(
         self,
         head: str = "natural",

@@ -11,12 +11,11 @@ from cases_sb3 import (
     SMALL,
     Guess,
     HeadLstmPolicy,
-    HeadMaskablePolicy,
     every_head_with,
     same_parameters,
 )
 from gymnasium import spaces
-from sb3_contrib import MaskablePPO, RecurrentPPO
+from sb3_contrib import RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -111,26 +110,11 @@ def test_multidiscrete(head):
     assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
 
 
-@pytest.mark.parametrize(("head", "algorithm"), every_head_with(HeadPPO, PPO, A2C, MaskablePPO))
 @pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
-def test_actions_with_one_choice_are_trained(space, algorithm, head, tmp_path):
-    kind = HeadMaskablePolicy if algorithm is MaskablePPO else HeadActorCriticPolicy
-    few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
+def test_actions_with_one_choice_are_refused(space):
     env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
-    model = algorithm(kind, env, policy_kwargs={"head": head}, **few).learn(32)
-    model.save(tmp_path / "it")
-    model = algorithm.load(tmp_path / "it", env, device="cpu")
-    action, _ = model.predict(BOX.sample())
-    assert space.contains(action if action.ndim else int(action))
-    _, log_prob, entropy = model.policy.evaluate_actions(
-        torch.randn(4, 3), torch.zeros(4, *(space.shape or (1,)))
-    )
-    if isinstance(space, spaces.Discrete):
-        assert (log_prob == 0).all() and (entropy == 0).all()
-    else:
-        first, only, last = model.policy.action_dist.distribution
-        assert torch.equal(only.probs, torch.ones(4, 1))
-        assert torch.allclose(entropy, first.entropy() + last.entropy())
+    with pytest.raises(ValueError, match="num_categories must be at least 2, got 1"):
+        HeadPPO("MlpPolicy", env)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])

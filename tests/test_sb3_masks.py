@@ -44,7 +44,7 @@ from catnat.sb3.masks import masks_of
 
 SPACES = {
     "discrete": spaces.Discrete(5),
-    "multidiscrete": spaces.MultiDiscrete([3, 1, 4]),
+    "multidiscrete": spaces.MultiDiscrete([3, 2, 4]),
     "multibinary": spaces.MultiBinary(3),
 }
 

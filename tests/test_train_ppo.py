@@ -147,9 +147,7 @@ def test_games_that_are_not_finished_are_reported(capfd, monkeypatch):
     monkeypatch.setattr("catnat.cli.rl._LONGEST_GAME", 50)
     argv = ["--env=CliffWalking-v1", "--eval_games=2", "--eval_every=0", "--total_steps=64"]
     assert run(*QUICK[1:4], *argv) == 0
-    out = capfd.readouterr().out
-    assert "2 games of an evaluation were not finished after 50 steps" in out
-    assert "test/unfinished" in out
+    assert "test/unfinished" in capfd.readouterr().out
 
 
 def test_an_environment_of_the_current_folder(monkeypatch):

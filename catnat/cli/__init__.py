@@ -1,7 +1,7 @@
 """The command line behind train.py and the command catnat.
 
-``names`` knows which model, head and data a command line asks for; ``options`` gives options their
-full names; ``command`` is what all runs have: folders, resuming, what is printed. ``lightning`` and
-``rl`` train, with Lightning and with Stable-Baselines3; ``folders`` has the folders of runs,
+``names`` knows which model, head and data a command line asks for; ``command`` is what all runs
+have: names of options, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning
+and with Stable-Baselines3; ``folders`` has the folders of runs,
 ``report`` what is printed and kept at the end, ``errors`` the one line for a mistake.
 """

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
@@ -19,20 +23,16 @@ from catnat.cli import report
 from catnat.cli.errors import RunFailed, is_mistake, one_line
 from catnat.cli.folders import RunFolder, record_of
 from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
-from catnat.cli.options import full_names
-from catnat.flat_heads import head_names, make_head
+from catnat.flat_heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))
 
 _NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
-# Options that a resumed run cannot change, and those that say how it is watched or where it runs.
+# Options that a resumed run cannot change.
 _SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.num_actions.",
          "data.normalize.")  # fmt: skip
-_MAY_DIFFER = ("config", "ckpt_path", "trainer.default_root_dir", "trainer.enable_progress_bar",
-               "trainer.callbacks", "trainer.logger", "trainer.profiler", "save_every", "fisher",
-               "import", "data.root", "data.download")  # fmt: skip
 
 
 class RunCLI(LightningCLI):
@@ -51,7 +51,7 @@ class RunCLI(LightningCLI):
     in_checkpoints: str  # a name that every checkpoint has
     data_path: str | None = None  # of the data's class, where that is an option
     short: dict[str, str]  # full names of options by their short ones
-    groups: dict[str, Any]  # the classes behind groups of options, for help
+    defaults: dict[str, Any]  # of the options of the data, where the recipe has other ones
 
     def __init__(self, args: list[str] | None = None, run: bool = True, **options: Any) -> None:
         report.silence()
@@ -87,7 +87,7 @@ class RunCLI(LightningCLI):
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults of this model and these data, as words of a command line."""
-        raise NotImplementedError
+        return [f"--{name}={value}" for name, value in self.defaults.items()]
 
     @property
     def step(self) -> int:
@@ -143,7 +143,7 @@ class RunCLI(LightningCLI):
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._compare()}"
         if self.runs and self.keeps and self.is_first:
-            self.folder.open(self.options)
+            self.folder.make(self.options)
 
     def _set_length(self) -> None:
         """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
@@ -184,10 +184,8 @@ class RunCLI(LightningCLI):
                   for name in sorted(names) if began.get(name) != now.get(name)}  # fmt: skip
         for name, change in differ.items():
             if f"{name}.".startswith(_SAME):
-                what = f"{name.removeprefix('model.')} {change.replace(' -> ', ', not ')}"
-                raise ValueError(f"checkpoint {path} has {what}")
-        matter = {name: x for name, x in differ.items() if not name.startswith(_MAY_DIFFER)}
-        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in matter.items()]
+                raise ValueError(f"checkpoint {path} is of another {name}: {change}")
+        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in differ.items()]
         return f", with other options: {', '.join(listed)}" if record and listed else ""
 
     # -- the run -------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class RunCLI(LightningCLI):
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        return self.names.command == "fit"
+        return bool(self.names.command == "fit")
 
     @property
     def is_first(self) -> bool:
@@ -232,12 +230,81 @@ class RunCLI(LightningCLI):
     def close(self) -> None:
         """Give back what the run holds, and remove the folder of a run that was refused."""
         if hasattr(self, "folder"):
-            self.folder.close(self.step > self.began)
+            self.folder.remove_if_refused(self.step > self.began)
 
 
 def canonical_head(name: str) -> str:
     """The registered name of a head, which may be given by an alias such as catnat-natural."""
     return name if name in head_names() else make_head(name, 4).name
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def add_arguments(
+    parser: ArgumentParser, of: Callable[..., Any], group: str | None = None
+) -> set[str]:
+    """Add the arguments of a class to a parser, or those of a function up to ``*``.
+
+    Returns:
+        their names.
+    """
+    if isinstance(of, type):
+        return set(parser.add_class_arguments(of, group, fail_untyped=False))
+    kinds = {name: each.kind for name, each in inspect.signature(of).parameters.items()}
+    skip: set[str | int] = {
+        name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return set(parser.add_function_arguments(of, group, skip=skip))
+
+
+def arguments(of: Callable[..., Any] | None) -> set[str]:
+    """Names of the options of a class or a function; None has none."""
+    return add_arguments(ArgumentParser(), of) if of else set()
+
+
+def short_names(
+    model: type, data: Callable[..., Any] | None, trainer: type, links: Mapping[str, str]
+) -> dict[str, str]:
+    """Full names of options by their short ones: max_steps is trainer.max_steps.
+
+    An option of the model or of its data comes before one of the Trainer. A name that both have
+    must be written in full.
+
+    Args:
+        model: class behind the options of the model.
+        data: class or function behind those of the data, if there is one.
+        trainer: class behind those of the Trainer.
+        links: options of the model that follow from one of the data, by name.
+    """
+    of_model, of_data = arguments(model) - links.keys(), arguments(data)
+    short = {name: f"trainer.{name}" for name in arguments(trainer) - (of_model & of_data)}
+    if "head_options" in of_model:
+        short |= {name: f"model.head_options.{name}" for name in head_option_names()}
+    short |= {name: f"model.{name}" for name in of_model - of_data}
+    short |= {name: f"data.{name}" for name in of_data - of_model}
+    for target, source in links.items():
+        short |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
+    return short | {"seed": "seed_everything"}
+
+
+def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
+    """The words of a command line, with full names of options."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        match = re.fullmatch(r"--([\w.-]+)(\+?)(?:(=)(.*))?", word, re.DOTALL)
+        if match is None:
+            yield word
+            continue
+        typed, plus, equals, value = match.groups(default="")
+        name = typed.replace("-", "_").replace(".init_args.", ".")
+        known = name if name in short else name.partition(".")[0]
+        # --optimizer sgd is an option of our models, --optimizer SGD a class.
+        if known in short and (known != "optimizer" or (value or following).islower()):
+            full = short[known]
+            if full.startswith("data.") and full[5:] != known.removeprefix("model."):
+                raise ValueError(f"--{typed} follows from --{full}: set that")
+            name = full + name.removeprefix(known)
+        yield f"--{name}{plus}{equals}{value}"
 
 
 def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Folders of runs: finding a checkpoint, making a folder for a run, and locking the folder."""
+"""Folders of runs: finding a checkpoint, and making a folder for a run."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from itertools import count
 from pathlib import Path
-from typing import IO
 
 from catnat.files import write_whole
 
@@ -41,7 +41,7 @@ def write_options(folder: Path, config: str, *_: object) -> None:
 
 
 class RunFolder:
-    """The folder of a run, which belongs to this process until :meth:`close`.
+    """The folder of a run.
 
     A run that resumes from ``last.ckpt`` stays in its folder. From another checkpoint it is a new
     run: the old one keeps its ``last.ckpt``.
@@ -53,59 +53,26 @@ class RunFolder:
     """
 
     def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
-        used = [run.name.removeprefix("version_") for run in home.glob("version_*")]
-        self._number = max((int(each) + 1 for each in used if each.isdigit()), default=0)
-        self.path = home / f"version_{self._number}"
-        self.resumed = False
+        self.path, self.resumed, self._made = home / "version_0", False, False
         if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
             self.resumed = not train or ckpt_path.name == "last.ckpt"
-        if self.resumed and ckpt_path is not None:
-            self.path = ckpt_path.parent.parent
-        self._lock: IO[str] | None = None
-        self._made = False
+            if self.resumed:
+                self.path = ckpt_path.parent.parent
 
-    def open(self, config: str) -> None:
-        """Make the folder, lock it, and write the options of a new run to config.yaml."""
-        while not self.resumed and not self._made:
-            try:
+    def make(self, config: str) -> None:
+        """Make the folder of a new run, the first that is free, and write its options there."""
+        for number in count() if not self.resumed else ():
+            self.path = self.path.with_name(f"version_{number}")
+            with contextlib.suppress(FileExistsError):
                 self.path.mkdir(parents=True)
                 self._made = True
-            except FileExistsError:  # another process was faster
-                self._number += 1
-                self.path = self.path.with_name(f"version_{self._number}")
-            except OSError as error:
-                raise ValueError(
-                    f"no folder can be made at {self.path}: {error.strerror}"
-                ) from error
-        self._lock_it()
-        if self._made:
-            write_options(self.path, config)
+                write_options(self.path, config)
+                return
 
-    def close(self, stepped: bool) -> None:
-        """Free the folder for other processes; remove a new one if the run was refused.
-
-        Args:
-            stepped: whether the run took a step.
-        """
+    def remove_if_refused(self, stepped: bool) -> None:
+        """Remove a new folder if the run was refused, that is, it took no step and has no end."""
         if self._made and not stepped and not (self.path / "metrics.json").exists():
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty
                 for parent in list(self.path.parents)[:3]:
                     parent.rmdir()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def _lock_it(self) -> None:
-        """Lock the run; the kernel frees the lock when the process ends or is killed."""
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            return
-        self._lock = open(self.path / ".lock", "a")  # noqa: SIM115 - open while the run lasts
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is training in {self.path}") from None
-        except OSError:  # a file system without locks
-            pass

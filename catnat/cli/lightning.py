@@ -18,13 +18,11 @@ from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord, last_validation
-from catnat.callbacks.terminal import ProgressLines
+from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.cli import report
-from catnat.cli.command import RunCLI
+from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
-from catnat.cli.options import arguments, short_names
 
 
 class CatnatCLI(RunCLI):
@@ -55,22 +53,13 @@ class CatnatCLI(RunCLI):
         self.data_path = self.names.data or usual
         data = load(self.data_path, "--data") if self.data_path else None
         of_data, of_model = arguments(data), arguments(model)
-        own = [(name, name, None) for name in getattr(model, "options_of_data", ())]
-        self.links = {}  # from an option of the model to that of the data, and a function
-        for source, target, function in (*self.recipe.links, *own):
-            if target in of_model and source in of_data:
-                self.links[target] = (source, load(function) if function else None)
-            elif target in of_model and target in of_data:
-                self.links[target] = (target, None)
+        # An option of the model follows from one of the data: which one, and by which function.
+        derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
+        follows = of_model & set(getattr(model, "options_of_data", ()))
+        self.links = {name: derived[name] for name in follows & derived.keys()}
         self.short = short_names(model, data, Trainer, {a: b for a, (b, _) in self.links.items()})
-        self.groups = {"model": model, "data": data, "fisher": FisherMonitor,
-                       "checkpoint": BestCheckpoint}  # fmt: skip
-
-    def usual(self, given: list[str]) -> list[str]:
-        """The recipe's defaults, as far as the data have these options."""
-        known = arguments(self.groups["data"])
         defaults = self.recipe.defaults.items()
-        return [f"--{name}={value}" for name, value in defaults if name.partition(".")[2] in known]
+        self.defaults = {name: x for name, x in defaults if name.partition(".")[2] in of_data}
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add our own options, and those that follow from others."""
@@ -93,9 +82,13 @@ class CatnatCLI(RunCLI):
         self.fisher = next(
             (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher
         )
+        bar = options["enable_progress_bar"] is not False
+        own_bar = any(isinstance(each, ProgressBar) for each in own)
+        terminal = own_bar or sys.stdout.isatty()
+        self.record = RunRecord(lines=bar and not terminal)
         if options["barebones"]:
             return Trainer(**options | {"callbacks": own or None})
-        callbacks = [Figures(), *own, RunRecord()]
+        callbacks = [Figures(), *own, self.record]
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
@@ -103,10 +96,6 @@ class CatnatCLI(RunCLI):
             # Once nothing refuses the run any more.
             write = partial(write_options, self.folder.path, self.options)
             callbacks.append(LambdaCallback(on_train_start=write))
-        bar = options["enable_progress_bar"] is not False
-        own_bar = any(isinstance(each, ProgressBar) for each in own)
-        if bar and not own_bar and not sys.stdout.isatty():
-            callbacks.append(ProgressLines())
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
             place = self.folder.path / "checkpoints"
             best = self.config_init.checkpoint
@@ -119,7 +108,7 @@ class CatnatCLI(RunCLI):
         plugins = _as_list(options["plugins"])
         if not any(isinstance(each, CheckpointIO) for each in plugins):
             plugins = [AtomicCheckpointIO(), *plugins]
-        options["enable_progress_bar"] = bar and (own_bar or sys.stdout.isatty())
+        options["enable_progress_bar"] = bar and terminal
         return Trainer(**options | {"callbacks": callbacks, "plugins": plugins})
 
     def _logger(self) -> RunLogger:
@@ -155,12 +144,12 @@ class CatnatCLI(RunCLI):
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
-        metrics: dict[str, Any] = last_validation(trainer)
+        metrics: dict[str, Any] = dict(self.record.validated)
         if not metrics and self._can("validation_step", "val_dataloader"):
             metrics = self._first(trainer.validate) if trainer.limit_val_batches else {}
         if self._can("test_step", "test_dataloader"):
             metrics |= self._first(trainer.test)
-        metrics |= report.fisher_values(getattr(self.fisher, "latest", {}))
+        metrics |= getattr(self.fisher, "latest", {})
         if source := getattr(self.datamodule, "hparams", {}).get("source"):
             metrics["data_source"] = source
         if self.is_first and trainer.loggers:

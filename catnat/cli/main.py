@@ -8,7 +8,7 @@ from typing import Any
 
 from catnat import __version__
 from catnat.cli.errors import RunFailed, is_mistake, one_line
-from catnat.cli.names import DATA, MODELS, Names, command_words, read_names
+from catnat.cli.names import DATA, MODELS, RL_MODELS, command_words, read_names
 
 _PAGE = """\
 usage: {command} [fit|validate|test|predict] --model MODEL --head HEAD ...
@@ -28,8 +28,8 @@ It is a LightningCLI: what you know of one works here.
   --import MODULE      import it first: heads it defines can be chosen
 
 Full names are --model.X, --data.X, --trainer.X, --fisher.X, --checkpoint.X; the
-first three groups can be left out. ppo and a2c have --env and others. To list
-the options of a model and its data: {command} --model vae --help
+first three groups can be left out. ppo and a2c have --env and others. Options
+of a model: {command} --model vae --help; all with their values: --print_config
 Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs"""
 
 
@@ -57,46 +57,28 @@ def _main(argv: list[str]) -> None:
     if "--version" in argv:
         print(f"catnat {__version__}")
         return
-    if not argv or {"-h", "--help"} & set(argv):
-        print(help_page([word for word in argv if word not in ("-h", "--help")]), flush=True)
-        return
-    names = read_names(argv)
-    if not any(word.startswith("--print_config") or ".help" in word for word in argv):
+    words = [word for word in argv if word not in ("-h", "--help")]
+    if len(words) < len(argv) or not argv:
+        print(_PAGE.format(command=command_words(), models=", ".join(MODELS), data=", ".join(DATA)))
+        if not any(word.startswith("--model") for word in words):
+            return
+        words.append(f"--model.help={read_names(words).path}")
+    names = read_names(words)
+    if not any(word.startswith("--print_config") or ".help" in word for word in words):
         head = f" with {names.head}" if names.head else ""
         print(f"{names.command} {names.model}{head}: loading PyTorch ...", flush=True)
-    command_line(names)(argv)
+    command_line(names.model)(words)
 
 
-def command_line(names: Names) -> Any:
-    """The class that does what a command line asks for."""
-    if names.is_rl:
+def command_line(model: str) -> Any:
+    """The class that does what a command line asks for, given the name of the model."""
+    if model in RL_MODELS:
         from catnat.cli.rl import RLCLI
 
         return RLCLI
     from catnat.cli.lightning import CatnatCLI
 
     return CatnatCLI
-
-
-def help_page(argv: list[str]) -> str:
-    """The page of the program; with --model also all options of that model."""
-    page = _PAGE.format(command=command_words(), models=", ".join(MODELS), data=", ".join(DATA))
-    if not any(word.startswith("--model") for word in argv):
-        return page
-    names = read_names(argv)
-    from jsonargparse import ArgumentParser
-
-    from catnat.cli.options import add_arguments
-
-    cls = command_line(names)
-    described = cls.__new__(cls)
-    described.names = names
-    described.find_classes()
-    parser = ArgumentParser(usage="", add_help=False, print_config=None)
-    for group, each in described.groups.items():
-        if each is not None:
-            add_arguments(parser, each, group)
-    return f"{page}\n\n{parser.format_help().strip()}"
 
 
 def _say(message: object, code: int) -> int:

@@ -28,8 +28,6 @@ class Recipe:
         steps: with an accelerator.
         steps_on_cpu: without one.
         defaults: other defaults of options, by full name.
-        links: options of the model that follow from one of the data: the option of the data, that
-            of the model, and the path of a function between them, or None.
     """
 
     model: str = ""
@@ -37,7 +35,6 @@ class Recipe:
     steps: int = 60_000
     steps_on_cpu: int = 2_000
     defaults: dict[str, Any] = field(default_factory=dict)
-    links: tuple[tuple[str, str, str | None], ...] = ()
 
 
 _IMAGES = ("mnist", "fashion-mnist", "kmnist")
@@ -53,11 +50,6 @@ RECIPES = {
         ("community-graph",),
         steps=5_000,
         steps_on_cpu=5_000,
-        links=(
-            ("communities", "num_nodes", "catnat.datamodules.community_graph.num_nodes"),
-            ("in_features", "in_features", None),
-            ("out_features", "out_features", None),
-        ),
     ),
     "ppo": Recipe("catnat.cli.rl.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
     "a2c": Recipe("catnat.cli.rl.A2C", steps=8_000_000, steps_on_cpu=30_000),
@@ -72,50 +64,21 @@ DATA = {
 }
 
 
-@dataclass
-class Names:
-    """What a command line asks for, before its options are parsed.
-
-    Args:
-        command: one of ``COMMANDS``.
-        model: a name of ``MODELS``, or the path of a class such as my_module.MyVAE.
-        head: the name of a head; None: the model's default.
-        data: path of the data's class; None: the default of the model.
-        imports: modules to import first.
-        ckpt_path: the checkpoint to resume or to test.
-        configs: files of options; that of the run of the checkpoint comes first.
-        root: the folder of all runs.
-        words: the rest of the command line.
-    """
-
-    command: str
-    model: str
-    head: str | None
-    data: str | None
-    imports: list[str]
-    ckpt_path: Path | None
-    configs: list[str]
-    root: str
-    words: list[str]
-
-    @property
-    def path(self) -> str:
-        """The path of the model's class."""
-        return RECIPES[self.model].model if self.model in RECIPES else self.model
-
-    @property
-    def is_rl(self) -> bool:
-        """Whether Stable-Baselines3 trains the model."""
-        return self.model in RL_MODELS
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
-def read_names(argv: list[str]) -> Names:
-    """What a command line asks for, from its options, its files, or the run that it resumes."""
+def read_names(argv: list[str]) -> argparse.Namespace:
+    """What a command line asks for, from its options, its files, or the run that it resumes.
+
+    Returns:
+        ``command``; ``model``, a name of ``MODELS`` or the path of a class; ``path``, of that class
+        in any case; ``head``, None for the model's default; ``data``, the path of a class, None
+        for the model's default; ``imports``, modules to import first; ``ckpt_path``, the checkpoint
+        to resume or to test; ``configs``, files of options, first that of the resumed run;
+        ``root``, the folder of all runs; ``words``, the rest of the command line.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", "--model.class_path")
     parser.add_argument("--head", "--model.head", "--model.init_args.head")
@@ -128,20 +91,21 @@ def read_names(argv: list[str]) -> Names:
     command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
     require_choice(COMMANDS, command=command)
     found, rest = parser.parse_known_args(words)
+    found.command, found.words = command, rest
     for path in reversed(found.configs):
         _add_names_of(read_yaml(path), found)
-    ckpt_path = None
     if found.ckpt_path is not None:
         home = Path(found.root or "runs", _name(found.model))
-        ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
-        if record := record_of(ckpt_path):
+        found.ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
+        if record := record_of(found.ckpt_path):
             _add_names_of(read_yaml(str(record)), found)
             found.configs.insert(0, str(record))
-    model = _name(found.model)
-    if "." not in model:
-        require_choice((*MODELS, "or my_module.MyVAE"), model=model)
-    return Names(command, model, found.head, _data_path(found.data, model), found.imports,
-                 ckpt_path, found.configs, found.root or "runs", rest)  # fmt: skip
+    found.model, found.root = _name(found.model), found.root or "runs"
+    if "." not in found.model:
+        require_choice((*MODELS, "or my_module.MyVAE"), model=found.model)
+    found.path = RECIPES[found.model].model if found.model in RECIPES else found.model
+    found.data = _data_path(found.data, found.model)
+    return found
 
 
 def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:

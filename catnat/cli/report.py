@@ -13,15 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from catnat.callbacks.tensorboard import write_hparams
 from catnat.files import write_whole
-
-_FIM = ("off_diagonal_mass", "off_diagonal_mass_fro", "condition_number", "saturated")
-
-
-def fisher_values(latest: dict[str, float]) -> dict[str, float]:
-    """The values of the Fisher monitor that belong in the table at the end."""
-    return {name: value for name, value in latest.items() if name.rpartition("/")[2] in _FIM}
 
 
 def show_metrics(metrics: dict[str, Any], folder: Path, keep: bool = True) -> None:
@@ -72,17 +64,19 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> No
     """Fill TensorBoard's hparams tab with the options of model and data; warnings go to TEXT."""
     model: Any = trainer.lightning_module
     data = getattr(trainer, "datamodule", None)
-    hparams = {"seed": seed, "steps": trainer.global_step, **model.hparams}
+    about = {"seed": seed, "steps": trainer.global_step, "data": type(data).__name__}
+    hparams = about | dict(model.hparams)
     if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
         hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
     for name, value in getattr(data, "hparams", {}).items():
         hparams["data_seed" if name == "seed" else name] = value
-    tested = [name for name in metrics if name.startswith("test/")]
+    tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            write_hparams(logger.experiment, hparams | {"data": type(data).__name__}, tested)
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
+            logger.log_hyperparams(hparams, tested, step)
             for sentence in warnings_of(metrics):
-                logger.experiment.add_text("warnings", sentence, trainer.global_step)
+                logger.experiment.add_text("warnings", sentence, step)
             logger.experiment.flush()
 
 

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
+from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import (
     VecEnv,
@@ -27,12 +27,11 @@ from stable_baselines3.common.vec_env import (
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import RunSB3, recent_return
-from catnat.callbacks.tensorboard import open_writer, write_hparams
+from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.command import RunCLI
+from catnat.cli.command import RunCLI, add_arguments, short_names
 from catnat.cli.folders import write_options
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.options import add_arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, NonFinite, cleanrl_schedule
@@ -182,14 +181,13 @@ class RLCLI(RunCLI):
         self.short = short_names(self.algorithm, make_env, Training, {})
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
         self.short["net_arch"] = "model.policy_kwargs.net_arch"
-        self.groups = {"model": self.algorithm, "data": make_env, "trainer": Training,
-                       "fisher": FisherMonitorSB3}  # fmt: skip
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
         parser.add_subclass_arguments(Algorithm, "model", required=False)
-        for group in ("data", "trainer", "fisher"):
-            add_arguments(parser, self.groups[group], group)
+        add_arguments(parser, make_env, "data")
+        add_arguments(parser, Training, "trainer")
+        add_arguments(parser, FisherMonitorSB3, "fisher")
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults that depend on the environment and on the length of the run."""
@@ -281,11 +279,13 @@ class RLCLI(RunCLI):
             raise
         played = self.test()
         self.callback.keep_best(played["test/return"])
+        about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
+        plain = {name: x if isinstance(x, int | float) else str(x)
+                 for name, x in (self.hparams | about).items()}  # fmt: skip
+        model.logger.record("hparams", HParam(plain, played))
         for name, value in played.items():
             model.logger.record(name, value)
         model.logger.dump(model.num_timesteps)
-        about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
-        write_hparams(writer, self.hparams | about, list(played))
         writer.flush()
         return dict(played | recent_return(model) | self.fisher.latest)
 
@@ -319,8 +319,6 @@ class RLCLI(RunCLI):
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
         found = {"return": float(mean), "return_std": float(spread), "length": float(length)}
         if self.limited and (unfinished := sum(each >= _LONGEST_GAME for each in lengths)):
-            print(f"{unfinished} games of an evaluation were not finished after {_LONGEST_GAME} "
-                  "steps; they count as they are")  # fmt: skip
             found["unfinished"] = float(unfinished)
         return found
 

@@ -23,23 +23,10 @@ from catnat.sb3.masks import split_masks
 MaskMode = Literal["prune", "renormalize"]
 
 
-class OnlyChoice(nn.Module):
-    """Replaces a head for an action with one category only: softmax of one score."""
-
-    num_categories = num_scores = 1
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
-        """The one category is certain, whatever its score: (*, 1) -> (*, 1)."""
-        return HeadCategorical(scores.log_softmax(-1), validate_args=False)
-
-
-Head = CategoricalHead | OnlyChoice
-
-
 class FromHeads:
     """Scores become one categorical distribution for each head; the first of two base classes."""
 
-    heads: Sequence[Head]
+    heads: Sequence[CategoricalHead]
     several: ClassVar[bool]  # whether an action has several parts
     distribution: Any
     parts: list[HeadCategorical]  # the distribution of each head
@@ -121,7 +108,7 @@ class HeadDistribution(FromHeads, CategoricalDistribution):
 
     several = False
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: CategoricalHead) -> None:
         super().__init__(head.num_categories)
         self.heads = [head]
 
@@ -135,7 +122,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
 
     several = True
 
-    def __init__(self, heads: Sequence[Head]) -> None:
+    def __init__(self, heads: Sequence[CategoricalHead]) -> None:
         super().__init__([head.num_categories for head in heads])
         self.heads = heads
 

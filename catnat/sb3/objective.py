@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -56,10 +55,10 @@ def cleanrl_schedule(
     [1.0, 0.75, 0.5, 0.25]
     """
     require_at_least(1, total_timesteps=total_timesteps, batch=batch)
-    updates = max(1, total_timesteps // batch)
-    return partial(_annealed, learning_rate, total_timesteps / batch, updates)
+    rollouts, updates = total_timesteps / batch, max(1, total_timesteps // batch)
 
+    def rate(remaining: float) -> float:
+        number = round((1 - remaining) * rollouts)  # number of the update, counted from 1
+        return learning_rate * min(1.0, max(0.0, 1 - (number - 1) / updates))
 
-def _annealed(learning_rate: float, rollouts: float, updates: int, remaining: float) -> float:
-    number = round((1 - remaining) * rollouts)  # number of the update, counted from 1
-    return learning_rate * min(1.0, max(0.0, 1 - (number - 1) / updates))
+    return rate

@@ -20,12 +20,10 @@ from torch import nn
 
 from catnat.checks import require_choice, require_name
 from catnat.flat_heads import make_head
-from catnat.head import CategoricalHead
 from catnat.sb3.action_distributions import (
     HeadDistribution,
     HeadMultiDistribution,
     MaskMode,
-    OnlyChoice,
     categories_of,
 )
 
@@ -40,10 +38,10 @@ else:
 class HeadPolicy(_Base):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
-    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. An
-    action with one choice only has an :class:`OnlyChoice` instead of a head. A probability that is
-    NaN raises a ValueError, as in the policies of Stable-Baselines3. The deterministic action is
-    the likeliest of all categories; a tree does not decide it split by split.
+    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space,
+    each of two choices or more. A probability that is NaN raises a ValueError, as in the policies
+    of Stable-Baselines3. The deterministic action is the likeliest of all categories; a tree does
+    not decide it split by split.
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
     ``action_masks``, see :mod:`catnat.sb3.masks`.
@@ -93,10 +91,9 @@ class HeadPolicy(_Base):
         if name == "sparsemax":
             options.setdefault("mix", SPARSEMAX_MIX)
         sizes = categories_of(self.action_space)
-        heads = [OnlyChoice() if K == 1 else make_head(name, K, **options) for K in sizes]
+        heads = [make_head(name, K, **options) for K in sizes]
         for head in heads:
-            if isinstance(head, CategoricalHead):
-                head.validate_args = False  # the policy itself checks for NaN
+            head.validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
         one = isinstance(self.action_space, spaces.Discrete)
         self.action_dist = HeadDistribution(heads[0]) if one else HeadMultiDistribution(heads)

@@ -18,7 +18,6 @@ sys.path[:0] = [str(TOOLS), str(ROOT)]
 import gallery  # noqa: E402
 import links  # noqa: E402
 import pictures  # noqa: E402
-import tag_pages  # noqa: E402
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)(#[^)]*)?\)")  # to a file
 _FUNCTION = re.compile("<mi>(log|exp|sin|cos)</mi>")  # browsers put no space around these
@@ -30,7 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "results/results.md": _in_site(ROOT / "results" / "README.md"),
-        "tags.md": tag_pages.page(),
         **gallery.pages(CACHE, fast=bool(config.extra["fast"])),
     }.items():
         files.append(File.generated(config, name, content=text))
