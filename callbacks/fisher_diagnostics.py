@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
+from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
     condition_of_spectrum,
@@ -147,21 +148,28 @@ class HeadHistory:
             if self._has_state or kept > _MAX_SCORES:
                 self._compute()
 
-    def take(self, trainer: Trainer) -> tuple[dict[int, Row], Tensor]:
-        """The values of all steps since the last call, and their :func:`exact_diagnostics`."""
+    def send(self, trainer: Trainer) -> Callable[[], tuple[dict[int, Row], Tensor]]:
+        """Start to copy the values of all steps since the last call to the host.
+
+        The result, once called, gives them, and their :func:`exact_diagnostics`.
+        """
         self._compute()
         if not self._found:
-            return {}, torch.empty(0)
+            return lambda: ({}, torch.empty(0))
         steps = [step for some, _, _ in self._found for step in some]
         means = self._over_ranks(trainer)
         self._found = []
         S, size = self.head.num_scores, self._size
-        sums = sampled_sums(means[:, size:].reshape(-1, 2, S, S)).tolist()
-        exact = means[:, :size].cpu()
-        rows = dict(zip(steps, exact_rows(self.head, exact), strict=True))
-        for step, drawn in zip(steps, sums, strict=False):  # there may be none
-            rows[step] |= self.share.row(*drawn)
-        return rows, exact
+        sums = send(sampled_sums(means[:, size:].reshape(-1, 2, S, S)))
+        exact = send(means[:, :size])
+
+        def receive() -> tuple[dict[int, Row], Tensor]:
+            rows = dict(zip(steps, exact_rows(self.head, exact()), strict=True))
+            for step, drawn in zip(steps, sums().tolist(), strict=False):  # there may be none
+                rows[step] |= self.share.row(*drawn)
+            return rows, exact()
+
+        return receive
 
     @property
     def _size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -103,6 +104,7 @@ class FisherMonitor(Callback):
 
     def _start_anew(self) -> None:
         self._histories: dict[str, HeadHistory] = {}  # of each head that was called
+        self._sent: list[tuple[str, Callable[[], Any]]] = []  # on their way to the host
         self._steps_to_write = 0
         self._steps_at_once = self.write_every_n_steps
         self._warned = False  # that no head was called
@@ -155,7 +157,7 @@ class FisherMonitor(Callback):
             if self._step > step:  # not while gradients accumulate
                 self._end_step()
         if self._steps_to_write >= self._steps_at_once:
-            self._write(trainer)
+            self._write(trainer, wait=_observers(pl_module) is None)
 
     def look(self) -> dict[str, Tensor]:
         """Scores that the heads saw in this batch, by the head's name."""
@@ -229,16 +231,26 @@ class FisherMonitor(Callback):
         for history in self._histories.values():
             history.end_step()
 
-    def _write(self, trainer: Trainer) -> None:
-        """Write the steps that were kept, which are the same on every rank."""
+    def _write(self, trainer: Trainer, wait: bool) -> None:
+        """Write the steps that were kept, which are the same on every rank.
+
+        Without waiting, those before are written: the latest are still on their way to the host,
+        and replayed steps go on meanwhile.
+        """
         if self._steps_to_write and not self._histories and not self._warned:
             self._warned = True
             limit = int(_MAX_MATRIX**0.5)
             what = f"no head of at most {limit} scores was called in training as head(scores)"
             warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
         self._steps_to_write = 0
-        for name in sorted(self._histories):
-            found, exact = self._histories[name].take(trainer)
+        arrived = self._sent
+        self._sent = [
+            (name, self._histories[name].send(trainer)) for name in sorted(self._histories)
+        ]
+        if wait:
+            arrived, self._sent = arrived + self._sent, []
+        for name, receive in arrived:
+            found, exact = receive()
             rows = {
                 step: {self._tag(name, tag): value for tag, value in row.items()}
                 for step, row in found.items()
@@ -252,7 +264,7 @@ class FisherMonitor(Callback):
                     self._draw_some(trainer, name, list(rows), exact)
 
     def _write_everything(self, trainer: Trainer) -> None:
-        self._write(trainer)
+        self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
 

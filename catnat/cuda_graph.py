@@ -171,6 +171,26 @@ class DeviceScalar(nn.Module):
 # -- optimizers ------------------------------------------------------------------------------------
 
 
+def send(x: Tensor) -> Callable[[], Tensor]:
+    """Start to copy ``x`` to the host; call the result to get the copy, once it has arrived.
+
+    Waiting at once would idle a GPU: it has nothing to do while the host waits.
+    """
+    if not x.is_cuda:
+        copy = x.detach().clone()
+        return lambda: copy
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x.detach(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def receive() -> Tensor:
+        event.synchronize()
+        return host
+
+    return receive
+
+
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
     """The options with which a kind of optimizer can be captured, as far as it has them."""
     known = inspect.signature(kind).parameters

@@ -201,13 +201,12 @@ class HeadCategorical(Categorical):
         >>> q.path_kl(p, q.sample()), torch.distributions.kl_divergence(q, p)
         (tensor(0.1306), tensor(0.1306))
         """
-        ours, theirs = self._path_logs(value), other._path_logs(value)
-        orders = [q._source and getattr(q._source[0], "order", None) for q in (self, other)]
-        other_leaves = self._num_events != other._num_events or orders[0] != orders[1]
-        if ours is None or theirs is None or other_leaves:
+        ours, theirs = self._path_logs(value), None
+        if isinstance(other, HeadCategorical) and self._leaves == other._leaves:
+            theirs = other._path_logs(value)
+        if ours is None or theirs is None:
             return _exact(_kl(self, other), value)
-        terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
-        return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
+        return path_kl(ours, theirs)
 
     def path_entropy(self, value: Tensor) -> Tensor:
         """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
@@ -218,10 +217,18 @@ class HeadCategorical(Categorical):
         ours = self._path_logs(value)
         if ours is None:
             return _exact(self.entropy(), value)
-        return _path_sum(-_binary_mean(ours, ours), ours[0])
+        return path_entropy(ours)
 
     def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self._source and self._source[0]._path_logs(self._source[1], value.long())
+        if self._source is None:
+            return None
+        head, scores = self._source
+        return head._path_logs(scores, head._checked_value(value))
+
+    @property
+    def _leaves(self) -> tuple[int, Any]:
+        """Which category each leaf of a tree has."""
+        return self._num_events, getattr((self._source or [None])[0], "order", None)
 
     def rsample(
         self,
@@ -323,6 +330,17 @@ def draw(
         rows = rows.double()
     drawn = torch.multinomial(rows, count, True, generator=generator).T
     return drawn.reshape(sample_shape + batch)
+
+
+def path_kl(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
+    """Sum of the binary divergences along a path: of each, log of the step and of the other."""
+    terms = _binary_mean(ours, [a - b for a, b in zip(ours, theirs, strict=True)])
+    return _path_sum(terms.clamp_min(0), ours[0])  # rounding may go below 0
+
+
+def path_entropy(logs: Sequence[Tensor]) -> Tensor:
+    """Sum of the binary entropies along a path."""
+    return _path_sum(-_binary_mean(logs, logs), logs[0])
 
 
 def _binary_mean(logs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from catnat.checks import checked_order, require_at_least, require_choice, require_within
+from catnat.distributions import path_entropy, path_kl
 from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import HAS_TRITON
@@ -176,6 +177,38 @@ class TreeLinear(nn.Embedding):
         drawn = leaf if self.classes is None else self.classes[leaf]
         return torch.where(broken, -1, drawn).view(*sample_shape, *hidden.shape[:-1])
 
+    def path_kl(
+        self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
+    ) -> Tensor:
+        """Estimate of a KL divergence from classes drawn at ``hidden``, (*) each, at O(D log K).
+
+        Unbiased and never negative, see :meth:`catnat.HeadCategorical.path_kl`.
+
+        Args:
+            hidden: the states of the distribution that the classes were drawn from, (*, D).
+            other: the states of the other distribution, (*, D').
+            value: the classes, (*).
+            layer: of the other distribution, with the same order of classes; None: this one.
+        """
+        layer = layer or self
+        if layer.num_categories != self.num_categories:
+            both = f"{self.num_categories} and {layer.num_categories}"
+            raise ValueError(f"KL divergence between {both} classes")
+        return path_kl(self._path_logs(hidden, value), layer._path_logs(other, value))
+
+    def path_entropy(self, hidden: Tensor, value: Tensor) -> Tensor:
+        """Estimate of the entropy from classes drawn at ``hidden``, (*, D), (*) -> (*)."""
+        return path_entropy(self._path_logs(hidden, value))
+
+    def _path_logs(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the steps to classes, and of the other sides, (*, H) each."""
+        hidden, value = self._checked(hidden), self.head._checked_value(value)
+        shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
+        leaf = (value if self.order is None else self.order[value]).expand(shape).reshape(-1)
+        rows = hidden.expand(*shape, -1).reshape(-1, self.in_features)
+        step, aside = self._steps(rows, self.weight, self.bias, leaf, self.sparse)
+        return step.view(*shape, -1), aside.view(*shape, -1)
+
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all classes, (*, D) -> (*, K)."""
         leaves = self.head.log_probs(self.scores(hidden))
@@ -252,6 +285,13 @@ class TreeLinear(nn.Embedding):
         sparse: bool = False,
     ) -> Tensor:
         """Log-probabilities of leaves in plain torch, (M, D), (M,) -> (M,); NaN for leaf -1."""
+        logs = self._steps(hidden, weight, bias, leaf, sparse)[0]
+        return torch.where(leaf >= 0, logs.sum(-1), torch.nan)
+
+    def _steps(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, leaf: Tensor, sparse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the steps to leaves, and of the other sides, (M, H) each."""
         nodes, bits, inside = leaf_paths(leaf, self.num_categories)  # (M, H)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
@@ -260,8 +300,8 @@ class TreeLinear(nn.Embedding):
                 biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
                 scores = scores + biases.view_as(nodes).to(scores.dtype)
         left, right = self._log_activation(scores, nodes)
-        logs = torch.where(inside, torch.where(bits, right, left), 0.0)
-        return torch.where(leaf >= 0, logs.sum(-1), torch.nan)
+        step, aside = torch.where(bits, right, left), torch.where(bits, left, right)
+        return torch.where(inside, step, 0.0), torch.where(inside, aside, 0.0)
 
     @torch.no_grad()
     def _log_right(self, hidden: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ class InMemoryDataModule(LightningDataModule):
         """The test part, always in the same order."""
         return self._loader("test")
 
+    predict_dataloader = test_dataloader
+
     def state_dict(self) -> dict[str, int]:
         """The state of the training loader; Lightning itself saves it only within an epoch."""
         return {} if self._train_loader is None else self._train_loader.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.cuda_graph import StepGraph, why_not_captured
+from catnat.cuda_graph import StepGraph, send, why_not_captured
 
 if TYPE_CHECKING:
     from catnat.lit_modules.step_module import StepModule
@@ -51,6 +51,7 @@ class ReplayedSteps:
         self._module, self._trainer = module, module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
         self._one_by_one = False  # whether Lightning hands over every single batch
+        self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None  # to be logged
 
     def start(self) -> None:
         """Continue to count where a resumed run stopped; decide how steps are taken."""
@@ -85,10 +86,17 @@ class ReplayedSteps:
         count_steps(self._trainer, step - first)
         every: int = getattr(self._trainer, "log_every_n_steps", 0)
         if every and step // every > first // every:
-            values = {"train/loss": loss.item()} | module.logged_settings()
-            for logger in module.loggers:
-                logger.log_metrics(values, step - 1)
+            self.log()
+            self._sent = step - 1, send(loss), module.logged_settings()
         return loss.detach()
+
+    def log(self) -> None:
+        """Log the loss that was copied last: by now it has arrived."""
+        if self._sent is not None:
+            step, receive, settings = self._sent
+            self._sent, values = None, {"train/loss": receive().item()} | settings
+            for logger in self._module.loggers:
+                logger.log_metrics(values, step)
 
     def _further_batches(self) -> Iterable[Any]:
         """The batches after the one that Lightning handed over, to be taken together with it."""

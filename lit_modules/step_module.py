@@ -154,6 +154,12 @@ class StepModule(LightningModule):
             self.log_dict(self.logged_settings())
         return loss
 
+    def on_validation_start(self) -> None:
+        """Log the latest loss of replayed steps."""
+        self._log_sent()
+
+    on_train_end = on_validation_start
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
@@ -177,6 +183,7 @@ class StepModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the random states of all ranks."""
+        self._log_sent()
         checkpoint["noise"] = noise_state(self.device, self.all_gather)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -210,6 +217,10 @@ class StepModule(LightningModule):
             return {}  # fused optimizers cannot clip gradients that are scaled
         device = self.trainer.strategy.root_device.type  # the model is moved there later
         return {"fused": True} if device in ("cpu", "cuda") else {}
+
+    def _log_sent(self) -> None:
+        if self._replay is not None:
+            self._replay.log()
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:

@@ -100,3 +100,13 @@ def test_more_categories_than_multinomial_takes(K):
     assert torch.allclose(
         q.log_prob(drawn), -torch.tensor(24.0) * torch.tensor(2.0).log(), atol=0.8
     )
+
+
+def test_path_estimates_want_categories_and_take_any_other_distribution():
+    q = make_head("natural", 4)(torch.zeros(3))
+    for wrong in (4, -1, 1.5):
+        with pytest.raises(ValueError, match="from 0 to 3"):
+            q.path_entropy(torch.tensor(wrong))
+    p = torch.distributions.Categorical(logits=torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    exact = torch.distributions.kl_divergence(q, p)
+    torch.testing.assert_close(q.path_kl(p, torch.tensor(2)), exact)

@@ -274,3 +274,20 @@ def test_all_log_probabilities_are_exported_for_any_number_of_rows():
     rows = {"x": {0: torch.export.Dim("rows")}}
     exported = torch.export.export(model, (torch.randn(5, 8),), dynamic_shapes=rows)
     assert torch.allclose(exported.module()(x), model(x))
+
+
+def test_path_estimates_from_hidden_states_are_those_of_the_head():
+    torch.manual_seed(0)
+    layer = TreeLinear(6, 11, order=torch.randperm(11))
+    other = TreeLinear(6, 11, order=layer.order)
+    one, two, value = torch.randn(4, 6), torch.randn(4, 6), torch.randint(11, (3, 4))
+    leaves = layer.order[value]
+    q, p, r = layer.head(layer.scores(one)), layer.head(layer.scores(two)), other.head
+    torch.testing.assert_close(layer.path_kl(one, two, value), q.path_kl(p, leaves))
+    torch.testing.assert_close(layer.path_entropy(one, value), q.path_entropy(leaves))
+    want = q.path_kl(r(other.scores(two)), leaves)
+    torch.testing.assert_close(layer.path_kl(one, two, value, other), want)
+    with pytest.raises(ValueError, match="from 0 to 10, got 11"):
+        layer.path_entropy(one, torch.tensor(11))
+    with pytest.raises(ValueError, match="between 11 and 12 classes"):
+        layer.path_kl(one, two, value, TreeLinear(6, 12))

@@ -31,8 +31,8 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 _NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 # Options that a resumed run cannot change.
-_SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.num_actions.",
-         "data.normalize.")  # fmt: skip
+_SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.env.",
+         "data.num_actions.", "data.normalize.")  # fmt: skip
 
 
 class RunCLI(LightningCLI):

@@ -62,3 +62,13 @@ def is_mistake(error: BaseException) -> bool:
         return True
     # Who raises errors of other kinds on purpose.
     return names[-1].startswith(_ON_PURPOSE)
+
+
+def own_error(error: BaseException) -> BaseException:
+    """The error of a user's class that jsonargparse wraps in one of its own; else the error."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not frames or not frames[-1].f_globals["__name__"].startswith("jsonargparse"):
+            break
+        error = inner
+    return error

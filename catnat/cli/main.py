@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from catnat import __version__
-from catnat.cli.errors import RunFailed, is_mistake, one_line
-from catnat.cli.names import DATA, MODELS, RL_MODELS, command_words, read_names
+from catnat.cli.errors import RunFailed, is_mistake, one_line, own_error
+from catnat.cli.names import DATA, MODELS, RL_MODELS, command_words, load, read_names
 
 _PAGE = """\
 usage: {command} [fit|validate|test|predict] --model MODEL --head HEAD ...
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return _say(error, 1)
     except Exception as error:
         if not is_mistake(error):
-            raise
+            raise own_error(error) from None
         return _say(one_line(error), 1 if isinstance(error, OSError) else 2)
     return 0
 
@@ -62,7 +62,14 @@ def _main(argv: list[str]) -> None:
         print(_PAGE.format(command=command_words(), models=", ".join(MODELS), data=", ".join(DATA)))
         if not any(word.startswith("--model") for word in words):
             return
-        words.append(f"--model.help={read_names(words).path}")
+        names = read_names(words)
+        if names.model in RL_MODELS:
+            kind = load(names.path)
+            for games, usual in (("Atari games", kind.atari), ("other games", kind.not_atari)):
+                listed = ", ".join(f"{name} {value}" for name, value in usual.items())
+                print(f"\nDefaults for {games}, in place of those below: {listed}")
+            print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
+        words.append(f"--model.help={names.path}")
     names = read_names(words)
     if not any(word.startswith("--print_config") or ".help" in word for word in words):
         head = f" with {names.head}" if names.head else ""
