@@ -7,7 +7,6 @@ and data alone. On a CUDA device a step of the whole group is one CUDA graph.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -29,11 +28,10 @@ from torch.utils.data import default_collate
 
 from catnat import CategoricalHead
 from catnat.cuda_graph import StepGraph, make_capturable
-from catnat.files import write_whole
 from catnat.fisher import condition_number, off_diagonal_mass
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
-from catnat.rng import forked_random_state, random_state, set_random_state
+from catnat.rng import forked_random_state
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 Metrics = dict[str, float]
@@ -238,12 +236,10 @@ class Group:
     Args:
         members: their ``curve`` gets what is seen in training, ``failure`` why a model was given
             up: its scores are not finite.
-        state: a file that keeps the group from validation to validation; a group that finds it
-            there continues from it.
     """
 
-    def __init__(self, members: Sequence[Member], state: Path | None = None) -> None:
-        self.members, self.state, first = members, state, members[0]
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members, first = members, members[0]
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.trainer = Trainer(
             accelerator=first.options["accelerator"],
@@ -268,10 +264,10 @@ class Group:
     def train(self, say: Callable[[str], None]) -> list[Metrics]:
         """Train to the end, then test every model; the metrics of each, none of one given up."""
         torch.manual_seed(self.members[0].seed)  # the noise of a group is that of its first seed
-        cuda, begun = self.device.type == "cuda", self._restore()
+        cuda = self.device.type == "cuda"
         take: Callable[[Any], Tensor] = StepGraph(self._step) if cuda else self._step
-        batches, since, spent = self._batches(), begun, time.monotonic()
-        for step in range(begun, self.max_steps):
+        batches, since, spent = self._batches(), 0, time.monotonic()
+        for step in range(self.max_steps):
             self.stack.prepare_step(step)
             losses = take(next(batches))
             for each in self.stack.schedulers:
@@ -287,7 +283,6 @@ class Group:
                     found = self._evaluated(self.trainer.validate, one)
                     one.curve.append((done, {"train/loss": loss, **found}))
                 self.stack.attach()
-                self._save(done)
                 since, spent = done, time.monotonic()
         return [self._tested(one) for one in self.members]
 
@@ -341,37 +336,6 @@ class Group:
         path.parent.mkdir(exist_ok=True)
         self.trainer.save_checkpoint(path, weights_only=True)
         (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-
-    # -- interruptions -------------------------------------------------------------------------
-
-    def _save(self, step: int) -> None:
-        if self.state is None:
-            return
-        state = {
-            "step": step,
-            "states": [each.state_dict() for each in self._stateful()],
-            "noise": random_state(self.device),
-            "seen": [(each.curve, each.failure) for each in self.members],
-        }
-        packed = io.BytesIO()
-        torch.save(state, packed)
-        write_whole(self.state, packed.getbuffer())
-
-    def _restore(self) -> int:
-        """Continue from the file, if there is one; returns the number of steps taken before."""
-        if self.state is None or not self.state.is_file():
-            return 0
-        state = torch.load(self.state, map_location="cpu", weights_only=True)
-        for each, saved in zip(self._stateful(), state["states"], strict=True):
-            each.load_state_dict(saved)
-        for one, (curve, failure) in zip(self.members, state["seen"], strict=True):
-            one.curve, one.failure = curve, failure
-        set_random_state(state["noise"], self.device)
-        return int(state["step"])
-
-    def _stateful(self) -> list[Any]:
-        stack = self.stack
-        return [*stack.models, *stack.optimizers, *stack.schedulers, *self.data.values()]
 
 
 @torch.no_grad()

@@ -10,15 +10,15 @@ r"""Do the runs of a plan that have no row in results/<study>/runs.csv yet.
     python experiments/status.py vae_adam
 
 The same command continues after an interruption, here or on another machine that has the rows: runs
-with a row are not repeated, interrupted ones resume from their last checkpoint. A cell has up to
-three stages: a search, a refined one, then all seeds; cells do not wait for each other.
+with a row are not repeated, interrupted ones resume from their last checkpoint, and batched groups
+begin anew. A cell has up to three stages: a search, a refined one, then all seeds; cells do not
+wait for each other.
 Afterwards: ``python experiments/tables.py vae_adam``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import shlex
 import signal
 import sys
@@ -228,13 +228,10 @@ class Sweep:
             groups = batched.groups(members, most)
             for number, group in enumerate(groups):
                 own = [owners[id(one)] for one in group]
-                digest = hashlib.sha1("".join(run.key for run in own).encode()).hexdigest()
-                state = self.folder / "batched" / f"{digest[:16]}.pt"
-                found = batched.Group(group, state).train(lambda line: print(line, flush=True))
+                found = batched.Group(group).train(lambda line: print(line, flush=True))
                 for run, one, metrics in zip(own, group, found, strict=True):
                     outcome = Outcome(metrics, one.failure, device_name())
                     self.record(run, outcome, "batched", len(groups) - 1 - number)
-                state.unlink(missing_ok=True)
 
 
 def make_engine(args: argparse.Namespace, folder: Path) -> Engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,26 +112,6 @@ def test_models_learn_what_each_would_learn_alone(
         assert metrics["val/loss"] == pytest.approx(metrics["test/loss"])
         assert metrics["fim/off_diagonal_mass"] == pytest.approx(0)
         assert [step for step, _ in one.curve] == [3, 6, 7]
-
-
-def test_a_group_continues_from_its_last_validation(tmp_path: Path) -> None:
-    class StopError(Exception):
-        pass
-
-    def stop_late(line: str) -> None:
-        if "step 6" in line:
-            raise StopError
-
-    whole = batched.Group([classifier(1, 0.1), classifier(2, 0.05)]).train(print)
-    state = tmp_path / "state.pt"
-    with pytest.raises(StopError):
-        batched.Group([classifier(1, 0.1), classifier(2, 0.05)], state).train(stop_late)
-    lines: list[str] = []
-    members = [classifier(1, 0.1), classifier(2, 0.05)]
-    continued = batched.Group(members, state).train(lines.append)
-    assert len(lines) == 2  # at steps 6 and 7
-    for one, other in zip(whole, continued, strict=True):
-        assert other == pytest.approx(one)
 
 
 def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
