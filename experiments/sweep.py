@@ -193,7 +193,8 @@ class Sweep:
                         waiting[engine.submit(run, self.folder / run.name)] = run
                 if not waiting:
                     return
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                done = wait(waiting, return_when=FIRST_COMPLETED).done
+                for future in [each for each in waiting if each in done]:  # in order
                     self.record(waiting.pop(future), future.result(), name, len(waiting))
         finally:
             engine.stop()
