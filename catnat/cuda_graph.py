@@ -132,7 +132,7 @@ def _shapes(tensors: list[Tensor] | None) -> list[tuple[torch.Size, torch.dtype]
     return [(x.shape, x.dtype) for x in tensors or ()]
 
 
-# -- numbers that a captured step reads ------------------------------------------------------------
+# -- numbers that a captured step reads, and results that the host reads ---------------------------
 
 
 class DeviceScalar(nn.Module):
@@ -168,9 +168,6 @@ class DeviceScalar(nn.Module):
         return self._value
 
 
-# -- optimizers ------------------------------------------------------------------------------------
-
-
 def send(x: Tensor) -> Callable[[], Tensor]:
     """Start to copy ``x`` to the host; call the result to get the copy, once it has arrived.
 
@@ -189,6 +186,9 @@ def send(x: Tensor) -> Callable[[], Tensor]:
         return host
 
     return receive
+
+
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:

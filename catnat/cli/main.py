@@ -66,8 +66,8 @@ def _main(argv: list[str]) -> None:
         if names.model in RL_MODELS:
             kind = load(names.path)
             for games, usual in (("Atari games", kind.atari), ("other games", kind.not_atari)):
-                listed = ", ".join(f"{name} {value}" for name, value in usual.items())
-                print(f"\nDefaults for {games}, in place of those below: {listed}")
+                if listed := ", ".join(f"{name} {value}" for name, value in usual.items()):
+                    print(f"\nDefaults for {games}, in place of those below: {listed}")
             print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
         words.append(f"--model.help={names.path}")
     names = read_names(words)

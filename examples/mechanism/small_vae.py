@@ -55,10 +55,11 @@ class SmallVAE(DiscreteVAE):
             nll_samples=nll_samples,
         )
         self.exact = estimator == "exact"
-        choices = [torch.arange(num_categories)] * num_latents if self.exact else []
-        every = torch.cartesian_prod(*choices) if self.exact else torch.zeros(0, 1).long()
-        codes = F.one_hot(every, num_categories).float()  # (C, N, K), C = K^N
-        self.register_buffer("codes", codes, persistent=False)
+        if self.exact:
+            choices = [torch.arange(num_categories)] * num_latents
+            every = torch.cartesian_prod(*choices).reshape(-1, num_latents)
+            codes = F.one_hot(every, num_categories).float()  # (C, N, K), C = K^N
+            self.register_buffer("codes", codes, persistent=False)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """784 - 256 - scores, and latents - 256 - 784."""
