@@ -50,7 +50,7 @@ def forward_kernel(
         inside = alive & (heap > 0)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(source + node, mask=inside, other=0.0)[None, :]
-        left, right = _log_activation(s, node, *known, inside, NATURAL, CENTERED)
+        left, right = _log_activation(s, node, known, inside, NATURAL, CENTERED)
         total += tl.where(inside[None, :], tl.where(right_hand[None, :], right, left), 0.0)
     total = tl.where(valid[None, :], total, float("nan"))
     tl.store(out + i[None, :], total, mask=alive[None, :])
@@ -94,7 +94,7 @@ def backward_kernel(
         inside = alive & (heap > 0)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(scores + row + node, mask=inside, other=0.0)[None, :]
-        left, right = _slopes(s, node, *known, inside, NATURAL, CENTERED)
+        left, right = _slopes(s, node, known, inside, NATURAL, CENTERED)
         step = g * tl.where(right_hand[None, :], right, -left)
         tl.atomic_add(out + (row + node)[None, :], step, mask=inside[None, :])
 
@@ -130,7 +130,7 @@ def sample_kernel(
         inside = alive & (heap > 0) & (heap < K)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(source + node, mask=inside, other=0.0)[None, :]
-        left, _ = _log_activation(s, node, *known, inside, NATURAL, CENTERED)
+        left, _ = _log_activation(s, node, known, inside, NATURAL, CENTERED)
         left = tl.reshape(left, (R,)).to(tl.float64)
         u = tl.load(uniforms + i * HEIGHT + level, mask=alive, other=0.0)
         child = 2 * heap + (u >= tl.exp(left)).to(tl.int64)
