@@ -18,7 +18,7 @@ from catnat.checks import (
     shown_order,
 )
 from catnat.head import CategoricalHead
-from catnat.kernels import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
+from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import can_branch_on, exp_of_log_probs, is_plain, uniform
 from catnat.tree import path_sums, subtree_sums

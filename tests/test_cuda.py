@@ -9,7 +9,7 @@ import torch
 from cases import HEADS, awkward_scores, slopes_of
 
 from catnat import make_head
-from catnat.kernels import tree_sample
+from catnat.kernels.dispatch import tree_sample
 from catnat.numerics import LOG_ZERO
 from catnat.tree import subtree_sums
 

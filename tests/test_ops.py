@@ -10,7 +10,8 @@ import pytest
 import torch
 from cases import CATEGORIES, FUSED, awkward_scores, make, slopes_of, use_kernels
 
-from catnat.kernels import dispatch, reference, tree_fisher, tree_log_probs
+from catnat.kernels import dispatch, reference
+from catnat.kernels.dispatch import tree_fisher, tree_log_probs
 from catnat.numerics import LOG_ZERO
 from catnat.tree import subtree_sums
 
