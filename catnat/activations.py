@@ -7,13 +7,9 @@ probability of bit 1; bit 0 has 1 - a(s). With the center C of the node and x = 
 - natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
   a = 1 above. With a tail, the probability of the rarer bit goes on as an exponential instead.
 
-It is given by the logarithms log(1 - a) and log a, and by their *slopes*, the rates at which they
-move with the score: -d log(1 - a)/ds and d log a/ds, both >= 0. The product of the slopes is
-the Fisher information of the node, (a')^2 / (a (1 - a)):
-
-- sigmoid: slopes a and 1 - a, information a (1 - a);
-- natural: slopes (pi/A) tan(phi) and (pi/A) / tan(phi) with phi = pi/4 + pi x / (2A), information
-  (pi/A)^2, the same for every score before the tail.
+It is given by the logarithms log(1 - a) and log a, and by the Fisher information of the node,
+(a')^2 / (a (1 - a)): a (1 - a) for sigmoid, and for natural (pi/A)^2, the same for every score
+before the tail.
 
 Sigmoid and natural come first, then :class:`CustomActivation` makes an activation of any increasing
 function. All are plain differentiable torch; the fused kernels of :mod:`catnat.kernels` hold the
@@ -59,11 +55,10 @@ class SigmoidActivation:
         left, right = -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
         return _impossible_at_infinity(left, right, scores)
 
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """a = sigmoid(x) and 1 - a = sigmoid(-x)."""
+    def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
+        """a (1 - a) = sigmoid(x) sigmoid(-x)."""
         x, beyond = _centered(scores, constants)
-        left, right = torch.sigmoid(x), torch.sigmoid(-x)
-        return torch.where(beyond, 0.0, left), torch.where(beyond, 0.0, right)
+        return torch.where(beyond, 0.0, torch.sigmoid(x) * torch.sigmoid(-x))
 
 
 @dataclass(frozen=True)
@@ -169,30 +164,16 @@ class NaturalActivation:
         left, right = torch.where(upper, rare, likely), torch.where(upper, likely, rare)
         return _impossible_at_infinity(left, right, scores) if self.tail else (left, right)
 
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(pi/A) / tan(theta) for the rarer bit, (pi/A) tan(theta) for the likelier; 0 outside.
-
-        In the tail r for the rarer bit, r p / (1 - p) for the likelier.
-        """
-        distance, upper = self.distance(scores, constants)
-        theta, outside = self._angle(distance)
-        tan = torch.tan(theta)
-        steep = torch.where(outside, 0.0, self.rate / tan)
-        gentle = torch.where(outside, 0.0, self.rate * tan)
-        if self.tail:
-            in_tail = self._tail_slopes(distance, outside)
-            steep = torch.where(outside, in_tail[0], steep)
-            gentle = torch.where(outside, in_tail[1], gentle)
-        return torch.where(upper, steep, gentle), torch.where(upper, gentle, steep)
-
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
         """(pi/A)^2 up to the edges and on them, 0 outside; falls in the tail."""
         distance, _ = self.distance(scores, constants)
         information = torch.where(distance < 0, 0.0, self.rate**2 + 0 * distance)
         if self.tail:
             outside = distance <= self.joint
-            steep, gentle = self._tail_slopes(distance, outside)
-            information = torch.where(outside, steep * gentle, information)
+            log_p, beyond = self._tail_log(distance, outside)
+            p = log_p.exp()
+            steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
+            information = torch.where(outside, steep * (steep * (p / (1 - p))), information)
         return information
 
     def _angle(self, distance: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,13 +192,6 @@ class NaturalActivation:
         log_p = self.log_at_edge + self.steepness * torch.where(outside, distance, 0.0)
         beyond = log_p < -bound
         return torch.where(beyond, -bound, log_p), beyond
-
-    def _tail_slopes(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """r for the rarer bit and r p / (1 - p) for the likelier; 0 beyond the largest score."""
-        log_p, beyond = self._tail_log(distance, outside)
-        p = log_p.exp()
-        steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
-        return steep, steep * (p / (1 - p))
 
 
 @dataclass(frozen=True)
@@ -276,11 +250,11 @@ class CustomActivation:
         left, right = (torch.where(infinite, 0.0, each) for each in self.function(x))
         return _impossible_at_infinity(left, right, scores)
 
-    def slopes(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The derivatives of the function, by forward-mode differentiation; 0 at infinity."""
+    def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
+        """-d log(1 - a)/ds times d log a/ds, by forward-mode differentiation; 0 at infinity."""
         x, _, beyond = self._arguments(scores, constants)
         moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
-        return torch.where(beyond, 0.0, -moved[0]), torch.where(beyond, 0.0, moved[1])
+        return torch.where(beyond, 0.0, -moved[0] * moved[1])
 
     @staticmethod
     def _arguments(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,6 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_SIXTEEN_BITS = ("16-true", "bf16-true")
-
 
 def _require(said: str, holds: Callable[[Any], bool], values: dict[str, float]) -> None:
     for name, value in values.items():
@@ -132,12 +130,3 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
     lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(value.lower(), list(lower), 1)
     return f"; did you mean {lower[close[0]]}?" if close else ""
-
-
-def require_precision(precision: object) -> None:
-    """The weights have more than 16 bits: in 16 bits small steps are lost."""
-    if precision in _SIXTEEN_BITS:
-        raise ValueError(
-            f"precision {precision!r} keeps the weights in 16 bits, where small steps are lost; "
-            "choose from 32-true, 64-true, 16-mixed, bf16-mixed"
-        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from catnat.checks import require_choice, require_within
 from catnat.head import _ALIASES, _REGISTRY, CategoricalHead
-from catnat.kernels import sparsemax_log_probs
+from catnat.kernels.dispatch import sparsemax_log_probs
 from catnat.mixed_head import MixedHead
 from catnat.numerics import LOG_ZERO, floored, safe_log
 from catnat.tree_heads import NaturalHead, SigmoidHead

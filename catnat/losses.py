@@ -33,17 +33,6 @@ class _PairwiseDistance(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        x: Tensor
-        distance: Tensor
-        x, distance = ctx.saved_tensors
-        # (x_m - x_n) . (t_m - t_n) / |x_m - x_n|, 0 where the points coincide
-        offset, move = x[..., :, None, :] - x[..., None, :, :], tangent
-        move = move[..., :, None, :] - move[..., None, :, :]
-        return (offset * move).sum(-1) / distance.masked_fill(distance == 0, torch.inf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

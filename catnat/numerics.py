@@ -124,14 +124,9 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     """
     if x.shape[:-1] == index.shape[:-1]:
         return x.gather(-1, index)
-    flat = flat_index(x, index)
-    return x.reshape(-1).index_select(0, flat.reshape(-1)).view(flat.shape)
-
-
-def flat_index(x: Tensor, index: Tensor) -> Tensor:
-    """Index into ``x.reshape(-1)`` of elements of the last dimension, arguments as in take."""
     rows = torch.arange(x.shape[:-1].numel(), device=x.device).view(*x.shape[:-1], 1)
-    return rows * x.shape[-1] + index
+    flat = rows * x.shape[-1] + index
+    return x.reshape(-1).index_select(0, flat.reshape(-1)).view(flat.shape)
 
 
 def is_plain(x: Tensor) -> bool:

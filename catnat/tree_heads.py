@@ -18,7 +18,7 @@ from catnat.checks import (
     shown_order,
 )
 from catnat.head import CategoricalHead
-from catnat.kernels import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
+from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
 from catnat.numerics import can_branch_on, exp_of_log_probs, is_plain, uniform
 from catnat.tree import path_sums, subtree_sums
@@ -152,8 +152,7 @@ class CatnatHead(CategoricalHead):
     def information(self, scores: Tensor) -> Tensor:
         """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
         scores = self._checked(scores)
-        left, right = self.activation.slopes(scores, self._constants(scores))
-        return left * right
+        return self.activation.information(scores, self._constants(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """The score of every node from the probabilities of its two subtrees; 0 if both are 0.
@@ -340,11 +339,6 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         """What ``print(head)`` shows."""
         tail = f", tail={self.tail}" if self.tail else ""
         return f"{super().extra_repr()}, amplitude={self.amplitude}{tail}"
-
-    def information(self, scores: Tensor) -> Tensor:
-        """(pi/A)^2 inside and on the edges |s - C| = A/2, 0 outside; it falls in the tail."""
-        scores = self._checked(scores)
-        return self.activation.information(scores, self._constants(scores))
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges; none with a tail."""

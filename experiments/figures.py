@@ -90,7 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
         kind.set_defaults(draw=draw)
         if draw is curves:
             kind.add_argument("--tag", default="val/elbo", help="default val/elbo")
-            kind.add_argument("--each", action="store_true", help="a line for each run")
         else:
             kind.add_argument("--metric", help="default: the first of the plan")
             text = "show by how much cells are better than that with these values"
@@ -137,7 +136,7 @@ def _words(plan: Plan, options: dict[str, Any]) -> str:
 
 
 def curves(args: argparse.Namespace) -> tuple[Figure, str]:
-    """One panel for each cell of a plan, one band for each head, or one line for each run."""
+    """One panel for each cell of a plan, one band for each head."""
     sweep, groups = _grouped(args, ["head"])
     plan = sweep.plan
     figure, axes = panels(len(groups))
@@ -151,7 +150,7 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
             known = [each for each in found if len(each[0])]
             head = str({**plan.options, **cell.options}.get("head", ""))
             if known:
-                draw_curves(panel, known, head, args.each)
+                draw_curves(panel, known, head)
             drawn += len(known)
         panel.set_title(title)
         panel.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}")
@@ -167,15 +166,9 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
     return figure, f"{plan.name}_{args.tag.replace('/', '_')}"
 
 
-def draw_curves(
-    axes: Axes, curves: list[tuple[np.ndarray, np.ndarray]], head: str, each: bool
-) -> None:
-    """The mean of curves and one standard deviation around it, or a line for each."""
+def draw_curves(axes: Axes, curves: list[tuple[np.ndarray, np.ndarray]], head: str) -> None:
+    """The mean of curves and one standard deviation around it."""
     style: dict[str, Any] = {"color": color(head, [head]), "linestyle": _DASHES.get(head, "-")}
-    if each:
-        for number, (steps, values) in enumerate(curves):
-            axes.plot(steps, values, label="" if number else head, linewidth=1.2, **style)
-        return
     first, last = max(s[0] for s, _ in curves), min(s[-1] for s, _ in curves)
     grid = np.linspace(first, last, 200)
     values = np.stack([np.interp(grid, *curve) for curve in curves])

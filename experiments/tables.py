@@ -3,7 +3,6 @@
     python experiments/tables.py vae_adam                       # a plan, as Markdown
     python experiments/tables.py vae_adam --scale rates --format latex
     python experiments/tables.py vae                            # all tables of a study
-    python experiments/tables.py gaps                           # softmax against catnat, VAE
     python experiments/tables.py vae --out results/vae/tables.md
 
 Cells without rows stay in, and empty.
@@ -12,11 +11,8 @@ Cells without rows stay in, and empty.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import json
-import math
 import statistics
 import sys
 from collections import defaultdict
@@ -30,7 +26,7 @@ from experiments import plan as plans
 from experiments import runs
 from experiments.plan import Options, Plan
 from experiments.runs import Row, Rows
-from experiments.significance import SIGNIFICANT, bold, compare, deviation, interval, welch
+from experiments.significance import SIGNIFICANT, bold, compare, deviation
 from experiments.sweep import SMOKE, Sweep, add_plan_options
 
 PAPER = Path(__file__).resolve().parent / "paper.json"
@@ -47,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("tables.py", description=description, allow_abbrev=False)
     add_plan_options(parser)
-    parser.add_argument("--format", choices=("markdown", "latex", "csv"), default="markdown")
+    parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
     parser.add_argument("--out", type=Path, help="file (default: print)")
     args = parser.parse_args(argv)
     try:
@@ -63,23 +59,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tables_of(name: str, args: argparse.Namespace) -> list[str]:
-    """The tables of a plan, of all plans of a study, or the gaps."""
-    results = args.results or runs.RESULTS
-    if name == "gaps":
-        return [gaps(runs.read(runs.path_of("vae", results)))]
-    draw = {"markdown": markdown, "latex": latex, "csv": as_csv}[args.format]
+    """The tables of a plan, or of all plans of a study."""
+    draw = {"markdown": markdown, "latex": latex}[args.format]
     if name in plans.names() or name.endswith((".yaml", ".yml")):
         sweep = Sweep(name, args)
         return [draw(sweep.plan, cells_of(sweep.plan, sweep.rows(), sweep.only))]
     studies = {each: plans.load(each).study for each in plans.names()}
-    table, found = runs.read(runs.path_of(name, results)), []
+    table, found = runs.read(runs.path_of(name, args.results or runs.RESULTS)), []
     for each in (each for each, study in studies.items() if study == name):
         for plan in (plans.load(each, scale) for scale in plans.scales(each) if scale != SMOKE):
             cells = cells_of(plan, Rows(table, [*plan.formerly, plan.name]), {})
             if any(cell.rows for cell in cells):
                 found.append(draw(plan, cells))
     if not found:
-        known = [*studies, "gaps", *sorted(set(studies.values()))]
+        known = [*studies, *sorted(set(studies.values()))]
         raise ValueError(f"{name} is neither a plan nor a study with rows; choose from {known}")
     return found
 
@@ -228,22 +221,6 @@ def latex(plan: Plan, cells: list[Cell]) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
-def as_csv(plan: Plan, cells: list[Cell]) -> str:
-    """One line for each cell and metric."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    options = [plan.short(name) for name in cells[0].options]
-    writer.writerow([*options, "settings", "metric", "n", "mean", "std", "bold", "paper"])
-    for cell, metric in itertools.product(cells, plan.metrics):
-        values = cell.values(metric)
-        mean = statistics.fmean(values) if values else math.nan
-        numbers = [len(values), f"{mean:.6g}", f"{deviation(values):.6g}", cell.bold[metric]]
-        paper = paper_mean(plan, cell.options, metric)
-        before = [*cell.options.values(), settings_of(plan, cell), metric]
-        writer.writerow([*before, *numbers, "" if paper is None else paper])
-    return text.getvalue()
-
-
 def wide(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
     """The first metric, with some options across, as the paper has it; the header first."""
     metric, across = next(iter(plan.metrics)), plan.columns
@@ -323,55 +300,6 @@ def _in_order(keys: Any) -> list[tuple[Any, ...]]:
     known = list(dict.fromkeys(keys))
     words = list(dict.fromkeys(value for key in known for value in key))
     return sorted(known, key=lambda key: [words.index(v) if isinstance(v, str) else v for v in key])
-
-
-# -- softmax against catnat ------------------------------------------------------------------------
-
-
-def gaps(rows: list[Row], steps: str = "60000", seeds: int = 3) -> str:
-    """Softmax minus the better catnat head in each column of the VAE with Adam.
-
-    Where a head has three seeds at more than one learning rate, it gets the rate with the lowest
-    mean validation loss at the end.
-    """
-    cells: dict[tuple[int, int, str], dict[str, list[tuple[float, str, list[float]]]]] = {}
-    found: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    names = ("num_latents", "num_categories", "variant", "head", "learning_rate")
-    fixed = {"model": "vae", "optimizer": "adam", "max_steps": steps}
-    for row in Rows(rows, ["vae_adam", "vae_second_rate"]).first:
-        if row.finished and all(row.options.get(name) == value for name, value in fixed.items()):
-            found[tuple(row.options[name] for name in names)].append(row)
-    for (n, k, data, head, rate), some in found.items():
-        if len(some) >= seeds:
-            loss = statistics.fmean(row.metrics["val/loss"] for row in some)
-            column = cells.setdefault((int(n), int(k), data), defaultdict(list))
-            column[head].append((loss, rate, [row.metrics["test/nll"] for row in some]))
-    lines = [f"## Softmax against the better catnat head, test NLL after {steps} steps of Adam", ""]
-    lines += ["- Mean ± standard deviation of three seeds or more, with the learning rate."]
-    lines += ["- Gap: softmax minus the catnat head with the lower mean, Welch's 95 % interval."]
-    lines += ["- p: Welch's test of softmax against sigmoid, and against natural.", ""]
-    lines += ["| N, K | data | softmax | sigmoid | natural | gap | the paper's | p | p |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    plan = plans.load("vae_adam")
-    for (N, K, data), heads in sorted(cells.items(), key=lambda x: (x[0][2] != "gray", x[0])):
-        best = {head: min(some) for head, some in heads.items()}
-        if not {"softmax", "sigmoid", "natural"} <= set(best):
-            continue
-        softmax, trees = best["softmax"][2], [best[head][2] for head in ("sigmoid", "natural")]
-        tree = min(trees, key=statistics.fmean)
-        low, high = interval(softmax, tree)
-        gap = statistics.fmean(softmax) - statistics.fmean(tree)
-        cell = {"num_latents": N, "num_categories": K, "variant": data}
-        theirs = {h: _paper_value(plan, cell | {"head": h}, "") or math.nan for h in best}
-        said = [f"{N}, {K}", data]
-        for head in ("softmax", "sigmoid", "natural"):
-            _, rate, nll = best[head]
-            said.append(f"{statistics.fmean(nll):.1f} ± {deviation(nll):.1f} ({rate})")
-        said.append(f"{gap:.1f} [{low:.1f}, {high:.1f}]")
-        said.append(f"{theirs['softmax'] - min(theirs['sigmoid'], theirs['natural']):.1f}")
-        said += [f"{welch(softmax, tree):.4f}" for tree in trees]
-        lines.append(f"| {' | '.join(said)} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -47,6 +47,13 @@ SEARCHED = tuple(n for n in TREES if n not in FUSED)
 """Trees known by their ``log_activation`` alone: centers and inverses are found by search."""
 
 
+def slopes_of(activation, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-d log(1 - a)/ds and d log a/ds."""
+    logs = partial(activation.log_activation, constants=constants)
+    left, right = torch.func.jvp(logs, (scores,), (torch.ones_like(scores),))[1]
+    return -left, right
+
+
 class CauchyHead(CatnatHead):
     """catnat with a(x) = 1/2 + arctan(x) / pi, known by its log_activation alone."""
 

@@ -198,13 +198,3 @@ def test_nll_keeps_no_graph_and_refuses_nonsense():
         importance_weighted_nll(lambda m: torch.zeros(m), 0)
     with pytest.raises(ValueError, match=r"\(64, \*\), got \(3, 64\)"):
         importance_weighted_nll(lambda m: torch.zeros(3, m))
-
-
-def test_the_energy_score_has_a_forward_mode_derivative():
-    samples, target = torch.randn(4, 3, 2, dtype=torch.float64), torch.randn(3, 2)
-    samples[1] = samples[0]  # two samples coincide
-    score = lambda x: energy_score(x, target.double()).sum()  # noqa: E731
-    tangent = torch.randn_like(samples)
-    _, moved = torch.func.jvp(score, (samples,), (tangent,))
-    assert torch.allclose(moved, (torch.func.grad(score)(samples) * tangent).sum())
-    assert torch.func.hessian(score)(samples).isfinite().all()

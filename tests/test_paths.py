@@ -8,7 +8,8 @@ from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, 
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
-from catnat.kernels import dispatch, tree_sample
+from catnat.kernels import dispatch
+from catnat.kernels.dispatch import tree_sample
 
 built = pytest.mark.skipif(dispatch.library() is None, reason="the C kernels are not built")
 

@@ -1,7 +1,5 @@
 """Tables, tests and figures from rows."""
 
-import csv
-import io
 import math
 import subprocess
 import sys
@@ -48,13 +46,9 @@ def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
     assert "0 of 3" in text
 
 
-def test_a_table_in_latex_and_as_csv(path, capsys, tmp_path):
+def test_a_table_in_latex(path, capsys):
     text = table(path, capsys, "--format", "latex")
     assert r"sigmoid & $\mathbf{100.200 \pm 0.200}$" in text and r"\bottomrule" in text
-    assert tables.main(arguments(path, "--format", "csv", "--out", str(tmp_path / "t.csv"))) == 0
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text())))
-    assert [each["bold"] for each in lines[:3]] == ["False", "True", "True"]
-    assert float(lines[0]["mean"]) == 104.5 and lines[3]["n"] == "0"
 
 
 def test_a_study_has_the_tables_of_its_plans_and_others_are_one_line(capsys, monkeypatch):
@@ -71,9 +65,6 @@ def test_published_numbers_come_from_rows(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **97.0 ± 0.3** (97.6, -0.6) |" in text
     assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
-    assert tables.main(["gaps"]) == 0
-    gap = "| 10, 32 | binary | 83.2 ± 0.9 (0.001) | 76.9 ± 0.4 (0.001) | 77.6 ± 0.6 (0.001) |"
-    assert f"{gap} 6.2 [4.2, 8.3] | 3.0 | 0.0035 | 0.0023 |" in capsys.readouterr().out
 
 
 def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_path):

@@ -123,8 +123,7 @@ def test_a_custom_split_is_certain_at_infinite_scores(function, how):
         return reference.tree_log_probs(s, activation, constants)
 
     def fisher(s):
-        left, right = activation.slopes(s, constants)
-        return left * right
+        return activation.information(s, constants)
 
     if how == "vmap":
         log_probs, fisher = torch.func.vmap(log_probs), torch.func.vmap(fisher)

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(
 TREE = """
 import torch
 from catnat import make_head
-from catnat.kernels import dispatch, reference, tree_log_probs
+from catnat.kernels import dispatch, reference
+from catnat.kernels.dispatch import tree_log_probs
 
 dispatch.kernels_for = lambda *given: "triton"  # on the CPU, which the interpreter takes
 torch.manual_seed(0)
@@ -28,12 +29,12 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         head = make_head(name, K, **tail)
         scores, grad = 2 * torch.randn(9, K - 1), torch.randn(9, K)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
-        exact = scores.double()
+        exact = scores.double().requires_grad_()
         out = tree_log_probs(scores.requires_grad_(), head.activation, head._constants(scores))
         want = reference.tree_log_probs(exact, head.activation, head._constants(exact))
         assert ((out - want).abs() <= 2e-6 * (1 + want.abs())).all(), (name, K)
         (got,) = torch.autograd.grad(out, scores, grad)
-        want = reference.tree_vjp(exact, grad.double(), head.activation, head._constants(exact))
+        want = torch.autograd.grad(want, exact, grad.double())[0]
         size = want.abs().amax(-1, keepdim=True)
         assert ((got - want).abs() <= 2e-6 * (1 + size)).all(), (name, K)
         edges = torch.randn(6, K - 1)
@@ -45,12 +46,12 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         out = tree_log_probs(*given)
         assert torch.allclose(out, reference.tree_log_probs(*given), **same), (name, K)
         (got,) = torch.autograd.grad(out, edges, grad)
-        want = reference.tree_vjp(edges.detach(), grad, *given[1:])
+        want = torch.autograd.grad(reference.tree_log_probs(*given), edges, grad)[0]
         assert torch.allclose(got, want, **same), (name, K)
 """
 
 PATH = """
-from catnat.kernels import tree_log_prob, tree_sample
+from catnat.kernels.dispatch import tree_log_prob, tree_sample
 
 sizes = {"sigmoid": (2, 18, 1000), "natural": (3, 32), "tail": (5, 32)}
 for K in (2, 3, 5, 18, 32, 1000):
@@ -62,18 +63,19 @@ for K in (2, 3, 5, 18, 32, 1000):
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         leaf[0, :4] = torch.tensor([0, K - 1, -1, K])
         exact, given = scores.double(), (head.activation, head._constants(scores))
+        exact.requires_grad_()
         out = tree_log_prob(scores.requires_grad_(), leaf, *given)
         want = reference.tree_log_prob(exact, leaf, head.activation, head._constants(exact))
         assert want[0, 2:4].isnan().all() and want.isnan().sum() == 2
         near = (out - want).abs() <= 3e-6 * (1 + want.abs())
         assert (near | (out.isnan() & want.isnan())).all(), (name, K)
         (got,) = torch.autograd.grad(out, scores, grad)
-        known = (head.activation, head._constants(exact))
-        want = reference.tree_path_vjp(exact, leaf, grad.double(), *known)
+        want = torch.autograd.grad(want, exact, grad.double())[0]
         size = want.abs().nan_to_num().amax(-1, keepdim=True)
         near = (got - want).abs() <= 3e-6 * (1 + size)
-        assert (near | (got.isnan() & want.isnan())).all(), (name, K)
-        assert torch.equal(got == 0, want == 0), (name, K)
+        lost = got.isnan() & (want.isnan() | (want == 0))  # 0: saturated, above a leaf that is none
+        assert (near | lost).all() and not got[4:].isnan().any(), (name, K)
+        assert torch.equal(got == 0, (want == 0) & ~lost), (name, K)
         scores = scores.detach()
         scores[4, 0], scores[5], scores[6] = torch.nan, torch.inf, -torch.inf
         uniforms = torch.rand(3, 7, H, dtype=torch.float64)
@@ -84,8 +86,7 @@ for K in (2, 3, 5, 18, 32, 1000):
 """
 
 SPARSEMAX = """
-from catnat.kernels import sparsemax_log_probs
-from catnat.numerics import safe_log
+from catnat.kernels.dispatch import sparsemax_log_probs
 
 for K in (2, 3, 18, 100):
     scores, grad = torch.randn(9, K) * torch.logspace(-2, 1, 9)[:, None], torch.randn(9, K)
@@ -94,7 +95,8 @@ for K in (2, 3, 18, 100):
     assert torch.equal(out <= -1000, probs <= 0), K
     assert torch.allclose(out.double().exp(), probs, rtol=2e-6, atol=1e-14), K
     (back,) = torch.autograd.grad(out, scores, grad)
-    want = reference.sparsemax_vjp(safe_log(probs), grad.double())
+    exact = scores.detach().double()
+    (want,) = torch.func.vjp(reference.sparsemax_log_probs, exact)[1](grad.double())
     assert ((back - want).abs() <= 1e-5 * (1 + want.abs().amax(-1, keepdim=True))).all(), K
     scores = scores.detach()
     scores[1, 0], scores[2, 0], scores[3] = torch.nan, torch.inf, -torch.inf

@@ -180,10 +180,5 @@ class MixedHead(CategoricalHead):
         return self.inner.allowed(scores)
 
 
-_HEADS: dict[str, type[CategoricalHead]] = {
-    "softmax": SoftmaxHead,
-    "sparsemax": SparsemaxHead,
-    "sigmoid": SigmoidHead,
-    "natural": NaturalHead,
-}
+_HEADS = {cls.name: cls for cls in (SoftmaxHead, SparsemaxHead, SigmoidHead, NaturalHead)}
 _ALIASES = {"catnat-sigmoid": "sigmoid", "catnat-natural": "natural"}

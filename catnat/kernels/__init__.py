@@ -1,7 +1,8 @@
 """Kernels of the heads.
 
-Of all categories: :func:`tree_log_probs`, :func:`tree_fisher`, :func:`sparsemax_log_probs`; along
-one path of a tree, in O(log K): :func:`tree_log_prob`, :func:`tree_sample`. Softmax is torch's own.
+``dispatch.py`` has functions of all categories, ``tree_log_probs``, ``tree_fisher`` and
+``sparsemax_log_probs``, and along one path of a tree, in O(log K), ``tree_log_prob`` and
+``tree_sample``. Softmax is torch's own.
 
 Three implementations of each agree to rounding, and ``dispatch.py`` chooses by the scores:
 
@@ -11,19 +12,3 @@ Three implementations of each agree to rounding, and ``dispatch.py`` chooses by 
 - ``triton_heads.py``, which launches the kernels of ``triton_tree.py``, ``triton_path.py`` and
   ``triton_sparsemax.py``: CUDA, float32, one kernel for each pass. It has no Fisher kernel.
 """
-
-from catnat.kernels.dispatch import (
-    sparsemax_log_probs,
-    tree_fisher,
-    tree_log_prob,
-    tree_log_probs,
-    tree_sample,
-)
-
-__all__ = [
-    "sparsemax_log_probs",
-    "tree_fisher",
-    "tree_log_prob",
-    "tree_log_probs",
-    "tree_sample",
-]

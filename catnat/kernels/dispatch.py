@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation
 from catnat.kernels import reference
-from catnat.numerics import common_shape, is_plain, safe_log
+from catnat.numerics import common_shape, is_plain
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TREE_TRITON_LIMIT = 32768
@@ -45,7 +46,7 @@ def tree_log_probs(
     fused = _tree_kernels(scores, activation)
     if fused is None:
         return reference.tree_log_probs(scores, activation, constants)
-    out: Tensor = _TreeLogProbs.apply(scores, activation, constants, fused)
+    out: Tensor = _TreeLogProbs.apply(scores, None, activation, constants, fused)
     return out
 
 
@@ -79,7 +80,7 @@ def tree_log_prob(
     if fused is None:
         return reference.tree_log_prob(scores, leaf, activation, constants)
     flat, leaves = scores.reshape(-1, scores.shape[-1]), leaf.reshape(-1)
-    out: Tensor = _TreeLogProb.apply(flat, leaves, activation, constants, fused)
+    out: Tensor = _TreeLogProbs.apply(flat, leaves, activation, constants, fused)
     return out.view(shape)
 
 
@@ -108,7 +109,7 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
     """Log-probabilities of sparsemax, (*, K) -> (*, K); at their floor outside the support."""
     fused = kernels_for(scores, scores.shape[-1], SPARSEMAX_TRITON_LIMIT)
     if fused is None:
-        return safe_log(reference.sparsemax_probs(scores))
+        return reference.sparsemax_log_probs(scores)
     out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
     return out
 
@@ -164,12 +165,14 @@ def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> 
     """Kernels of paths: none for a custom activation.
 
     Element i of the result belongs to row i % B of the scores, so the batch shape of the scores
-    must be the end of the shape of the result.
+    must be the end of the shape of the result. Triton adds up the gradients of several leaves of a
+    row in any order, which deterministic algorithms exclude.
     """
     batch = scores.shape[:-1]
     if isinstance(activation, CustomActivation) or batch != shape[len(shape) - len(batch) :]:
         return None
-    return kernels_for(scores, 0, 0)
+    in_order = torch.are_deterministic_algorithms_enabled() and shape != batch
+    return None if in_order and not scores.is_cpu else kernels_for(scores, 0, 0)
 
 
 def _needs_reference(grad: Tensor) -> bool:
@@ -179,65 +182,57 @@ def _needs_reference(grad: Tensor) -> bool:
     return not torch.compiler.is_compiling()
 
 
+def _plain_vjp(function: Callable[[Tensor], Tensor], scores: Tensor, grad: Tensor) -> Tensor:
+    """The gradient in the scores by way of plain torch, which can be differentiated again."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        return torch.autograd.grad(function(scores), scores, grad, create_graph=again)[0]
+
+
 class _TreeLogProbs(torch.autograd.Function):
-    """scores (*, K-1) -> log-probabilities (*, K), by fused kernels."""
+    """Log-probabilities of all leaves, or of given ones, by fused kernels.
 
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, activation: Activation, constants: Tensor | None, fused: str
-    ) -> Tensor:
-        ctx.activation, ctx.fused = activation, fused
-        ctx.save_for_backward(scores, constants)
-        out = scores.new_empty((*scores.shape[:-1], scores.shape[-1] + 1))
-        _launch(fused, "tree_forward", activation, constants, scores=scores, out=out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        scores, constants = ctx.saved_tensors
-        if _needs_reference(grad):
-            out = reference.tree_vjp(scores, grad, ctx.activation, constants)
-        else:
-            out = scores.new_empty(scores.shape)
-            tensors = {"scores": scores, "grad": grad, "out": out}
-            _launch(ctx.fused, "tree_backward", ctx.activation, constants, **tensors)
-        return out, None, None, None
-
-
-class _TreeLogProb(torch.autograd.Function):
-    """scores (B, K-1) and leaves (N B) -> log-probabilities (N B), by fused kernels."""
+    scores (*, K-1) -> (*, K), or scores (B, K-1) and leaves (N B) -> (N B).
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         scores: Tensor,
-        leaf: Tensor,
+        leaf: Tensor | None,
         activation: Activation,
         constants: Tensor | None,
         fused: str,
     ) -> Tensor:
         ctx.activation, ctx.fused = activation, fused
         ctx.save_for_backward(scores, leaf, constants)
-        out = scores.new_empty(leaf.shape)
-        tensors = {"scores": scores, "leaf": leaf, "out": out}
-        _launch(fused, "path_forward", activation, constants, **tensors)
+        shape = (*scores.shape[:-1], scores.shape[-1] + 1) if leaf is None else leaf.shape
+        out = scores.new_empty(shape)
+        name, paths = ("tree", {}) if leaf is None else ("path", {"leaf": leaf})
+        _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         scores, leaf, constants = ctx.saved_tensors
-        # Leaves of one row share nodes. On a GPU they are added in any order, and so rounded.
-        any_order = not torch.are_deterministic_algorithms_enabled() or len(leaf) == len(scores)
-        if _needs_reference(grad) or (ctx.fused == "triton" and not any_order):
-            shape = (len(leaf) // max(1, len(scores)), len(scores))
-            out = reference.tree_path_vjp(
-                scores, leaf.view(shape), grad.view(shape), ctx.activation, constants
-            )
-        else:
-            out = scores.new_zeros(scores.shape)
-            tensors = {"scores": scores, "leaf": leaf, "grad": grad, "out": out}
-            _launch(ctx.fused, "path_backward", ctx.activation, constants, **tensors)
-        return out, None, None, None, None
+        known, nothing = (ctx.activation, constants), (None, None, None, None)
+        if _needs_reference(grad):
+            return _plain_vjp(lambda s: _plainly(s, leaf, *known), scores, grad), *nothing
+        name, paths = ("tree", {}) if leaf is None else ("path", {"leaf": leaf})
+        out = (scores.new_empty if leaf is None else scores.new_zeros)(scores.shape)  # paths add
+        tensors = {"scores": scores, **paths, "grad": grad, "out": out}
+        _launch(ctx.fused, f"{name}_backward", *known, **tensors)
+        return out, *nothing
+
+
+def _plainly(
+    scores: Tensor, leaf: Tensor | None, activation: Activation, constants: Tensor | None
+) -> Tensor:
+    """What :class:`_TreeLogProbs` computes, in plain torch."""
+    if leaf is None:
+        return reference.tree_log_probs(scores, activation, constants)
+    leaf = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
+    return reference.tree_log_prob(scores, leaf, activation, constants).view(-1)
 
 
 class _SparsemaxLogProbs(torch.autograd.Function):
@@ -248,14 +243,14 @@ class _SparsemaxLogProbs(torch.autograd.Function):
         ctx.fused = fused
         log_probs = scores.new_empty(scores.shape)
         _launch(fused, "sparsemax_forward", None, None, scores=scores, out=log_probs)
-        ctx.save_for_backward(log_probs)
+        ctx.save_for_backward(scores, log_probs)
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (log_probs,) = ctx.saved_tensors
-        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
-            return reference.sparsemax_vjp(log_probs, grad), None
+        scores, log_probs = ctx.saved_tensors
+        if _needs_reference(grad):
+            return _plain_vjp(reference.sparsemax_log_probs, scores, grad), None
         out = grad.new_empty(grad.shape)
         tensors = {"scores": log_probs, "grad": grad, "out": out}
         _launch(ctx.fused, "sparsemax_backward", None, None, **tensors)

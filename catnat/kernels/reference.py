@@ -1,8 +1,7 @@
 """Trees, their paths and sparsemax in plain torch: what the C and Triton kernels must agree with.
 
 These functions take every device and dtype, work under ``torch.func`` and ``torch.compile``, and
-are differentiable any number of times. The kernels' backward passes are here too, as functions of
-the gradient, because a second derivative goes through them.
+are differentiable any number of times: a derivative of a kernel's gradient goes through them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation
-from catnat.numerics import LOG_ZERO, flat_index, take
-from catnat.tree import leaf_paths, path_sums, subtree_sums
+from catnat.numerics import LOG_ZERO, safe_log, take
+from catnat.tree import leaf_paths, path_sums
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
@@ -20,21 +19,13 @@ def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | N
     return path_sums(*activation.log_activation(scores, constants))[1]
 
 
-def tree_vjp(
-    scores: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (*, K-1), from the gradient in the log-probabilities, (*, K)."""
-    left, right = subtree_sums(grad)
-    left_slope, right_slope = activation.slopes(scores, constants)
-    return right * right_slope - left * left_slope
-
-
 def tree_log_prob(
     scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
     """Log-probability of each leaf, (*); the batch shape of the scores broadcasts to theirs."""
     taken = tree_path_logs(scores, leaf, activation, constants)[0].sum(-1)
-    return taken * _one_or_nan(leaf, scores.shape[-1] + 1, taken.dtype)
+    exists = (leaf >= 0) & (leaf <= scores.shape[-1])
+    return taken * torch.where(exists, 1.0, torch.nan).to(taken.dtype)
 
 
 def tree_path_logs(
@@ -48,24 +39,6 @@ def tree_path_logs(
     left, right = activation.log_activation(take(scores, node), _at(constants, node))
     taken, other = torch.where(right_hand, right, left), torch.where(right_hand, left, right)
     return torch.where(inside, taken, 0.0), torch.where(inside, other, LOG_ZERO)
-
-
-def tree_path_vjp(
-    scores: Tensor, leaf: Tensor, grad: Tensor, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """Gradient in the scores, (B, K-1), from that in the log-probabilities of leaves, (N, B)."""
-    node, right_hand, inside = leaf_paths(leaf, K := scores.shape[-1] + 1)  # (N, B, H) each
-    left, right = activation.slopes(take(scores, node), _at(constants, node))
-    slopes = torch.where(inside, torch.where(right_hand, right, -left), 0.0)
-    steps = slopes * (grad * _one_or_nan(leaf, K, grad.dtype))[..., None]
-    place = flat_index(scores, node).reshape(-1)
-    zeros = torch.zeros_like(scores).reshape(-1)
-    return zeros.index_add(0, place, steps.reshape(-1)).view(scores.shape)
-
-
-def _one_or_nan(leaf: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """1 for a leaf, NaN for a number that is none."""
-    return torch.where((leaf >= 0) & (leaf < K), 1.0, torch.nan).to(dtype)
 
 
 def tree_sample(
@@ -97,6 +70,11 @@ def _at(constants: Tensor | None, node: Tensor) -> Tensor | None:
     return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)
 
 
+def sparsemax_log_probs(scores: Tensor) -> Tensor:
+    """Logarithms of :func:`sparsemax_probs`, at their floor outside the support."""
+    return safe_log(sparsemax_probs(scores))
+
+
 def sparsemax_probs(scores: Tensor) -> Tensor:
     """Projection of the scores onto the simplex (Martins and Astudillo, 2016), (*, K) -> (*, K).
 
@@ -111,11 +89,3 @@ def sparsemax_probs(scores: Tensor) -> Tensor:
     size = (rank * ranked > beyond).sum(-1, keepdim=True)
     excess = z - beyond.gather(-1, (size - 1).clamp_min(0)) / size
     return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
-
-
-def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from the gradient in the log-probabilities, (*, K) -> (*, K)."""
-    support = ~(log_probs <= LOG_ZERO)
-    pulled = torch.where(support, grad * torch.where(support, -log_probs, 0.0).exp(), 0.0)
-    mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
-    return torch.where(support, pulled - mean, 0.0)

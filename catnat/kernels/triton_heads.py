@@ -19,8 +19,8 @@ _BLOCK = 128  # paths of a program
 _KERNELS = {
     "tree_forward": triton_tree.forward_kernel,
     "tree_backward": triton_tree.backward_kernel,
-    "path_forward": triton_path.forward_kernel,
-    "path_backward": triton_path.backward_kernel,
+    "path_forward": triton_path.leaf_kernel,
+    "path_backward": triton_path.leaf_kernel,
     "path_sample": triton_path.sample_kernel,
     "sparsemax_forward": triton_sparsemax.forward_kernel,
     "sparsemax_backward": triton_sparsemax.backward_kernel,
@@ -34,8 +34,13 @@ def launch(
     kernel, given = _KERNELS[name], [x.contiguous() for x in tensors]
     if activation is None:
         _launch_sparsemax(kernel, *given)
-    elif name.startswith("path"):
+    elif name == "path_sample":
         _launch_path(kernel, activation, constants, *given)
+    elif name == "path_forward":
+        scores, leaf, out = given
+        _launch_path(kernel, activation, constants, scores, leaf, scores, out, BACKWARD=False)
+    elif name == "path_backward":
+        _launch_path(kernel, activation, constants, *given, BACKWARD=True)
     else:
         elements, few = (512, 2) if name == "tree_backward" else (1024, 1)
         _launch_tree(kernel, activation, constants, *given, elements=elements, few=few)
@@ -81,6 +86,7 @@ def _launch_path(
     constants: Tensor | None,
     scores: Tensor,
     *tensors: Tensor,
+    **options: bool,
 ) -> None:
     (rows, S), count = scores.shape, tensors[0].shape[0]
     if not count:
@@ -94,6 +100,7 @@ def _launch_path(
             rows=rows,
             K=S + 1,
             **activation_arguments(activation, constants is None),
+            **options,
             R=_BLOCK,
             HEIGHT=S.bit_length(),
             num_warps=4,

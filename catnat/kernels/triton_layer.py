@@ -160,13 +160,7 @@ def _steps(
     level,
     key,
     alive,
-    constants,
-    rate,
-    high,
-    low,
-    joint,
-    slope,
-    edge,
+    known,
     K: tl.constexpr,
     H: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -177,10 +171,8 @@ def _steps(
     inside = alive & (level < H) & (heap < K)
     node = tl.where(inside, heap - 1, 0)
     bit = (key >> tl.where(level < H, H - 1 - level, 0)) & 1
-    S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
-    left, right = _log_activation(s[None, :], node, *known, inside, NATURAL, CENTERED)
-    fall, rise = _slopes(s[None, :], node, *known, inside, NATURAL, CENTERED)
+    left, right = _log_activation(s[None, :], node, known, inside, NATURAL, CENTERED)
+    fall, rise = _slopes(s[None, :], node, known, inside, NATURAL, CENTERED)
     up = (bit == 1)[None, :]
     logs = tl.where(inside[None, :], tl.where(up, right, left), 0.0)
     moves = tl.where(inside[None, :], tl.where(up, rise, -fall), 0.0)
@@ -216,6 +208,8 @@ def _forward_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
+    S: tl.constexpr = K - 1
+    known = (constants, S, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(leaf + row)
     alive = place >= 0
@@ -229,9 +223,7 @@ def _forward_kernel(
     s = tl.load(near + row * N + node, mask=here, other=0.0).to(tl.float32)
     if BIAS:
         s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
-    total, moves = _steps(
-        s, level, key, here, constants, rate, high, low, joint, slope, edge, K, H, NATURAL, CENTERED
-    )
+    total, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
     tl.store(slopes + row * H + level[None, :], moves, mask=(level < U)[None, :])
 
     level = U + tl.arange(0, PL)
@@ -249,9 +241,7 @@ def _forward_kernel(
     s = tl.sum(products, axis=1)
     if BIAS:
         s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
-    below, moves = _steps(
-        s, level, key, here, constants, rate, high, low, joint, slope, edge, K, H, NATURAL, CENTERED
-    )
+    below, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
     tl.store(slopes + row * H + level[None, :], moves, mask=(level < H)[None, :])
     tl.store(out + row, tl.where(alive, total + below, float("nan")))
 

@@ -54,7 +54,7 @@ def forward_kernel(
     loaded = _load_levels(source, alive, HEIGHT)
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        left, right = _log_activation(loaded[level], node, *known, node < S, NATURAL, CENTERED)
+        left, right = _log_activation(loaded[level], node, known, node < S, NATURAL, CENTERED)
         here = tl.interleave(here + left, here + right)
     if REST == 0:
         tl.store(target + tl.arange(0, P)[None, :], here, mask=alive)
@@ -63,7 +63,7 @@ def forward_kernel(
         deep = i < REST
         node = P - 1 + i
         s = tl.load(source + node[None, :], mask=alive & deep[None, :], other=0.0)
-        left, right = _log_activation(s, node, *known, deep, NATURAL, CENTERED)
+        left, right = _log_activation(s, node, known, deep, NATURAL, CENTERED)
         pair = target + (P - REST + 2 * i)[None, :]
         tl.store(pair, here + left, mask=alive & deep[None, :])
         tl.store(pair + 1, here + right, mask=alive & deep[None, :])
@@ -107,7 +107,7 @@ def backward_kernel(
         node = P - 1 + i
         both = alive & deep[None, :]
         s = tl.load(source + node[None, :], mask=both, other=0.0)
-        left, right = _slopes(s, node, *known, deep, NATURAL, CENTERED)
+        left, right = _slopes(s, node, known, deep, NATURAL, CENTERED)
         pair = leaf + (P - REST + 2 * i)[None, :]
         a = tl.load(pair, mask=both, other=0.0)
         b = tl.load(pair + 1, mask=both, other=0.0)
@@ -117,7 +117,7 @@ def backward_kernel(
     loaded = _load_levels(source, alive, HEIGHT)
     for level in tl.static_range(HEIGHT - 1, -1, -1):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        left, right = _slopes(loaded[level], node, *known, node < S, NATURAL, CENTERED)
+        left, right = _slopes(loaded[level], node, known, node < S, NATURAL, CENTERED)
         a, b = tl.split(tl.reshape(here, (R, 1 << level, 2)))
         tl.store(target + node[None, :], b * right - a * left, mask=alive)
         here = a + b

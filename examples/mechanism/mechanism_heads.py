@@ -227,8 +227,7 @@ class Chain(CategoricalHead):
         """P(node) times the information of a node, on the diagonal."""
         no, _ = self.activation.log_activation(scores, self.constants)
         reached = torch.cat([torch.zeros_like(no[..., :1]), no.cumsum(-1)[..., :-1]], -1).exp()
-        left, right = self.activation.slopes(scores, self.constants)
-        return torch.diag_embed(reached * left * right)
+        return torch.diag_embed(reached * self.activation.information(scores, self.constants))
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Beyond the edges of natural."""
