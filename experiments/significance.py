@@ -1,7 +1,6 @@
 """Tests of each sample against the best of its group.
 
-Welch's t-test compares means; where one standard deviation is more than ten times the other, the
-rank test of Mann and Whitney takes its place. Holm's method adjusts p-values for their number.
+Welch's t-test compares means. Holm's method adjusts p-values for their number.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import NamedTuple
 from scipy import stats
 
 SIGNIFICANT = 0.05
-_SPREADS = 10.0  # standard deviations that differ by more are not compared by Welch's test
 
 
 class Comparison(NamedTuple):
@@ -68,22 +66,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _against(sample: Sequence[float], best: Sequence[float]) -> float | None:
-    p_value, least = test(sample, best), deviation(best)
+    p_value, least = welch(sample, best), deviation(best)
     if p_value is None or not deviation(sample) > least:
         return p_value
-    narrow = stats.ttest_ind_from_stats(
-        *(statistics.fmean(sample), least, len(sample)),
-        *(statistics.fmean(best), least, len(best)),
-    ).pvalue
-    return min(p_value, float(narrow)) if least else 0.0
-
-
-def test(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Welch's p-value, or that of the rank test where spreads are too different."""
-    spreads = sorted((deviation(a), deviation(b)))
-    if spreads[1] > _SPREADS * spreads[0]:  # not where one is NaN
-        return float(stats.mannwhitneyu(a, b).pvalue)
-    return welch(a, b)
+    return min(p_value, _test(sample, best, least, least)) if least else 0.0
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -92,7 +78,13 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
         return None
     if deviation(a) == deviation(b) == 0:  # scipy: NaN
         return 1.0 if a[0] == b[0] else 0.0
-    return float(stats.ttest_ind(a, b, equal_var=False).pvalue)
+    return _test(a, b, deviation(a), deviation(b))
+
+
+def _test(a: Sequence[float], b: Sequence[float], spread_a: float, spread_b: float) -> float:
+    of_a = statistics.fmean(a), spread_a, len(a)
+    of_b = statistics.fmean(b), spread_b, len(b)
+    return float(stats.ttest_ind_from_stats(*of_a, *of_b, equal_var=False).pvalue)
 
 
 def interval(a: Sequence[float], b: Sequence[float] = ()) -> tuple[float, float]:

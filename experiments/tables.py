@@ -203,8 +203,8 @@ def facts(plan: Plan, cells: list[Cell]) -> list[str]:
         said.append(f"The {tried}{f' after {more:,} steps' if more else ''}.")
     text = f"Mean ± standard deviation (with n - 1) over n = {many} runs"
     text += " (the paper's mean, ours minus it). " if plan.paper else ". "
-    text += "Bold: the best of its group, and those not significantly different (Welch, or rank "
-    text += f"test where spreads differ tenfold, p ≥ {SIGNIFICANT} after Holm's method over the "
+    text += "Bold: the best of its group, and those not significantly different (Welch, also with "
+    text += f"the spread of the best, p ≥ {SIGNIFICANT} after Holm's method over the "
     return [*said, text + f"table). {MISSING}: no finished run."]
 
 
