@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import threading
 import warnings
@@ -17,8 +18,26 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from catnat.checks import require_at_least
-from catnat.files import write_whole
-from catnat.rng import noise_state, set_noise_state
+from catnat.rng import random_states, set_random_states
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file; a reader never sees a part of it, and a failure leaves what was there before.
+
+    Args:
+        path: of the file; its folder is made if there is none.
+        content: all of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
@@ -134,7 +153,8 @@ class LastCheckpoint(Checkpoint):
     progress is finished, with all the batches it accumulates, saved, and :class:`Stopped` raised,
     on all ranks alike. A second SIGINT does not wait. A step that is followed by a validation is
     saved after the validation, with its result: a resumed run neither repeats the validation nor
-    leaves it out. Random states of torch on all ranks are saved for every module.
+    leaves it out. While it is among the callbacks, every checkpoint has the random states of all
+    ranks: a resumed run draws the numbers that the run would have drawn without the interruption.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -148,7 +168,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = 0
         self._asked_step = 0  # when the ranks last asked each other whether to stop
         self._due = self._stop = False
-        self._noise: dict[str, torch.Tensor] | None = None
+        self._random: list[dict[str, Any]] | None = None
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,9 +181,9 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = self._asked_step = trainer.global_step
         self._due = self._stop = False
         self._signals.listen()  # Lightning has put its own handler before ours
-        if self._noise is not None:
-            set_noise_state(self._noise, pl_module.device, pl_module.global_rank)
-            self._noise = None
+        if self._random is not None:
+            set_random_states(self._random, pl_module.device, pl_module.global_rank)
+            self._random = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -173,7 +193,7 @@ class LastCheckpoint(Checkpoint):
         Lightning resumes from either without validating again. But if the resumed run validates
         at other steps, Lightning finds the next batch only from the latter.
         """
-        checkpoint["noise"] = noise_state(pl_module.device, pl_module.all_gather)
+        checkpoint["random"] = random_states(pl_module.device)
         if trainer.state.fn == "fit" and trainer.validating:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             progress["total"]["completed"] -= 1
@@ -183,7 +203,7 @@ class LastCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the random states for the start of training."""
-        self._noise = checkpoint.get("noise")
+        self._random = checkpoint.get("random")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle signals in a test as well: it can take minutes, and stopping it loses nothing."""

@@ -19,10 +19,9 @@ from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
-from catnat.cli import report
 from catnat.cli.command import RunCLI, arguments, short_names
-from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
+from catnat.cli.run_folder import write_hparams_of, write_options
 
 
 class CatnatCLI(RunCLI):
@@ -52,12 +51,13 @@ class CatnatCLI(RunCLI):
         usual = DATA[self.recipe.data[0]] if self.recipe.data else None
         self.data_path = self.names.data or usual
         data = load(self.data_path, "--data") if self.data_path else None
-        of_data, of_model = arguments(data), arguments(model)
+        of_data, of_model = arguments(data) if data else set(), arguments(model)
         # An option of the model follows from one of the data: which one, and by which function.
         derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
         follows = of_model & set(getattr(model, "options_of_data", ()))
         self.links = {name: derived[name] for name in follows & derived.keys()}
-        self.short = short_names(model, data, Trainer, {a: b for a, (b, _) in self.links.items()})
+        links = {target: source for target, (source, _) in self.links.items()}
+        self.short = short_names(of_model, of_data, arguments(Trainer), links)
         defaults = self.recipe.defaults.items()
         self.defaults = {name: x for name, x in defaults if name.partition(".")[2] in of_data}
 
@@ -92,8 +92,7 @@ class CatnatCLI(RunCLI):
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
-        if self.keeps and self.folder.resumed:
-            # Once nothing refuses the run any more.
+        if self.keeps:  # once nothing refuses the run any more
             write = partial(write_options, self.folder.path, self.options)
             callbacks.append(LambdaCallback(on_train_start=write))
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
@@ -153,7 +152,7 @@ class CatnatCLI(RunCLI):
         if source := getattr(self.datamodule, "hparams", {}).get("source"):
             metrics["data_source"] = source
         if self.is_first and trainer.loggers:
-            report.write_hparams_of(trainer, metrics, self.config.seed_everything)
+            write_hparams_of(trainer, metrics, self.config.seed_everything)
         return metrics
 
     def validate(self) -> dict[str, Any]:
