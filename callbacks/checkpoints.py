@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import signal
 import threading
-import warnings
 import zipfile
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,9 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:  # a full disk does not say of which file
+        error.filename = error.filename or str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -82,30 +85,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     there to another disk is a copy that a kill can cut short.
     """
 
-    def __init__(self) -> None:
-        self._can_be_read = False
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
-        if not self._can_be_read:
-            content.seek(0)
-            if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
-                raise ValueError(
-                    f"checkpoint {path} could not be read back: it holds "
-                    f"{', '.join(sorted(unsafe))}; keep numbers, strings, lists, dictionaries and "
-                    "tensors in hyperparameters and in the state of callbacks, or leave a "
-                    "hyperparameter out with save_hyperparameters(ignore=...)"
-                )
-            self._can_be_read = True
-        try:
-            write_whole(Path(path), content.getbuffer())
-        except OSError as error:  # a full disk does not say of which file
-            error.filename = error.filename or str(path)
-            raise
+        content.seek(0)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
+            raise ValueError(
+                f"checkpoint {path} could not be read back: it holds {', '.join(sorted(unsafe))}; "
+                "keep numbers, strings, lists, dictionaries and tensors in hyperparameters and in "
+                "the state of callbacks, or leave a hyperparameter out with "
+                "save_hyperparameters(ignore=...)"
+            )
+        write_whole(Path(path), content.getbuffer())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
@@ -120,30 +114,21 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     The checksums of the archive are compared first: a flipped bit does not become a weight.
 
     Raises:
-        ValueError: of one line, if there is no checkpoint, or it is damaged.
+        ValueError: of one line, if the file is damaged, or not a checkpoint.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no checkpoint {path}")
     content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
     try:
         with zipfile.ZipFile(content) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged, or not a checkpoint at all") from error
-    if damaged is not None:
-        raise ValueError(f"checkpoint {path} is damaged: the checksum of {damaged} is wrong")
-    content.seek(0)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checkpoint = torch.load(content, map_location=map_location, weights_only=True)
+            if name := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
+        content.seek(0)
+        return dict(torch.load(content, map_location=map_location, weights_only=True))
+    except pickle.UnpicklingError as error:
+        what = "it holds more than tensors and plain values"
+        raise ValueError(f"checkpoint {path} is refused: {what}") from error
     except Exception as error:
-        raise ValueError(
-            f"checkpoint {path} is refused: it holds more than tensors and plain values"
-        ) from error
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"checkpoint {path} is not a checkpoint of a model")
-    return checkpoint
+        what = "is damaged, or not a checkpoint at all"
+        raise ValueError(f"checkpoint {path} {what}: {error}") from error
 
 
 class LastCheckpoint(Checkpoint):
@@ -166,7 +151,6 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
-        self._asked_step = 0  # when the ranks last asked each other whether to stop
         self._due = self._stop = False
         self._random: list[dict[str, Any]] | None = None
         self._signals = StopSignals()
@@ -178,7 +162,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
-        self._saved_step = self._asked_step = trainer.global_step
+        self._saved_step = trainer.global_step
         self._due = self._stop = False
         self._signals.listen()  # Lightning has put its own handler before ours
         if self._random is not None:
@@ -212,7 +196,9 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
-        self._stop = self._must_stop(trainer)
+        # Not with the gradients of some batches only, which a checkpoint does not hold.
+        whole = not trainer.fit_loop.epoch_loop._should_accumulate()
+        self._stop = whole and self._any_rank_asked(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
         if not _validation_follows(trainer):
@@ -255,15 +241,6 @@ class LastCheckpoint(Checkpoint):
         for logger in trainer.loggers:  # values of steps that a resumed run does not take again
             logger.save()
         trainer.save_checkpoint(self.path)
-
-    def _must_stop(self, trainer: Trainer) -> bool:
-        """Whether a signal came to any rank; ranks ask each other every ten steps only."""
-        if trainer.fit_loop.epoch_loop._should_accumulate():
-            return False  # gradients of some batches only, which a checkpoint does not hold
-        if trainer.world_size > 1 and trainer.global_step < self._asked_step + 10:
-            return False
-        self._asked_step = trainer.global_step
-        return self._any_rank_asked(trainer)
 
     def _any_rank_asked(self, trainer: Trainer) -> bool:
         asked = bool(self._signals.signum)

@@ -15,7 +15,6 @@ from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     SampledShare,
     matrix_of,
-    require_pairs,
 )
 from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
@@ -90,7 +89,7 @@ class FisherMonitor(Callback):
     ) -> None:
         require_at_least(1, every_n_steps=every_n_steps, write_every_n_steps=write_every_n_steps)
         require_at_least(0, image_every_n_steps=image_every_n_steps)
-        require_pairs(num_samples)
+        require_at_least(2 if num_samples else 0, num_samples=num_samples)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.image_every_n_steps = image_every_n_steps

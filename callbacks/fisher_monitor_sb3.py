@@ -15,7 +15,6 @@ from catnat.callbacks.fisher_diagnostics import (
     exact_diagnostics,
     exact_rows,
     matrix_of,
-    require_pairs,
     sampled_sums,
 )
 from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
@@ -61,7 +60,7 @@ class FisherMonitorSB3(BaseCallback):
     ) -> None:
         require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
         require_at_least(0, image_every_n_rollouts=image_every_n_rollouts)
-        require_pairs(num_samples)
+        require_at_least(2 if num_samples else 0, num_samples=num_samples)
         super().__init__(verbose)
         self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
         self.max_states, self.seed = max_states, seed

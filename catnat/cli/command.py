@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -42,16 +42,16 @@ class RunCLI(LightningCLI):
     Args:
         args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
         run: do what the command line says. Otherwise only the objects are made, and no folder.
-        options: of LightningCLI.
     """
 
     recipe: Recipe  # how the model is trained by default
     in_checkpoints: str  # a name that every checkpoint has
+    of_lightning_cli: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
     data_path: str | None = None  # of the data's class, where that is an option
     short: dict[str, str]  # full names of options by their short ones
     defaults: dict[str, Any]  # of the options of the data, where the recipe has other ones
 
-    def __init__(self, args: list[str] | None = None, run: bool = True, **options: Any) -> None:
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         silence()
         self.names = names = read_names(sys.argv[1:] if args is None else args)
         for each in names.imports:
@@ -69,7 +69,7 @@ class RunCLI(LightningCLI):
                 args=self._words(),
                 run=False,
                 load_from_checkpoint_support=False,
-                **options,
+                **self.of_lightning_cli,
             )
             if run:
                 self._run()

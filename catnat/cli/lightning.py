@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -28,17 +28,14 @@ class CatnatCLI(RunCLI):
     """The command line of models with a categorical head, and of other Lightning modules.
 
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
-
-    Args:
-        args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
-        run: do what the command line says. Otherwise only the objects are made, and no folder.
     """
 
     in_checkpoints = "pytorch-lightning_version"
-
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        defaults = {"devices": 1, "default_root_dir": "runs", "enable_model_summary": False}
-        super().__init__(args, run, trainer_defaults=defaults)
+    of_lightning_cli: ClassVar[dict[str, Any]] = {
+        "trainer_defaults": {
+            "devices": 1, "default_root_dir": "runs", "enable_model_summary": False,
+        }
+    }  # fmt: skip
 
     # -- from words to objects -----------------------------------------------------------------
 

@@ -162,16 +162,10 @@ class RLCLI(RunCLI):
     """The command line of the algorithms of Stable-Baselines3, as that of the other models.
 
     ``model``, ``env``, ``eval_env`` and ``config`` are what a command line describes.
-
-    Args:
-        args: the words of a command line, such as ``["--model", "ppo", "--env", "CartPole-v1"]``.
-        run: do what the command line says. Otherwise only the objects are made, and no folder.
     """
 
     in_checkpoints = "optimizer"
-
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        super().__init__(args, run, auto_configure_optimizers=False)
+    of_lightning_cli: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
 
     # -- from words to objects -----------------------------------------------------------------
 
