@@ -52,9 +52,8 @@ def set_random_states(states: list[dict[str, Any]], device: torch.device, rank: 
 
 
 def separate_noise(rank: int) -> None:
-    """Give every rank noise of its own; otherwise equal seeds would mean equal noise."""
-    if rank:
-        torch.manual_seed((torch.initial_seed() + rank * 0x9E3779B1) % 2**63)
+    """Give a rank noise of its own; otherwise equal seeds would mean equal noise."""
+    torch.manual_seed((torch.initial_seed() + rank * 0x9E3779B1) % 2**63)
 
 
 @contextmanager

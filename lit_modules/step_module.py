@@ -129,8 +129,9 @@ class StepModule(LightningModule):
                 rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
     def on_fit_start(self) -> None:
-        """Give each rank noise of its own."""
-        separate_noise(self.global_rank)
+        """Give each rank but the first noise of its own."""
+        if self.global_rank:
+            separate_noise(self.global_rank)
 
     def on_train_start(self) -> None:
         """Begin to replay steps, if they are replayed."""
