@@ -290,9 +290,5 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember the value of the file in this folder."""
-        path, score = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
-        if score is None or not path.is_file():
-            return
-        place = {"dirpath": self.dirpath, "best_k_models": {str(path): score}}
-        paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
-        super().load_state_dict(state_dict | place | paths)
+        if Path(str(self.dirpath), "best.ckpt").is_file():
+            super().load_state_dict(state_dict | {"dirpath": self.dirpath})

@@ -10,7 +10,8 @@ from cases_mnist import write_mnist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from catnat.callbacks import LastCheckpoint, Stopped
+from catnat.callbacks import LastCheckpoint
+from catnat.callbacks.checkpoints import Stopped
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 

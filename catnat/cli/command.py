@@ -191,7 +191,8 @@ class RunCLI(LightningCLI):
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        return bool(self.names.command == "fit")
+        leaves_nothing = map(self.config.trainer.get, ("fast_dev_run", "barebones"))
+        return bool(self.names.command == "fit" and not any(leaves_nothing))
 
     @property
     def is_first(self) -> bool:

@@ -117,12 +117,6 @@ class CatnatCLI(RunCLI):
     # -- commands ------------------------------------------------------------------------------
 
     @property
-    def keeps(self) -> bool:
-        """Whether the run leaves a folder."""
-        trainer = self.config.trainer
-        return super().keeps and not trainer.fast_dev_run and not trainer.barebones
-
-    @property
     def step(self) -> int:
         """The number of steps done; 0 before there is a Trainer."""
         return self.trainer.global_step if hasattr(self, "trainer") else 0
@@ -184,12 +178,11 @@ def set_validation_interval(options: dict[str, Any]) -> None:
 
     A run of epochs validates after each, as Lightning does.
     """
-    steps, interval = options["max_steps"], options["val_check_interval"]
-    if steps > 0 and interval is None and options["check_val_every_n_epoch"] == 1:
-        options["val_check_interval"] = min(default_interval(steps), steps)
-        options["check_val_every_n_epoch"] = None
-    elif isinstance(interval, int) and options["check_val_every_n_epoch"] == 1:
-        options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
+    if options["check_val_every_n_epoch"] == 1:
+        if (steps := options["max_steps"]) > 0 and options["val_check_interval"] is None:
+            options["val_check_interval"] = min(default_interval(steps), steps)
+        if isinstance(options["val_check_interval"], int):
+            options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 
 
 def default_interval(max_steps: int) -> int:

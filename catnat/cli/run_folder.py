@@ -148,7 +148,6 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
-        ".*dirpath has changed",
         ".*all_gather is deprecated",
         ".*configure_optimizers. will be overridden",
         ".*You have specified a mini-batch size",
