@@ -30,7 +30,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
-from catnat.callbacks import FisherMonitor, RunLogger
+from catnat.callbacks import FisherMonitor
+from catnat.callbacks.tensorboard import RunLogger
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
 

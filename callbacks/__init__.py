@@ -8,31 +8,19 @@ if __name__ != "catnat.callbacks":  # imported by the bare name of the folder
 
 from typing import TYPE_CHECKING, Any
 
-from catnat.callbacks.checkpoints import (
-    AtomicCheckpointIO,
-    BestCheckpoint,
-    LastCheckpoint,
-    Stopped,
-    load_checkpoint,
-)
+from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.fisher_monitor import FisherMonitor
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord
 
 if TYPE_CHECKING:
     from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
 
 __all__ = [
-    "AtomicCheckpointIO",
     "BestCheckpoint",
     "Figures",
     "FisherMonitor",
     "FisherMonitorSB3",
     "LastCheckpoint",
-    "RunLogger",
-    "RunRecord",
-    "Stopped",
-    "load_checkpoint",
 ]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import pickle
 import signal
 import threading
-import warnings
 import zipfile
 from pathlib import Path
 from types import FrameType
@@ -17,8 +18,29 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from catnat.checks import require_at_least
-from catnat.files import write_whole
-from catnat.rng import noise_state, set_noise_state
+from catnat.rng import random_states, set_random_states
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file; a reader never sees a part of it, and a failure leaves what was there before.
+
+    Args:
+        path: of the file; its folder is made if there is none.
+        content: all of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:  # a full disk does not say of which file
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
@@ -63,30 +85,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     there to another disk is a copy that a kill can cut short.
     """
 
-    def __init__(self) -> None:
-        self._can_be_read = False
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Save a checkpoint; if that fails, the file that was there before is untouched."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
-        if not self._can_be_read:
-            content.seek(0)
-            if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
-                raise ValueError(
-                    f"checkpoint {path} could not be read back: it holds "
-                    f"{', '.join(sorted(unsafe))}; keep numbers, strings, lists, dictionaries and "
-                    "tensors in hyperparameters and in the state of callbacks, or leave a "
-                    "hyperparameter out with save_hyperparameters(ignore=...)"
-                )
-            self._can_be_read = True
-        try:
-            write_whole(Path(path), content.getbuffer())
-        except OSError as error:  # a full disk does not say of which file
-            error.filename = error.filename or str(path)
-            raise
+        content.seek(0)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
+            raise ValueError(
+                f"checkpoint {path} could not be read back: it holds {', '.join(sorted(unsafe))}; "
+                "keep numbers, strings, lists, dictionaries and tensors in hyperparameters and in "
+                "the state of callbacks, or leave a hyperparameter out with "
+                "save_hyperparameters(ignore=...)"
+            )
+        write_whole(Path(path), content.getbuffer())
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
@@ -101,30 +114,21 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     The checksums of the archive are compared first: a flipped bit does not become a weight.
 
     Raises:
-        ValueError: of one line, if there is no checkpoint, or it is damaged.
+        ValueError: of one line, if the file is damaged, or not a checkpoint.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no checkpoint {path}")
     content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
     try:
         with zipfile.ZipFile(content) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged, or not a checkpoint at all") from error
-    if damaged is not None:
-        raise ValueError(f"checkpoint {path} is damaged: the checksum of {damaged} is wrong")
-    content.seek(0)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checkpoint = torch.load(content, map_location=map_location, weights_only=True)
+            if name := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
+        content.seek(0)
+        return dict(torch.load(content, map_location=map_location, weights_only=True))
+    except pickle.UnpicklingError as error:
+        what = "it holds more than tensors and plain values"
+        raise ValueError(f"checkpoint {path} is refused: {what}") from error
     except Exception as error:
-        raise ValueError(
-            f"checkpoint {path} is refused: it holds more than tensors and plain values"
-        ) from error
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"checkpoint {path} is not a checkpoint of a model")
-    return checkpoint
+        what = "is damaged, or not a checkpoint at all"
+        raise ValueError(f"checkpoint {path} {what}: {error}") from error
 
 
 class LastCheckpoint(Checkpoint):
@@ -134,7 +138,8 @@ class LastCheckpoint(Checkpoint):
     progress is finished, with all the batches it accumulates, saved, and :class:`Stopped` raised,
     on all ranks alike. A second SIGINT does not wait. A step that is followed by a validation is
     saved after the validation, with its result: a resumed run neither repeats the validation nor
-    leaves it out. Random states of torch on all ranks are saved for every module.
+    leaves it out. While it is among the callbacks, every checkpoint has the random states of all
+    ranks: a resumed run draws the numbers that the run would have drawn without the interruption.
 
     Args:
         dirpath: the folder; rank 0's counts.
@@ -146,9 +151,8 @@ class LastCheckpoint(Checkpoint):
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
         self._saved_step = 0
-        self._asked_step = 0  # when the ranks last asked each other whether to stop
         self._due = self._stop = False
-        self._noise: dict[str, torch.Tensor] | None = None
+        self._random: list[dict[str, Any]] | None = None
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -158,12 +162,12 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
-        self._saved_step = self._asked_step = trainer.global_step
+        self._saved_step = trainer.global_step
         self._due = self._stop = False
         self._signals.listen()  # Lightning has put its own handler before ours
-        if self._noise is not None:
-            set_noise_state(self._noise, pl_module.device, pl_module.global_rank)
-            self._noise = None
+        if self._random is not None:
+            set_random_states(self._random, pl_module.device, pl_module.global_rank)
+            self._random = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -173,7 +177,7 @@ class LastCheckpoint(Checkpoint):
         Lightning resumes from either without validating again. But if the resumed run validates
         at other steps, Lightning finds the next batch only from the latter.
         """
-        checkpoint["noise"] = noise_state(pl_module.device, pl_module.all_gather)
+        checkpoint["random"] = random_states(pl_module.device)
         if trainer.state.fn == "fit" and trainer.validating:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
             progress["total"]["completed"] -= 1
@@ -183,7 +187,7 @@ class LastCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the random states for the start of training."""
-        self._noise = checkpoint.get("noise")
+        self._random = checkpoint.get("random")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle signals in a test as well: it can take minutes, and stopping it loses nothing."""
@@ -192,7 +196,9 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
-        self._stop = self._must_stop(trainer)
+        # Not with the gradients of some batches only, which a checkpoint does not hold.
+        whole = not trainer.fit_loop.epoch_loop._should_accumulate()
+        self._stop = whole and self._any_rank_asked(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
         if not _validation_follows(trainer):
@@ -235,15 +241,6 @@ class LastCheckpoint(Checkpoint):
         for logger in trainer.loggers:  # values of steps that a resumed run does not take again
             logger.save()
         trainer.save_checkpoint(self.path)
-
-    def _must_stop(self, trainer: Trainer) -> bool:
-        """Whether a signal came to any rank; ranks ask each other every ten steps only."""
-        if trainer.fit_loop.epoch_loop._should_accumulate():
-            return False  # gradients of some batches only, which a checkpoint does not hold
-        if trainer.world_size > 1 and trainer.global_step < self._asked_step + 10:
-            return False
-        self._asked_step = trainer.global_step
-        return self._any_rank_asked(trainer)
 
     def _any_rank_asked(self, trainer: Trainer) -> bool:
         asked = bool(self._signals.signum)
@@ -293,9 +290,5 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember the value of the file in this folder."""
-        path, score = Path(str(self.dirpath), "best.ckpt"), state_dict["best_model_score"]
-        if score is None or not path.is_file():
-            return
-        place = {"dirpath": self.dirpath, "best_k_models": {str(path): score}}
-        paths = dict.fromkeys(("best_model_path", "kth_best_model_path"), str(path))
-        super().load_state_dict(state_dict | place | paths)
+        if Path(str(self.dirpath), "best.ckpt").is_file():
+            super().load_state_dict(state_dict | {"dirpath": self.dirpath})

@@ -32,12 +32,6 @@ _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 Row = dict[str, float]  # values by tag
 
 
-def require_pairs(num_samples: int) -> None:
-    """Raise for a number of draws that cannot be divided into two halves; 0 is none at all."""
-    if num_samples != 0 and num_samples < 2:
-        raise ValueError(f"num_samples must be 0 or at least 2, got {num_samples}")
-
-
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
     """What :func:`exact_rows` reads, of T steps: (T, B, S) -> (T, D + 2).
 

@@ -15,7 +15,6 @@ from catnat.callbacks.fisher_diagnostics import (
     HeadHistory,
     SampledShare,
     matrix_of,
-    require_pairs,
 )
 from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
@@ -90,7 +89,7 @@ class FisherMonitor(Callback):
     ) -> None:
         require_at_least(1, every_n_steps=every_n_steps, write_every_n_steps=write_every_n_steps)
         require_at_least(0, image_every_n_steps=image_every_n_steps)
-        require_pairs(num_samples)
+        require_at_least(2 if num_samples else 0, num_samples=num_samples)
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.image_every_n_steps = image_every_n_steps
@@ -99,6 +98,7 @@ class FisherMonitor(Callback):
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
         self._step = self._rank = 0
+        self._replayed = False  # whether the module replays steps, and shows each to its observers
         self._shares: dict[str, SampledShare] = {}  # of each head
         self._start_anew()
 
@@ -134,7 +134,9 @@ class FisherMonitor(Callback):
         numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
         most = max(1, _MAX_RESULTS // numbers)
         self._steps_at_once = min(self.write_every_n_steps, most)  # on all ranks
-        if (observers := _observers(pl_module)) is not None:
+        self._replayed = getattr(pl_module, "replays", False)
+        if self._replayed:
+            observers: Any = pl_module.step_observers
             observers.append(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,12 +154,12 @@ class FisherMonitor(Callback):
         """Keep the scores of a batch, and write once there are enough steps."""
         # The batch's first step, counted from 0: with two optimizers all last ones are odd.
         step, self._step = self._step, trainer.global_step
-        if _observers(pl_module) is None and step % self.every_n_steps == 0:
+        if not self._replayed and step % self.every_n_steps == 0:
             self._keep(step, self.look())
             if self._step > step:  # not while gradients accumulate
                 self._end_step()
         if self._steps_to_write >= self._steps_at_once:
-            self._write(trainer, wait=_observers(pl_module) is None)
+            self._write(trainer, wait=not self._replayed)
 
     def look(self) -> dict[str, Tensor]:
         """Scores that the heads saw in this batch, by the head's name."""
@@ -189,9 +191,8 @@ class FisherMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for name, (step, matrix) in self._undrawn.items():
-            self._draw(trainer, name, step, matrix)
-        self._undrawn = {}
+        for name in list(self._undrawn) if self.image_every_n_steps else ():
+            self._draw(trainer, name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
@@ -260,8 +261,10 @@ class FisherMonitor(Callback):
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     write_rows(logger, rows)
-                if self.image_every_n_steps:
-                    self._draw_some(trainer, name, list(rows), exact)
+                for step, diagnostics in zip(rows, exact, strict=True):
+                    self._undrawn[name] = (step, diagnostics)
+                    if is_drawn(step, self.image_every_n_steps):
+                        self._draw(trainer, name)
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._write(trainer, wait=True)
@@ -273,16 +276,10 @@ class FisherMonitor(Callback):
         assert self._probe is not None
         return tag if len(self._probe.heads) == 1 else tag.replace("/", f"/{name}/")
 
-    def _draw_some(self, trainer: Trainer, name: str, steps: list[int], exact: Tensor) -> None:
-        """Draw the steps that are due, and keep the last one for the end."""
-        for step, diagnostics in zip(steps, exact, strict=True):
-            self._undrawn[name] = (step, diagnostics)
-            if is_drawn(step, self.image_every_n_steps):
-                self._draw(trainer, name, *self._undrawn.pop(name))
-
-    def _draw(self, trainer: Trainer, name: str, step: int, diagnostics: Tensor) -> None:
-        """Give the loggers a picture of G, unless G is not finite or too large."""
+    def _draw(self, trainer: Trainer, name: str) -> None:
+        """Give the loggers a picture of the latest G, unless G is not finite or too large."""
         assert self._probe is not None
+        step, diagnostics = self._undrawn.pop(name)
         head, title = self._probe.heads[name], f"mean Fisher matrix, step {step}"
 
         def draw() -> Tensor | None:
@@ -291,9 +288,3 @@ class FisherMonitor(Callback):
             return fisher_picture(matrix_of(head, diagnostics), head, title)
 
         add_image(trainer.loggers, self._tag(name, "fim/picture"), draw, step)
-
-
-def _observers(module: LightningModule) -> list[Any] | None:
-    """The list of observers that a module calls at each replayed step; None if it replays none."""
-    replays = getattr(module, "replays", False)
-    return getattr(module, "step_observers", None) if replays else None

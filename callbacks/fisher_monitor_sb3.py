@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Image, KVWriter, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Image, TensorBoardOutputFormat
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
@@ -15,7 +16,6 @@ from catnat.callbacks.fisher_diagnostics import (
     exact_diagnostics,
     exact_rows,
     matrix_of,
-    require_pairs,
     sampled_sums,
 )
 from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
@@ -37,9 +37,10 @@ class FisherMonitorSB3(BaseCallback):
 
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 
-    The values are recorded in the model's logger, and written with its next row. If that row
-    belongs to a later step, the monitor writes a row of its own before. The monitor draws from
-    random generators of its own, so that a run with the monitor learns the same as a run without.
+    TensorBoard gets the values of each observed rollout under its step, whatever ``log_interval``
+    is; other outputs of the model's logger get the latest ones in their next row. The monitor draws
+    from random generators of its own, so that a run with the monitor learns the same as a run
+    without.
 
     Args:
         every_n_rollouts: observe each n-th rollout.
@@ -61,7 +62,7 @@ class FisherMonitorSB3(BaseCallback):
     ) -> None:
         require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
         require_at_least(0, image_every_n_rollouts=image_every_n_rollouts)
-        require_pairs(num_samples)
+        require_at_least(2 if num_samples else 0, num_samples=num_samples)
         super().__init__(verbose)
         self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
         self.max_states, self.seed = max_states, seed
@@ -79,9 +80,6 @@ class FisherMonitorSB3(BaseCallback):
         if self._generator is None:
             self._generator = torch.Generator(self.model.device).manual_seed(self.seed)
             self._chooser.manual_seed(self.seed)
-
-    def _on_rollout_start(self) -> None:
-        self._write_late()
 
     def _on_step(self) -> bool:
         return True
@@ -108,11 +106,12 @@ class FisherMonitorSB3(BaseCallback):
             if self.image_every_n_rollouts:
                 matrix = matrix_of(head, diagnostics[0])
                 self._undrawn.append((f"fim{middle}picture", head, matrix))
-        if is_drawn(number, self.image_every_n_rollouts):
-            self._record_pictures()
         self.latest["train/entropy"] = float(entropy)
+        self._write(self.latest)
         for tag, value in self.latest.items():
-            self.logger.record(tag, value)
+            self.logger.record(tag, value, exclude="tensorboard")
+        if is_drawn(number, self.image_every_n_rollouts):
+            self._draw()
 
     def _sampled(self, name: str, head: CategoricalHead, scores: Tensor) -> dict[str, float]:
         """Values by tag, from draws at each row of scores (B, S)."""
@@ -122,8 +121,7 @@ class FisherMonitorSB3(BaseCallback):
         return self._shares.setdefault(name, SampledShare()).row(*sums.tolist())
 
     def _on_training_end(self) -> None:
-        self._record_pictures()
-        self._write_late()
+        self._draw()
 
     @property
     def _buffer(self) -> Any:
@@ -163,25 +161,16 @@ class FisherMonitorSB3(BaseCallback):
             return policy.get_distribution(states, memory, starts)[0]
         return policy.get_distribution(states)
 
-    def _record_pictures(self) -> None:
-        """Record pictures of the latest matrices that have none, are finite and not too large."""
-        outputs = self.logger.output_formats
-        shown = any(isinstance(each, TensorBoardOutputFormat) for each in outputs)
-        for tag, head, matrix in self._undrawn if shown else ():
+    def _draw(self) -> None:
+        """Draw the latest matrices that have no picture yet, are finite and not too large."""
+        for tag, head, matrix in self._undrawn:
             if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
                 title = f"mean Fisher matrix, step {self._step}"
-                picture = Image(fisher_picture(matrix, head, title), "HWC")
-                self.logger.record(tag, picture, exclude=("stdout", "log", "json", "csv"))
+                self._write({tag: Image(fisher_picture(matrix, head, title), "HWC")})
         self._undrawn = []
 
-    def _write_late(self) -> None:
-        """Write values that the logger has not written: its next row belongs to a later step."""
-        recorded, excluded = self.logger.name_to_value, self.logger.name_to_excluded
-        tags = [tag for tag in recorded if tag in self.latest or tag.startswith("fim")]
-        values = {tag: recorded.pop(tag) for tag in tags}
-        hidden = {tag: excluded.pop(tag) for tag in tags}
-        # A table would get an empty row for pictures alone.
-        tables_too = any(not isinstance(each, Image) for each in values.values())
-        for output in self.logger.output_formats if values else ():
-            if isinstance(output, KVWriter if tables_too else TensorBoardOutputFormat):
-                output.write(values, hidden, self._step)
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Give TensorBoard values of the latest rollout."""
+        for output in self.logger.output_formats:
+            if isinstance(output, TensorBoardOutputFormat):
+                output.write(dict(values), dict.fromkeys(values, ()), self._step)

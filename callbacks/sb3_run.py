@@ -13,9 +13,8 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import Stopped, StopSignals
+from catnat.callbacks.checkpoints import Stopped, StopSignals, write_whole
 from catnat.callbacks.tensorboard import progress_line
-from catnat.files import write_whole
 from catnat.sb3.run_state import state_of
 
 Metrics = dict[str, float]

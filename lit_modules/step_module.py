@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 from catnat.cuda_graph import capturable_options, keep_kernels, set_learning_rate
 from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver, why_not
 from catnat.metrics import RowMeans
-from catnat.rng import forked_random_state, noise_state, separate_noise, set_noise_state
+from catnat.rng import forked_random_state, separate_noise
 
 
 class StepModule(LightningModule):
     """A module that minimizes :meth:`step_loss`, and draws reproducible noise.
 
-    Random states are part of a checkpoint: a resumed run draws the same numbers as a run without
-    interruption, and learns the same bit for bit if its loader resumes exactly, as those of
-    catnat.datamodules do. A shuffled DataLoader of torch does not, and a LightningModule of another
-    class saves no random states. Every rank has noise of its own.
+    Every rank has noise of its own. With the callback :class:`~catnat.callbacks.LastCheckpoint`
+    random states are part of a checkpoint: a resumed run learns the same bit for bit as a run
+    without interruption, if its loader resumes exactly, as those of catnat.datamodules do. A
+    shuffled DataLoader of torch does not.
 
     :meth:`step_loss` also works under ``torch.func``: many models with stacked parameters and
     buffers take a step together by ``vmap(..., randomness="different")``.
@@ -48,7 +48,6 @@ class StepModule(LightningModule):
         self.capture, self.gradient_clip = capture, gradient_clip
         self.step_observers: list[StepObserver] = []  # of replayed steps
         self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
-        self._noise_to_restore: dict[str, Tensor] | None = None
 
     # -- what a subclass says ------------------------------------------------------------------
 
@@ -132,15 +131,15 @@ class StepModule(LightningModule):
             elif self.capture or (self.capture is None and on_cuda and not own_step):
                 rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
+    def on_fit_start(self) -> None:
+        """Give each rank but the first noise of its own."""
+        if self.global_rank:
+            separate_noise(self.global_rank)
+
     def on_train_start(self) -> None:
-        """Restore the random states of a resumed run; give each rank noise of its own."""
+        """Begin to replay steps, if they are replayed."""
         if self._replay is not None:
             self._replay.start()
-        if self._noise_to_restore is not None:
-            set_noise_state(self._noise_to_restore, self.device, self.global_rank)
-            self._noise_to_restore = None
-        else:
-            separate_noise(self.global_rank)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare the step of this batch."""
@@ -185,13 +184,8 @@ class StepModule(LightningModule):
             self._stop_replaying()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks."""
+        """Log the latest loss of replayed steps."""
         self._log_sent()
-        checkpoint["noise"] = noise_state(self.device, self.all_gather)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the random states for the start of training."""
-        self._noise_to_restore = checkpoint.get("noise")
 
     def on_validation_epoch_start(self) -> None:
         """Forget the rows of earlier epochs."""

@@ -113,7 +113,7 @@ class Spoil(BaseCallback):
 
     def __init__(self, name, value):
         super().__init__()
-        self.name, self.value, self.before = name, value, None
+        self.name, self.value = name, value
 
     def _on_step(self):
         return True
@@ -121,11 +121,6 @@ class Spoil(BaseCallback):
     def _on_rollout_end(self):
         if self.num_timesteps == 96:
             getattr(self.model.rollout_buffer, self.name)[3, 1] = self.value
-            self.before = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
-            self.moments = [x["exp_avg"].clone() for x in self._states()]
-
-    def _states(self):
-        return self.model.policy.optimizer.state.values()
 
 
 class Count(gym.Env):

@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_found_before_it_becomes_a_weight(tmp_path):
         flipped = bytearray(content)
         flipped[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(ValueError, match=r"is damaged: the checksum of .*data/0 is wrong"):
+        with pytest.raises(ValueError, match=r"is damaged, .*: the checksum of .*data/0 is wrong"):
             load_checkpoint(path)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from catnat.callbacks import Figures, FisherMonitor
+from catnat.callbacks import Figures, FisherMonitor, LastCheckpoint
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 
@@ -54,7 +54,8 @@ def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=Non
     data = data or MNISTDataModule(str(root), batch_size=10 // devices, download=False)
     trainer = quiet_trainer(
         devices=devices, strategy="ddp_fork" if devices > 1 else "auto", max_steps=steps,
-        max_epochs=-1, enable_checkpointing=bool(save), **{"callbacks": list(save)} | options,
+        max_epochs=-1, enable_checkpointing=True,
+        **{"callbacks": [LastCheckpoint(folder, 1000), *save]} | options,
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer, data

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from catnat.callbacks.checkpoints import AtomicCheckpointIO
-from catnat.cli.folders import RunFolder
+from catnat.cli.run_folder import RunFolder
 from catnat.lit_modules import DiscreteVAE
 
 FOLDER = Path("runs/vae/natural/version_0")
@@ -148,9 +148,9 @@ def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data
 def test_runs_that_start_at_the_same_time_have_a_folder_each(workspace, monkeypatch):
     usual = RunFolder.make
 
-    def late(self, config):
+    def late(self):
         FOLDER.mkdir(parents=True)  # another process was faster
-        usual(self, config)
+        usual(self)
 
     monkeypatch.setattr(RunFolder, "make", late)
     assert run(*workspace) == 0

@@ -107,13 +107,12 @@ def test_what_is_learned_stays_the_same(algorithm):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_steps_are_right_when_the_logger_writes_seldom():
+def test_an_output_that_writes_seldom_gets_the_latest_values():
     monitor = FisherMonitorSB3(every_n_rollouts=2, num_samples=0)
     _, rows = run(monitor=monitor, log_interval=2, steps=5 * 32)
     seen = [step for step, row in rows.items() if "fim/off_diagonal_mass" in row]
-    assert seen == [32, 96, 160]
+    assert seen == [64, 128]
     assert not any(tag.startswith("fim_sampled") for row in rows.values() for tag in row)
-    assert "rollout/ep_rew_mean" in rows[64] and "fim/saturated" not in rows[64]
 
 
 def test_tensorboard_and_csv_take_it(tmp_path):

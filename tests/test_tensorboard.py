@@ -12,8 +12,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from catnat import make_head
-from catnat.callbacks import Figures, FisherMonitor, RunLogger
+from catnat.callbacks import Figures, FisherMonitor
 from catnat.callbacks.images import add_image, fisher_picture
+from catnat.callbacks.tensorboard import RunLogger
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
 

@@ -148,7 +148,8 @@ def test_a_checkpoint_of_a_vae_is_refused(capfd):
 
 
 def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
-    assert run(*QUICK, "--learning_rate=1e30", "--total_steps=512", head="softmax") == 1
+    options = ["--learning_rate=1e30", "--total_steps=512", "--save_every=1"]
+    assert run(*QUICK, *options, head="softmax") == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(
         r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo", line

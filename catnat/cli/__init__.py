@@ -2,6 +2,6 @@
 
 ``names`` knows which model, head and data a command line asks for; ``command`` is what all runs
 have: names of options, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning
-and with Stable-Baselines3; ``folders`` has the folders of runs,
-``report`` what is printed and kept at the end, ``errors`` the one line for a mistake.
+and with Stable-Baselines3; ``run_folder`` has the folder of a run, and what is printed and kept at
+the end; ``errors`` has the one line for a mistake.
 """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -19,10 +18,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
-from catnat.cli import report
 from catnat.cli.errors import RunFailed, is_mistake, one_line
-from catnat.cli.folders import RunFolder, record_of
-from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml
+from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml, record_of
+from catnat.cli.run_folder import RunFolder, show_metrics, silence
 from catnat.flat_heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
@@ -44,17 +42,17 @@ class RunCLI(LightningCLI):
     Args:
         args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
         run: do what the command line says. Otherwise only the objects are made, and no folder.
-        options: of LightningCLI.
     """
 
     recipe: Recipe  # how the model is trained by default
     in_checkpoints: str  # a name that every checkpoint has
+    of_lightning_cli: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
     data_path: str | None = None  # of the data's class, where that is an option
     short: dict[str, str]  # full names of options by their short ones
     defaults: dict[str, Any]  # of the options of the data, where the recipe has other ones
 
-    def __init__(self, args: list[str] | None = None, run: bool = True, **options: Any) -> None:
-        report.silence()
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        silence()
         self.names = names = read_names(sys.argv[1:] if args is None else args)
         for each in names.imports:
             import_module(each)
@@ -71,7 +69,7 @@ class RunCLI(LightningCLI):
                 args=self._words(),
                 run=False,
                 load_from_checkpoint_support=False,
-                **options,
+                **self.of_lightning_cli,
             )
             if run:
                 self._run()
@@ -143,7 +141,7 @@ class RunCLI(LightningCLI):
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._compare()}"
         if self.runs and self.keeps and self.is_first:
-            self.folder.make(self.options)
+            self.folder.make()
 
     def _set_length(self) -> None:
         """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
@@ -193,7 +191,8 @@ class RunCLI(LightningCLI):
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        return bool(self.names.command == "fit")
+        leaves_nothing = map(self.config.trainer.get, ("fast_dev_run", "barebones"))
+        return bool(self.names.command == "fit" and not any(leaves_nothing))
 
     @property
     def is_first(self) -> bool:
@@ -225,7 +224,7 @@ class RunCLI(LightningCLI):
             after = f"training ended after step {self.step}"
             raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
         if self.is_first and self.metrics:
-            report.show_metrics(self.metrics, self.folder.path, keep=self.keeps)
+            show_metrics(self.metrics, self.folder.path, keep=self.keeps)
 
     def close(self) -> None:
         """Give back what the run holds, and remove the folder of a run that was refused."""
@@ -241,30 +240,15 @@ def canonical_head(name: str) -> str:
 # -- options ---------------------------------------------------------------------------------------
 
 
-def add_arguments(
-    parser: ArgumentParser, of: Callable[..., Any], group: str | None = None
-) -> set[str]:
-    """Add the arguments of a class to a parser, or those of a function up to ``*``.
-
-    Returns:
-        their names.
-    """
-    if isinstance(of, type):
-        return set(parser.add_class_arguments(of, group, fail_untyped=False))
-    kinds = {name: each.kind for name, each in inspect.signature(of).parameters.items()}
-    skip: set[str | int] = {
-        name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    return set(parser.add_function_arguments(of, group, skip=skip))
-
-
-def arguments(of: Callable[..., Any] | None) -> set[str]:
-    """Names of the options of a class or a function; None has none."""
-    return add_arguments(ArgumentParser(), of) if of else set()
+def arguments(of: Callable[..., Any], skip: Iterable[str] = ()) -> set[str]:
+    """Names of the options of a class or a function, without some."""
+    parser = ArgumentParser()
+    add: Any = parser.add_class_arguments if isinstance(of, type) else parser.add_function_arguments
+    return set(add(of, fail_untyped=False, skip=set(skip)))
 
 
 def short_names(
-    model: type, data: Callable[..., Any] | None, trainer: type, links: Mapping[str, str]
+    of_model: set[str], of_data: set[str], of_trainer: set[str], links: Mapping[str, str] = {}
 ) -> dict[str, str]:
     """Full names of options by their short ones: max_steps is trainer.max_steps.
 
@@ -272,13 +256,13 @@ def short_names(
     must be written in full.
 
     Args:
-        model: class behind the options of the model.
-        data: class or function behind those of the data, if there is one.
-        trainer: class behind those of the Trainer.
+        of_model: options of the model.
+        of_data: options of the data.
+        of_trainer: options of the Trainer.
         links: options of the model that follow from one of the data, by name.
     """
-    of_model, of_data = arguments(model) - links.keys(), arguments(data)
-    short = {name: f"trainer.{name}" for name in arguments(trainer) - (of_model & of_data)}
+    of_model = of_model - links.keys()
+    short = {name: f"trainer.{name}" for name in of_trainer - (of_model & of_data)}
     if "head_options" in of_model:
         short |= {name: f"model.head_options.{name}" for name in head_option_names()}
     short |= {name: f"model.{name}" for name in of_model - of_data}

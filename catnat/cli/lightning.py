@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -19,27 +19,23 @@ from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
-from catnat.cli import report
 from catnat.cli.command import RunCLI, arguments, short_names
-from catnat.cli.folders import write_options
 from catnat.cli.names import DATA, RECIPES, Recipe, load
+from catnat.cli.run_folder import write_hparams_of, write_options
 
 
 class CatnatCLI(RunCLI):
     """The command line of models with a categorical head, and of other Lightning modules.
 
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
-
-    Args:
-        args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
-        run: do what the command line says. Otherwise only the objects are made, and no folder.
     """
 
     in_checkpoints = "pytorch-lightning_version"
-
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        defaults = {"devices": 1, "default_root_dir": "runs", "enable_model_summary": False}
-        super().__init__(args, run, trainer_defaults=defaults)
+    of_lightning_cli: ClassVar[dict[str, Any]] = {
+        "trainer_defaults": {
+            "devices": 1, "default_root_dir": "runs", "enable_model_summary": False,
+        }
+    }  # fmt: skip
 
     # -- from words to objects -----------------------------------------------------------------
 
@@ -52,12 +48,13 @@ class CatnatCLI(RunCLI):
         usual = DATA[self.recipe.data[0]] if self.recipe.data else None
         self.data_path = self.names.data or usual
         data = load(self.data_path, "--data") if self.data_path else None
-        of_data, of_model = arguments(data), arguments(model)
+        of_data, of_model = arguments(data) if data else set(), arguments(model)
         # An option of the model follows from one of the data: which one, and by which function.
         derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
         follows = of_model & set(getattr(model, "options_of_data", ()))
         self.links = {name: derived[name] for name in follows & derived.keys()}
-        self.short = short_names(model, data, Trainer, {a: b for a, (b, _) in self.links.items()})
+        links = {target: source for target, (source, _) in self.links.items()}
+        self.short = short_names(of_model, of_data, arguments(Trainer), links)
         defaults = self.recipe.defaults.items()
         self.defaults = {name: x for name, x in defaults if name.partition(".")[2] in of_data}
 
@@ -92,8 +89,7 @@ class CatnatCLI(RunCLI):
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
-        if self.keeps and self.folder.resumed:
-            # Once nothing refuses the run any more.
+        if self.keeps:  # once nothing refuses the run any more
             write = partial(write_options, self.folder.path, self.options)
             callbacks.append(LambdaCallback(on_train_start=write))
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
@@ -119,12 +115,6 @@ class CatnatCLI(RunCLI):
         return logger
 
     # -- commands ------------------------------------------------------------------------------
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the run leaves a folder."""
-        trainer = self.config.trainer
-        return super().keeps and not trainer.fast_dev_run and not trainer.barebones
 
     @property
     def step(self) -> int:
@@ -153,7 +143,7 @@ class CatnatCLI(RunCLI):
         if source := getattr(self.datamodule, "hparams", {}).get("source"):
             metrics["data_source"] = source
         if self.is_first and trainer.loggers:
-            report.write_hparams_of(trainer, metrics, self.config.seed_everything)
+            write_hparams_of(trainer, metrics, self.config.seed_everything)
         return metrics
 
     def validate(self) -> dict[str, Any]:
@@ -188,12 +178,11 @@ def set_validation_interval(options: dict[str, Any]) -> None:
 
     A run of epochs validates after each, as Lightning does.
     """
-    steps, interval = options["max_steps"], options["val_check_interval"]
-    if steps > 0 and interval is None and options["check_val_every_n_epoch"] == 1:
-        options["val_check_interval"] = min(default_interval(steps), steps)
-        options["check_val_every_n_epoch"] = None
-    elif isinstance(interval, int) and options["check_val_every_n_epoch"] == 1:
-        options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
+    if options["check_val_every_n_epoch"] == 1:
+        if (steps := options["max_steps"]) > 0 and options["val_check_interval"] is None:
+            options["val_check_interval"] = min(default_interval(steps), steps)
+        if isinstance(options["val_check_interval"], int):
+            options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 
 
 def default_interval(max_steps: int) -> int:

@@ -58,11 +58,13 @@ def _main(argv: list[str]) -> None:
         print(f"catnat {__version__}")
         return
     words = [word for word in argv if word not in ("-h", "--help")]
-    if len(words) < len(argv) or not argv:
+    helps = len(words) < len(argv) or not argv
+    if helps:
         print(_PAGE.format(command=command_words(), models=", ".join(MODELS), data=", ".join(DATA)))
         if not any(word.startswith("--model") for word in words):
             return
-        names = read_names(words)
+    names = read_names(words)
+    if helps:
         if names.model in RL_MODELS:
             kind = load(names.path)
             for games, usual in (("Atari games", kind.atari), ("other games", kind.not_atari)):
@@ -70,8 +72,7 @@ def _main(argv: list[str]) -> None:
                     print(f"\nDefaults for {games}, in place of those below: {listed}")
             print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
         words.append(f"--model.help={names.path}")
-    names = read_names(words)
-    if not any(word.startswith("--print_config") or ".help" in word for word in words):
+    elif not any(word.startswith("--print_config") or ".help" in word for word in words):
         head = f" with {names.head}" if names.head else ""
         print(f"{names.command} {names.model}{head}: loading PyTorch ...", flush=True)
     command_line(names.model)(words)

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import yaml
 
 from catnat.checks import did_you_mean, require_choice
-from catnat.cli.folders import find_checkpoint, record_of
 
 COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -136,6 +135,30 @@ def _data_path(data: str | None, model: str) -> str | None:
     if data is not None and "." not in data:
         require_choice((*choices, "or my_module.MyData"), data=data)
     return DATA.get(data or "", data)
+
+
+def record_of(ckpt_path: Path) -> Path | None:
+    """The config.yaml of the run that a checkpoint file belongs to, None if it belongs to none."""
+    record = ckpt_path.parent.parent / "config.yaml"
+    return record if ckpt_path.parent.name == "checkpoints" and record.is_file() else None
+
+
+def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
+    """The path of a checkpoint.
+
+    Args:
+        home: folder of all runs of a model.
+        head: name of the head; None: any.
+        wanted: a file; or "last" or "best", for the newest checkpoint of this name.
+    """
+    if wanted not in ("last", "best"):
+        if not Path(wanted).is_file():
+            raise ValueError(f"there is no checkpoint {wanted!r}; give a file, last or best")
+        return Path(wanted)
+    found = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
+    if not found:
+        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / (head or '')}")
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def read_yaml(path: str) -> dict[str, Any]:

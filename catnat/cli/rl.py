@@ -29,14 +29,15 @@ from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.command import RunCLI, add_arguments, short_names
-from catnat.cli.folders import write_options
+from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import RECIPES, Recipe, load
+from catnat.cli.run_folder import write_options
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
-from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, NonFinite, cleanrl_schedule
+from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
 from catnat.sb3.run_state import load_state
 
+_OF_THE_RUN = {"seed", "gamma"}  # arguments of make_env that are no options of the data
 _EVALUATION = 10**9  # added to the seed of a run: the games of evaluations are others
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 
@@ -161,16 +162,10 @@ class RLCLI(RunCLI):
     """The command line of the algorithms of Stable-Baselines3, as that of the other models.
 
     ``model``, ``env``, ``eval_env`` and ``config`` are what a command line describes.
-
-    Args:
-        args: the words of a command line, such as ``["--model", "ppo", "--env", "CartPole-v1"]``.
-        run: do what the command line says. Otherwise only the objects are made, and no folder.
     """
 
     in_checkpoints = "optimizer"
-
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        super().__init__(args, run, auto_configure_optimizers=False)
+    of_lightning_cli: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
 
     # -- from words to objects -----------------------------------------------------------------
 
@@ -178,16 +173,17 @@ class RLCLI(RunCLI):
         """Find the class of the algorithm."""
         self.recipe = RECIPES[self.names.model]
         self.algorithm: type[Algorithm] = load(self.names.path, "--model")
-        self.short = short_names(self.algorithm, make_env, Training, {})
+        of_data = arguments(make_env, _OF_THE_RUN)
+        self.short = short_names(arguments(self.algorithm), of_data, arguments(Training))
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
         self.short["net_arch"] = "model.policy_kwargs.net_arch"
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
         parser.add_subclass_arguments(Algorithm, "model", required=False)
-        add_arguments(parser, make_env, "data")
-        add_arguments(parser, Training, "trainer")
-        add_arguments(parser, FisherMonitorSB3, "fisher")
+        parser.add_function_arguments(make_env, "data", skip=_OF_THE_RUN)
+        parser.add_class_arguments(Training, "trainer")
+        parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
     def usual(self, given: list[str]) -> list[str]:
         """Defaults that depend on the environment and on the length of the run."""
@@ -266,17 +262,13 @@ class RLCLI(RunCLI):
         model.set_logger(Logger(folder, [_Output(writer)]))
         left = max(training.total_steps - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
-        try:
-            model.learn(
-                left,
-                callbacks,
-                log_interval=self.algorithm.every,
-                reset_num_timesteps=False,
-                progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
-            )
-        except NonFinite:
-            self.callback.save()
-            raise
+        model.learn(
+            left,
+            callbacks,
+            log_interval=self.algorithm.every,
+            reset_num_timesteps=False,
+            progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
+        )
         played = self.test()
         self.callback.keep_best(played["test/return"])
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}

@@ -1,9 +1,8 @@
-"""What HeadPPO and HeadA2C share: names of policies, forced actions, and undoing an update."""
+"""What HeadPPO and HeadA2C share: names of policies, forced actions, and what they raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -66,17 +65,6 @@ class HeadAlgorithm(OnPolicyAlgorithm):
 
 class NonFinite(RuntimeError):  # noqa: N818 - reads as what it says
     """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
-
-
-def way_back(policy: BasePolicy) -> Callable[[], None]:
-    """A function that puts a policy and its optimizer back to where they are now."""
-    weights, state = deepcopy((policy.state_dict(), policy.optimizer.state_dict()))
-
-    def restore() -> None:
-        policy.load_state_dict(weights)
-        policy.optimizer.load_state_dict(state)
-
-    return restore
 
 
 def map_arrays(function: Callable[..., Any], *arrays: Any) -> Any:

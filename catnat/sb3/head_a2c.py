@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from stable_baselines3 import A2C
 
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, way_back
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite
 from catnat.sb3.masks import has_masks
 
 
 class HeadA2C(HeadAlgorithm, A2C):
     """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
 
-    Weights that are not finite after an update raise :class:`NonFinite`, with policy and optimizer
-    put back to where they were before that update. Actions are never masked. Where an environment
-    forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions that were played: the
-    critic learns from them, the policy does not. The arguments are those of
+    Weights that are not finite after an update raise :class:`NonFinite`. Actions are never masked.
+    Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
+    that were played: the critic learns from them, the policy does not. The arguments are those of
     ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies
     with a head.
     """
@@ -34,13 +33,10 @@ class HeadA2C(HeadAlgorithm, A2C):
         """Learn from the rollout."""
         # No advantage, no gradient: the policy did not choose these actions.
         self.rollout_buffer.advantages[self._forced] = 0
-        restore = way_back(self.policy)
         with np.errstate(over="ignore", invalid="ignore"):  # the error below says it in one line
             super().train()
         finite: Any = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
         if not finite.all():
-            restore()
             raise NonFinite(
-                f"weights are not finite in the update after {self.num_timesteps} steps; the "
-                "policy is as it was before that update"
+                f"weights are not finite in the update after {self.num_timesteps} steps"
             )

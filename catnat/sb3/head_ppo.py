@@ -31,7 +31,7 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays, way_back
+from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays
 from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
 from catnat.sb3.objective import ValueLoss, value_error
 from catnat.sb3.policies import HeadPolicy
@@ -62,8 +62,8 @@ class HeadPPO(HeadAlgorithm, PPO):
     ``target_kl`` it is the estimate of Stable-Baselines3, so that both stop at the same step.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
-    the update, with policy and optimizer put back to where they were before it. An action that
-    was played and has become impossible does not raise: its term in the KL divergence is 1000.
+    the update; go on from a checkpoint. An action that was played and has become impossible does
+    not raise: its term in the KL divergence is 1000.
 
     Args:
         policy: a class, or "MlpPolicy", "CnnPolicy", "MultiInputPolicy", which are here the
@@ -160,7 +160,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         clips = self._set_numbers()
-        restore = way_back(self.policy)
         self._upload()
         epochs: list[list[Tensor]] = []
         for epoch in range(self.n_epochs):
@@ -171,13 +170,9 @@ class HeadPPO(HeadAlgorithm, PPO):
                 break
         table = torch.stack([row for rows in epochs for row in rows]).cpu()  # waits here, once
         if not table.isfinite().all():
-            restore()
-            self._prepare()
             row, column = (~table.isfinite()).nonzero()[0].tolist()
-            raise NonFinite(
-                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
-                f"{self.num_timesteps} steps; the policy is as it was before that update"
-            )
+            lost = f"{STATISTICS[column]} is {table[row, column].item()}"
+            raise NonFinite(f"{lost} in the update after {self.num_timesteps} steps")
         record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
         record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
         record["loss"] = float(table[-1, STATISTICS.index("loss")])

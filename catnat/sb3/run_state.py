@@ -9,7 +9,7 @@ import torch
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 
-from catnat.rng import random_state, set_random_state
+from catnat.rng import random_states, set_random_states
 
 
 def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
             name: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
             for name, moments in _moments(model).items()
         },
-        "random": random_state(model.device),
+        "random": random_states(model.device),
     }
 
 
@@ -39,7 +39,7 @@ def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
     for name, moments in _moments(model).items():
         for part, value in state["normalizer"][name].items():
             setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
-    set_random_state(state["random"], model.device)
+    set_random_states(state["random"], model.device)
 
 
 def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:

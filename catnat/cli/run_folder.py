@@ -1,19 +1,67 @@
-"""What is printed and kept at the end of a run: a table, warnings, metrics.json, hparams."""
+"""The folder of a run, and what is kept and printed at the end: metrics, warnings, hparams."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from catnat.files import write_whole
+from catnat.callbacks.checkpoints import write_whole
+
+
+class RunFolder:
+    """The folder of a run.
+
+    A run that resumes from ``last.ckpt`` stays in its folder. From another checkpoint it is a new
+    run: the old one keeps its ``last.ckpt``.
+
+    Args:
+        home: the folder of all runs of a model with a head.
+        ckpt_path: the checkpoint that the run resumes or tests.
+        train: whether the run trains; one that does not train makes no folder.
+    """
+
+    def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
+        self.path, self.resumed, self._made = home / "version_0", False, False
+        if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
+            self.resumed = not train or ckpt_path.name == "last.ckpt"
+            if self.resumed:
+                self.path = ckpt_path.parent.parent
+
+    def make(self) -> None:
+        """Make the folder of a new run, the first that is free."""
+        for number in count() if not self.resumed else ():
+            self.path = self.path.with_name(f"version_{number}")
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(parents=True)
+                self._made = True
+                return
+
+    def remove_if_refused(self, stepped: bool) -> None:
+        """Remove a new folder if the run was refused, that is, it took no step and has no end."""
+        if self._made and not stepped and not (self.path / "metrics.json").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty
+                for parent in list(self.path.parents)[:3]:
+                    parent.rmdir()
+
+
+@rank_zero_only
+def write_options(folder: Path, config: str, *_: object) -> None:
+    """Write the options of a run that begins to train; so it is not finished."""
+    (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
+    write_whole(folder / "config.yaml", config.encode())
 
 
 def show_metrics(metrics: dict[str, Any], folder: Path, keep: bool = True) -> None:
@@ -100,7 +148,6 @@ def silence() -> None:
         ".*is smaller than the logging interval",
         ".*exists and is not empty",
         ".*LeafSpec",
-        ".*dirpath has changed",
         ".*all_gather is deprecated",
         ".*configure_optimizers. will be overridden",
         ".*You have specified a mini-batch size",
