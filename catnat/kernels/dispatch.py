@@ -243,14 +243,14 @@ class _SparsemaxLogProbs(torch.autograd.Function):
         ctx.fused = fused
         log_probs = scores.new_empty(scores.shape)
         _launch(fused, "sparsemax_forward", None, None, scores=scores, out=log_probs)
-        ctx.save_for_backward(scores, log_probs)
+        ctx.save_for_backward(log_probs)
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        scores, log_probs = ctx.saved_tensors
-        if _needs_reference(grad):
-            return _plain_vjp(reference.sparsemax_log_probs, scores, grad), None
+        (log_probs,) = ctx.saved_tensors
+        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
+            return reference.sparsemax_vjp(log_probs, grad), None
         out = grad.new_empty(grad.shape)
         tensors = {"scores": log_probs, "grad": grad, "out": out}
         _launch(ctx.fused, "sparsemax_backward", None, None, **tensors)
