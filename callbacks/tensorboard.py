@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
+_QUEUE = 1000  # events; a row of each step would wait for the default, 10
+
 # -- event files -----------------------------------------------------------------------------------
 
 
@@ -27,11 +29,12 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
             a counter in place of the time: TensorBoard reads them in the order of their names.
     """
     if resumed_at is None:
-        return SummaryWriter(str(folder))
+        return SummaryWriter(str(folder), max_queue=_QUEUE)
     for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
         _drop_events(path, resumed_at)
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
-    return SummaryWriter(str(folder), purge_step=resumed_at)  # for a TensorBoard that is running
+    # purge_step is for a TensorBoard that is running
+    return SummaryWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
 
 
 def _drop_events(path: Path, step: int) -> None:
