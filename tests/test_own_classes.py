@@ -139,7 +139,10 @@ def test_a_data_module_of_the_users_own_trains_and_resumes():
     assert before["data"] == {"class_path": "own_classes.Noise", "init_args": options}
     assert run("--ckpt_path=last", "--max_steps=6") == 0, "the run knows its data"
     assert last()["global_step"] == 6
-    assert run("--ckpt_path=last", "--count=40", "--max_steps=7") == 0
+    more = ["--count=40", "--max_steps=7", "--learning_rate=0.5"]
+    assert run("--ckpt_path=last", *more) == 0
+    shown = yaml.safe_load(Path("runs/vae/natural/version_0/hparams.yaml").read_text())
+    assert shown["learning_rate"] == 0.5
     assert run("test", "--ckpt_path=last") == 0
     small = ["--data=mnist", "--data.download=false", "--limit_test_batches=1"]
     assert run("test", "--ckpt_path=last", *small) == 0

@@ -61,6 +61,7 @@ class RunFolder:
 def write_options(folder: Path, config: str, *_: object) -> None:
     """Write the options of a run that begins to train; so it is not finished."""
     (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
+    (folder / "hparams.yaml").unlink(missing_ok=True)  # Lightning writes it anew, not over it
     write_whole(folder / "config.yaml", config.encode())
 
 
