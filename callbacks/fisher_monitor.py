@@ -108,16 +108,19 @@ class FisherMonitor(Callback):
         self._steps_to_write = 0
         self._steps_at_once = self.write_every_n_steps
         self._warned = False  # that no head was called
+        self._accumulates = False  # within a step of several batches
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of the sampled shares."""
-        return {"shares": {name: [each.off, each.total] for name, each in self._shares.items()}}
+        """The latest values, and the sums of the sampled shares."""
+        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
+        return {"shares": shares, "latest": dict(self.latest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the sums."""
+        """Restore values and sums."""
+        self.latest = dict(state_dict["latest"])
         self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,7 +159,8 @@ class FisherMonitor(Callback):
         step, self._step = self._step, trainer.global_step
         if not self._replayed and step % self.every_n_steps == 0:
             self._keep(step, self.look())
-            if self._step > step:  # not while gradients accumulate
+            self._accumulates = self._step == step
+            if not self._accumulates:
                 self._end_step()
         if self._steps_to_write >= self._steps_at_once:
             self._write(trainer, wait=not self._replayed)
@@ -175,8 +179,12 @@ class FisherMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write everything: a run that resumes from this checkpoint has then lost no step."""
-        self._write_everything(trainer)
+        """Write everything: a run that resumes from this checkpoint has then lost no step.
+
+        But not a part of a step, whose gradients are not in the checkpoint either.
+        """
+        if not self._accumulates:
+            self._write_everything(trainer)
         if "callbacks" in checkpoint:  # Lightning took the state before
             checkpoint["callbacks"][self.state_key] = self.state_dict()
 

@@ -75,6 +75,16 @@ class FisherMonitorSB3(BaseCallback):
         self._shares: dict[str, SampledShare] = {}  # of each head
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
+    def state_dict(self) -> dict[str, Any]:
+        """The latest values, the number of rollouts, and the sums of the sampled shares."""
+        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
+        return {"latest": dict(self.latest), "rollouts": self._rollouts, "shares": shares}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.latest, self._rollouts = dict(state_dict["latest"]), state_dict["rollouts"]
+        self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
+
     def _on_training_start(self) -> None:
         HeadProbe(self.model.policy)  # raises if the policy has no head
         if self._generator is None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from catnat.callbacks.checkpoints import Stopped, StopSignals, write_whole
+from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
 from catnat.callbacks.tensorboard import progress_line
 from catnat.sb3.run_state import state_of
 
@@ -34,6 +36,7 @@ class RunSB3(BaseCallback):
     Args:
         folder: of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
+        fisher: the monitor, whose state is kept there, too.
         evaluate: gives metrics, "return" among them. It gets a function that it should call after
             each step of an evaluation: the function raises if a signal asked to stop.
         save_every: environment steps between checkpoints.
@@ -45,13 +48,14 @@ class RunSB3(BaseCallback):
         self,
         folder: Path,
         hyper_parameters: dict[str, Any],
+        fisher: FisherMonitorSB3,
         evaluate: Callable[[Callable[[], None]], Metrics],
         save_every: int,
         eval_every: int,
         show: bool = True,
     ) -> None:
         super().__init__()
-        self.folder, self.hyper_parameters = folder, hyper_parameters
+        self.folder, self.hyper_parameters, self.fisher = folder, hyper_parameters, fisher
         self.save_every, self.eval_every, self.show = save_every, eval_every, show
         self.best = -float("inf")
         self.signals = StopSignals()
@@ -70,6 +74,7 @@ class RunSB3(BaseCallback):
         content = state_of(self.model) | {
             "hyper_parameters": self.hyper_parameters,
             "best": self.best,
+            "fisher": self.fisher.state_dict(),
         }
         checkpoint, archive = io.BytesIO(), io.BytesIO()
         torch.save(content, checkpoint)
@@ -119,13 +124,17 @@ class RunSB3(BaseCallback):
         """Evaluate, save if this is the best, print a line."""
         found = self._evaluate(self.stop_if_asked)
         metrics = {f"eval/{name}": value for name, value in found.items()}
-        for name, value in metrics.items():
-            self.logger.record(name, value)
-        self.logger.dump(step)
+        write_now(self.logger, metrics, step)
         self.keep_best(metrics["eval/return"])
         if self.show:
             shown = metrics | recent_return(self.model)
             print(progress_line(step, self.model._total_timesteps, shown), flush=True)
+
+
+def write_now(logger: Logger, values: Mapping[str, Any], step: int) -> None:
+    """Write a row; what waits for the next row of training goes on waiting."""
+    for output in logger.output_formats:
+        output.write(dict(values), dict.fromkeys(values, ()), step)
 
 
 def _due(step: int, done: int, every: int) -> bool:

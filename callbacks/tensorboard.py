@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -15,6 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
+_WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
 
 # -- event files -----------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
 
 
 def _drop_events(path: Path, step: int) -> None:
-    """Delete values from a step on, and hyperparameters, which are written again."""
+    """Delete values from a step on, those of a test, and hyperparameters."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -49,7 +50,7 @@ def _drop_events(path: Path, step: int) -> None:
         for record in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(record)
             tags = [value.tag for value in event.summary.value]
-            if not tags or (event.step < step and not tags[0].startswith("_hparams_/")):
+            if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
                 writer.write(record)
     os.replace(partial, path)
 
@@ -70,9 +71,13 @@ def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
 
 
 class RunLogger(TensorBoardLogger):
-    """A TensorBoard logger that writes every value once."""
+    """A TensorBoard logger that writes every value once.
+
+    A run that resumes writes nothing, and deletes nothing, before :func:`begin`.
+    """
 
     resumed_at: int | None = None  # the step from which the run resumes
+    begun = False
     _latest: tuple[int | None, dict[str, float]] = (None, {})
 
     @property
@@ -80,6 +85,8 @@ class RunLogger(TensorBoardLogger):
     def experiment(self) -> SummaryWriter:
         """The writer of the event file."""
         if self._experiment is None:
+            if self.resumed_at is not None and not self.begun:
+                return _DummyExperiment()  # type: ignore[return-value]
             self._experiment = open_writer(self.log_dir, self.resumed_at)
         assert isinstance(self._experiment, SummaryWriter)
         return self._experiment
@@ -93,6 +100,13 @@ class RunLogger(TensorBoardLogger):
             self._latest = (step, kept)
 
 
+def begin(trainer: Trainer) -> None:
+    """Let the loggers write: nothing refuses the run any more."""
+    for logger in trainer.loggers:
+        if isinstance(logger, RunLogger):
+            logger.begun = True
+
+
 class RunRecord(Callback):
     """Keeps what a validation found until training goes on; refuses to resume with other data.
 
@@ -103,6 +117,10 @@ class RunRecord(Callback):
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the loggers write."""
+        begin(trainer)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Forget: the model changes."""

@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(required=True, metavar="FIGURE")
     for name, draw, text in (
         ("curves", curves, "a scalar over training, mean and spread over seeds"),
-        ("bars", bars, "means with 95 % intervals"),
+        ("bars", bars, "means with 95 %% intervals"),
     ):
         kind = kinds.add_parser(name, help=text)
         add_plan_options(kind)

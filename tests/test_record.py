@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cases_cli import run
+from cases_cli import last, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -135,3 +135,35 @@ def test_hparams_show_the_run(options):
               "batch_size": 10}  # fmt: skip
     assert {name: shown[name] for name in wanted} == wanted
     assert "test/nll" in metrics and "val/loss" not in metrics
+
+
+def test_a_run_that_has_ended_can_be_ended_again(options):
+    assert run(*options) == 0
+    found, kept = steps(), (FOLDER / "metrics.json").read_text()
+    for _ in range(2):
+        assert train.main(["--ckpt_path=last", "--model=vae"]) == 0
+        assert steps() == found
+        assert (FOLDER / "metrics.json").read_text() == kept
+
+
+@pytest.mark.parametrize("other", ["--num_categories=5", "--model.optimizer=sgd"])
+def test_a_resume_that_is_refused_changes_nothing(other, options, capfd):
+    assert run(*options) == 0
+    before = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+    assert run(*options, "--ckpt_path=last", "--max_steps=8", other) == 2
+    assert before == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+
+
+def test_a_resumed_run_learns_at_the_rate_it_is_given(options):
+    assert run(*options, "--lr_decay=0.5", "--lr_decay_steps=4") == 0
+    more = ["--ckpt_path=last", "--max_steps=6", "--learning_rate=0.01"]
+    assert run(*more) == 0
+    (group,) = last(FOLDER)["optimizer_states"][0]["param_groups"]
+    assert group["lr"] == pytest.approx(0.005)
+
+
+def test_every_step_of_several_batches_has_one_row(options):
+    more = ["--accumulate_grad_batches=3", "--val_check_interval=4", "--max_steps=5"]
+    assert run(*options, *more) == 0
+    assert_each_once(steps())
+    assert steps()["fim/saturated"] == [0, 1, 2, 3, 4]

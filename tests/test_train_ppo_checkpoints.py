@@ -27,6 +27,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 from catnat.cli import rl
@@ -67,6 +68,20 @@ def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
     after = yaml.safe_load((FOLDER / "config.yaml").read_text())
     assert after["model"]["init_args"] == before["model"]["init_args"] | {"gamma": 0.8}
     assert last()["global_step"] == after["trainer"]["total_steps"] == 192
+
+
+def test_a_run_has_every_value_once_and_can_be_ended_again():
+    def steps():
+        found = EventAccumulator(str(FOLDER), {"scalars": 0}, purge_orphaned_data=False).Reload()
+        return {tag: [e.step for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    assert run(*QUICK, "--total_steps=256") == 0
+    found, kept = steps(), (FOLDER / "metrics.json").read_text()
+    assert all(len(set(each)) == len(each) for each in found.values()), found
+    assert found["train/value_loss"] == [128, 192, 256] and found["eval/return"] == [64, 128, 192]
+    assert train.main(["--model=ppo", "--ckpt_path=last"]) == 0
+    assert steps() == found
+    assert (FOLDER / "metrics.json").read_text().split("fim")[1:] == kept.split("fim")[1:]
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])

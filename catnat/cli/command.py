@@ -29,8 +29,8 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_
 _NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
 # Options that a resumed run cannot change.
-_SAME = ("model.class_path.", "model.head.", "model.head_options.", "data.env.",
-         "data.num_actions.", "data.normalize.")  # fmt: skip
+_SAME = ("model.class_path.", "model.head.", "model.head_options.", "model.optimizer.",
+         "optimizer.", "data.env.", "data.num_actions.", "data.normalize.")  # fmt: skip
 
 
 class RunCLI(LightningCLI):
@@ -208,7 +208,7 @@ class RunCLI(LightningCLI):
             raise ValueError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
         if self.is_first:
-            where = f": {self.folder.path}" if self.keeps or names.ckpt_path else ""
+            where = f": {self.folder.path}" if self.keeps or self.folder.resumed else ""
             remark = self.remark if names.command == "fit" else ""
             print(f"{self.title}{where}{remark}", flush=True)
         try:
@@ -224,7 +224,8 @@ class RunCLI(LightningCLI):
             after = f"training ended after step {self.step}"
             raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
         if self.is_first and self.metrics:
-            show_metrics(self.metrics, self.folder.path, keep=self.keeps)
+            known = self.keeps or self.folder.resumed
+            show_metrics(self.metrics, self.folder.path if known else None, keep=self.keeps)
 
     def close(self) -> None:
         """Give back what the run holds, and remove the folder of a run that was refused."""

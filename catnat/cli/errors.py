@@ -35,6 +35,7 @@ def one_line(message: object, known: Iterable[str] = ()) -> str:
     lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
     kept = dict.fromkeys(line for line in lines if line and not _NOISE.match(line))
     text = (" ".join(kept) or " ".join(lines)).partition("tensor([")[0]
+    text = re.sub(r"found invalid values: *$", "found values that are not finite", text)
     text = re.sub(r'[Pp]arser key "([^"]+)":', r"--\1:", text)
     text = re.sub(r"typing\.Literal\[([^]]*)\]", r"one of \1", text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)

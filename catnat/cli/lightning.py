@@ -18,7 +18,7 @@ from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord
+from catnat.callbacks.tensorboard import RunLogger, RunRecord, begin
 from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import DATA, RECIPES, Recipe, load
 from catnat.cli.run_folder import write_hparams_of, write_options
@@ -85,7 +85,7 @@ class CatnatCLI(RunCLI):
         self.record = RunRecord(lines=bar and not terminal)
         if options["barebones"]:
             return Trainer(**options | {"callbacks": own or None})
-        callbacks = [Figures(), *own, self.record]
+        callbacks = [self.record, Figures(), *own]
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
@@ -130,6 +130,11 @@ class CatnatCLI(RunCLI):
             if trainer.interrupted:  # Lightning ends the process with code 1
                 raise KeyboardInterrupt from None
             raise
+        if (
+            trainer.global_step == self.began
+        ):  # the run had ended: its test is that of its last step
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
+            begin(trainer)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:

@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.sb3_run import RunSB3, recent_return
+from catnat.callbacks.sb3_run import RunSB3, recent_return, write_now
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.command import RunCLI, arguments, short_names
@@ -218,6 +218,7 @@ class RLCLI(RunCLI):
         self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
+            self.fisher.load_state_dict(self.checkpoint["fisher"])
             self.env.seed(self.seed + self.step)  # not the games that the run began with
         count, limit = min(training.eval_games, 16), dict(self.config.data.env_kwargs or {})
         atari = is_atari(self.config.data.env)
@@ -231,7 +232,9 @@ class RLCLI(RunCLI):
         require_at_least(1, save_every=save_every)
         place = self.folder.path / "checkpoints"
         show = training.enable_progress_bar
-        self.callback = RunSB3(place, self.hparams, self.evaluate, save_every, eval_every, show)
+        self.callback = RunSB3(
+            place, self.hparams, self.fisher, self.evaluate, save_every, eval_every, show
+        )
         self.callback.best = self.checkpoint.get("best", self.callback.best)
         self.callback.model = self.model
 
@@ -274,10 +277,7 @@ class RLCLI(RunCLI):
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
         plain = {name: x if isinstance(x, int | float) else str(x)
                  for name, x in (self.hparams | about).items()}  # fmt: skip
-        model.logger.record("hparams", HParam(plain, played))
-        for name, value in played.items():
-            model.logger.record(name, value)
-        model.logger.dump(model.num_timesteps)
+        write_now(model.logger, {"hparams": HParam(plain, played)} | played, model.num_timesteps)
         writer.flush()
         return dict(played | recent_return(model) | self.fisher.latest)
 

@@ -65,16 +65,16 @@ def write_options(folder: Path, config: str, *_: object) -> None:
     write_whole(folder / "config.yaml", config.encode())
 
 
-def show_metrics(metrics: dict[str, Any], folder: Path, keep: bool = True) -> None:
+def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True) -> None:
     """Print the metrics of a run, and where to look further.
 
     Args:
         metrics: by name.
-        folder: of the run: runs/<model>/<head>/version_<k>.
+        folder: of the run: runs/<model>/<head>/version_<k>; None where it leaves none.
         keep: also write the metrics to ``metrics.json`` in the folder. That file marks a run as
             finished, so a mere test of a checkpoint does not write it.
     """
-    if keep:
+    if keep and folder:
         write_whole(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
     table = Table(show_header=False)
     for name, value in metrics.items():
@@ -83,8 +83,9 @@ def show_metrics(metrics: dict[str, Any], folder: Path, keep: bool = True) -> No
     console.print(table)
     for sentence in warnings_of(metrics):
         console.print(sentence)
-    console.print(f"run: {folder}")
-    console.print(f"tensorboard --logdir {folder.parent.parent}")
+    if folder:
+        console.print(f"run: {folder}")
+        console.print(f"tensorboard --logdir {folder.parent.parent}")
 
 
 def warnings_of(metrics: dict[str, Any]) -> list[str]:
