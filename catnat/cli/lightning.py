@@ -19,6 +19,7 @@ from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord, begin
+from catnat.checks import require_at_least
 from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import DATA, RECIPES, Recipe, load
 from catnat.cli.run_folder import write_hparams_of, write_options
@@ -98,6 +99,7 @@ class CatnatCLI(RunCLI):
             best.dirpath = str(place)
             every = self.config.save_every
             every = default_interval(options["max_steps"]) if every is None else every
+            require_at_least(1, save_every=every)
             callbacks += [best, LastCheckpoint(place, every)]
         if options["logger"] is None:
             options["logger"] = self._logger() if self.names.command == "fit" else False
