@@ -132,9 +132,8 @@ class CatnatCLI(RunCLI):
             if trainer.interrupted:  # Lightning ends the process with code 1
                 raise KeyboardInterrupt from None
             raise
-        if (
-            trainer.global_step == self.began
-        ):  # the run had ended: its test is that of its last step
+        if trainer.global_step == self.began:
+            # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
             begin(trainer)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
