@@ -315,6 +315,10 @@ def load(name: str, scale: str | None = None) -> Plan:
 
 
 def _parsed(content: Options) -> Plan:
+    for kind, part in ((Plan, content), (Search, content.get("search"))):
+        for key in part or {}:
+            if key not in (known := kind.__dataclass_fields__):
+                raise ValueError(f"there is no key {key}; {choices(key, known)}")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
     found: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan

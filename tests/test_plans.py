@@ -22,7 +22,8 @@ def write(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"modell": "vae"}, "not accept option 'modell'"),
+        ({"modell": "vae"}, "there is no key modell; did you mean model?"),
+        ({"search": {"gird": {"lr": [1]}}}, "there is no key gird; did you mean grid?"),
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "has one twice"),
         ({"metrics": {"a/b": {"beter": "lower"}}}, "beter"),
