@@ -182,7 +182,7 @@ def _limit(steps, losses):
 
 
 def mechanism_verdicts():
-    """Shares of sigmoid's lead over softmax in ELBO: three sizes; then SGD, each at its own rate."""
+    """Shares of sigmoid's lead over softmax in ELBO: three sizes, then SGD at own rates."""
     names = ("num_latents", "num_categories", "head")
     adam = rows("mechanism", stage="final", learning_rate="0.001", optimizer="adam")
     found = cells(adam, names, "test/elbo")
