@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from catnat import make_head
+from catnat.head import _REGISTRY
+
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 WRONG = {
@@ -86,3 +89,53 @@ def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
     error = float(sampled.std()) / 400**0.5
     assert float(exact) == pytest.approx(float(sampled.mean()), abs=4 * error)
     assert sampled.std() > 1
+
+
+@pytest.fixture
+def mechanism():
+    """The heads of the study by name, registered for the length of a test."""
+    before = dict(_REGISTRY)
+    runpy.run_path(str(FOLDER / "mechanism" / "mechanism_heads.py"))
+    names = [name for name in _REGISTRY if name not in before]
+    yield {name: make_head(name, 8) for name in names}
+    for name in names:
+        del _REGISTRY[name]
+
+
+def log_probs_and_gradient(head, scores, weights):
+    scores = scores.clone().requires_grad_()
+    found = head.log_probs(scores)
+    return found.detach(), torch.autograd.grad((weights * found).sum(), scores)[0]
+
+
+def test_heads_of_the_mechanism_study_change_one_thing(mechanism):
+    torch.manual_seed(0)
+    weights = torch.randn(5, 8)
+    assert len(mechanism) == 33
+    for name, head in mechanism.items():
+        scores = torch.randn(5, head.num_scores)
+        values, gradient = log_probs_and_gradient(head, scores, weights)
+        torch.testing.assert_close(values.logsumexp(-1), torch.zeros(5), atol=1e-5, rtol=0)
+        if hasattr(head, "Q"):
+            torch.testing.assert_close(values, head.inner.log_probs(scores @ head.Q))
+        if "chain" in name or hasattr(head, "Q"):
+            p = values.exp()[..., None, None]
+            each = torch.func.vmap(torch.func.jacrev(head.log_probs))(scores)
+            expected = (p * each[..., None] * each[..., None, :]).sum(1)
+            if name != "softmax-paths-gated":  # whose gradient is another
+                torch.testing.assert_close(head.fisher(scores), expected, atol=1e-5, rtol=1e-4)
+            continue
+        plain, before = log_probs_and_gradient(head.inner, scores, weights)
+        torch.testing.assert_close(values, plain)
+        if "ungated" in name:
+            softmax = name.startswith("softmax")
+            reached = plain.exp() if softmax else head.inner.node_probs(scores)
+            before = before / (reached + head.damping)
+        elif "levels" in name:
+            before = before * torch.tensor([1.0, 2, 2, 4, 4, 4, 4])
+        elif "natural-gradient" in name:
+            metric = head.inner.fisher(scores) + head.damping * torch.eye(head.num_scores)
+            before = torch.linalg.solve(metric, before)
+        elif "gradient" in name:  # that of the other head, at the same distribution
+            _, before = log_probs_and_gradient(head.other, head.other.inverse(plain.exp()), weights)
+        torch.testing.assert_close(gradient, before, atol=1e-4, rtol=1e-3)

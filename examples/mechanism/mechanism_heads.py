@@ -8,8 +8,14 @@ Import this module, and ``--head`` takes names such as ``sigmoid-rotated-3`` or 
 - ``softmax-paths``: softmax of sums of +-s/2 along the paths of a tree: to first order at 0 the
   sigmoid tree, with one normalization for all.
 - ``softmax-paths-gated``: the same; the gradient of each node is multiplied by P(node).
-- ``B-ungated``: tree head B; the gradient of each node is divided by P(node) + 0.01. Tree,
-  distribution and Fisher matrix stay as they are.
+- ``B-ungated``, ``B-ungated-D``: tree head B; the gradient of each node is divided by P(node) + D,
+  0.01 without a number. Tree, distribution and Fisher matrix stay as they are.
+- ``softmax-ungated``: softmax; the gradient of score k is divided by p_k + 0.01.
+- ``B-levels``: tree head B; the gradient of a node at depth h is multiplied by 2^h, which is
+  1 / P(node) of the uniform distribution.
+- ``softmax-paths-tree-gradient``: the values of softmax-paths; its scores get the gradient that the
+  sigmoid tree has at the same distribution.
+- ``sigmoid-paths-gradient``: the reverse.
 - ``B-chain``: stick breaking, K - 1 choices in a row. The Fisher matrix is diagonal, too.
 - ``B-shuffled``: tree head B with its leaves in a random order.
 - ``B-natural-gradient-D``: head B; the gradient g in the scores becomes (G + D I)^-1 g.
@@ -26,8 +32,6 @@ from torch import Tensor
 
 from catnat import CategoricalHead, make_head
 from catnat.activations import NaturalActivation, SigmoidActivation
-
-UNGATED_DAMPING = 0.01
 
 
 def rotation(size: int, angle: float) -> Tensor:
@@ -157,12 +161,40 @@ class GatedPaths(Paths, name="softmax-paths-gated"):
 
 
 class Ungated(Wrapped):
-    """A tree head; the gradient of a node is divided by P(node), up to a damping."""
+    """A head; the gradient of a score is divided by P(node), or p_k of softmax, plus a damping."""
+
+    damping: ClassVar[float] = 0.01
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """The same values; another gradient."""
-        reached: Tensor = self.inner.node_probs(scores)  # type: ignore[operator]
-        return self.inner.log_probs(scaled_gradient(scores, 1 / (reached + UNGATED_DAMPING)))
+        reached = scores.softmax(-1) if self.base == "softmax" else self.inner.node_probs(scores)
+        return self.inner.log_probs(scaled_gradient(scores, 1 / (reached + self.damping)))
+
+
+class Levels(Wrapped):
+    """A tree head; the gradient of a node at depth h is multiplied by 2^h."""
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """The same values; another gradient."""
+        nodes = torch.arange(1, self.num_categories, device=scores.device)
+        return self.inner.log_probs(scaled_gradient(scores, 2.0 ** nodes.log2().floor()))
+
+
+class Swapped(Wrapped):
+    """The values of one head, with the gradient of another one at the same distribution."""
+
+    gradient_of: ClassVar[str]
+
+    def __init__(self, num_categories: int) -> None:
+        super().__init__(num_categories)
+        self.other = make_head(self.gradient_of, num_categories)
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """The same values; another gradient."""
+        values = self.inner.log_probs(scores)
+        at = self.other.inverse(values.detach().exp())
+        moving = self.other.log_probs(at + (scores - scores.detach()))
+        return moving + (values - moving).detach()
 
 
 class Shuffled(Wrapped):
@@ -248,5 +280,10 @@ for _base in ("softmax", "sigmoid", "natural"):
         define(f"{_base}-natural-gradient-{_damping:g}", NaturalGradient, base=_base,
                damping=_damping)  # fmt: skip
 for _base in ("sigmoid", "natural"):
-    for _word, _kind in (("ungated", Ungated), ("shuffled", Shuffled), ("chain", Chain)):
-        define(f"{_base}-{_word}", _kind, base=_base)
+    for _kind in (Ungated, Shuffled, Chain, Levels):
+        define(f"{_base}-{_kind.__name__.lower()}", _kind, base=_base)
+    for _damping in (0.4, 0.04):
+        define(f"{_base}-ungated-{_damping:g}", Ungated, base=_base, damping=_damping)
+define("softmax-ungated", Ungated, base="softmax")
+define("softmax-paths-tree-gradient", Swapped, base="softmax-paths", gradient_of="sigmoid")
+define("sigmoid-paths-gradient", Swapped, base="sigmoid", gradient_of="softmax-paths")
