@@ -104,10 +104,12 @@ class Linear(Wrapped):
 
     angle: ClassVar[float] = 0.0
     Q: Tensor
+    back: Tensor
 
     def __init__(self, num_categories: int) -> None:
         super().__init__(num_categories)
         self.register_buffer("Q", self.make_matrix(), persistent=False)
+        self.register_buffer("back", torch.linalg.pinv(self.Q), persistent=False)
         self.num_scores = len(self.Q)
 
     def make_matrix(self) -> Tensor:
@@ -120,7 +122,7 @@ class Linear(Wrapped):
 
     def inverse(self, probs: Tensor) -> Tensor:
         """By the pseudo-inverse of Q."""
-        return self.inner.inverse(probs) @ torch.linalg.pinv(self.Q)
+        return self.inner.inverse(probs) @ self.back
 
     def fisher(self, scores: Tensor) -> Tensor:
         """Q G Q^T."""
