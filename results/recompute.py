@@ -195,7 +195,7 @@ def _limit(steps, losses):
 def mechanism_verdicts():
     """Shares of sigmoid's lead over softmax in ELBO: three sizes, then SGD at own rates."""
     names = ("num_latents", "num_categories", "head")
-    adam = rows("mechanism", stage="final", learning_rate="0.001", optimizer="adam")
+    adam = list(rows("mechanism", stage="final", learning_rate="0.001", optimizer="adam"))
     found = cells(adam, names, "test/elbo")
     sizes = (("10", "8"), ("20", "16"), ("20", "32"))
 
@@ -217,8 +217,8 @@ def mechanism_verdicts():
     kl, known = (cells(adam, names, f"test/{name}") for name in ("kl", "information"))
     of = [(*size, head) for head in ("softmax", "sigmoid") for size in sizes[1:]]
     yield (
-        "K = 16, 32: information of softmax's latents 17.7, 17.7, of sigmoid's 17.7, 17.8; KL minus "
-        "information 0.82, 1.10 and 0.35, 0.49",
+        "K = 16, 32: information of softmax's latents 17.7, 17.7, of sigmoid's 17.7, 17.8; "
+        "KL minus information 0.82, 1.10 and 0.35, 0.49",
         ", ".join(f"{mean(known[key]):.1f}" for key in of)
         + "; "
         + ", ".join(f"{mean(kl[key]) - mean(known[key]):.2f}" for key in of),
