@@ -316,13 +316,12 @@ def load(name: str, scale: str | None = None) -> Plan:
 
 def _parsed(content: Options) -> Plan:
     for kind, part in ((Plan, content), (Search, content.get("search"))):
-        for key in part or {}:
-            if key not in (known := kind.__dataclass_fields__):
-                raise ValueError(f"there is no key {key}; {choices(key, known)}")
+        given = set(part) if isinstance(part, dict) else set()
+        for key in map(str, given.difference(kind.__dataclass_fields__)):
+            raise ValueError(f"there is no key {key}; {choices(key, kind.__dataclass_fields__)}")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Plan, "plan")
-    found: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
-    return found
+    return parser.instantiate(parser.parse_object({"plan": content})).plan  # type: ignore[no-any-return]
 
 
 def _check(plan: Plan) -> None:

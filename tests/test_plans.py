@@ -24,6 +24,7 @@ def write(folder, **keys):
     [
         ({"modell": "vae"}, "there is no key modell; did you mean model?"),
         ({"search": {"gird": {"lr": [1]}}}, "there is no key gird; did you mean grid?"),
+        ({"search": 3}, "search"),
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "has one twice"),
         ({"metrics": {"a/b": {"beter": "lower"}}}, "beter"),
