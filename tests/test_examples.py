@@ -108,10 +108,24 @@ def log_probs_and_gradient(head, scores, weights):
     return found.detach(), torch.autograd.grad((weights * found).sum(), scores)[0]
 
 
+def test_scales_of_the_mechanism_study_are_those_of_the_haar_basis(mechanism):
+    def slope(name):
+        head = mechanism[name] if name in mechanism else make_head(name, 8)
+        return torch.func.jacrev(head.log_probs)(torch.zeros(head.num_scores))
+
+    torch.testing.assert_close(slope("sigmoid-flat"), slope("softmax-haar")[:, 1:])
+    torch.testing.assert_close(slope("sigmoid"), slope("softmax-paths"))
+    torch.testing.assert_close(slope("sigmoid-steep"), slope("softmax-steep"))
+    norms = slope("softmax-steep").norm(dim=0)
+    torch.testing.assert_close(norms, torch.tensor([2.0, 1, 1, 0.5, 0.5, 0.5, 0.5]))
+    torch.testing.assert_close(slope("softmax-scaled-4"), 4 * slope("softmax"))
+    torch.testing.assert_close(slope("sigmoid-scaled-2"), 2 * slope("sigmoid"))
+
+
 def test_heads_of_the_mechanism_study_change_one_thing(mechanism):
     torch.manual_seed(0)
     weights = torch.randn(5, 8)
-    assert len(mechanism) == 33
+    assert len(mechanism) == 39
     for name, head in mechanism.items():
         scores = torch.randn(5, head.num_scores)
         values, gradient = log_probs_and_gradient(head, scores, weights)

@@ -7,7 +7,12 @@ Import this module, and ``--head`` takes names such as ``sigmoid-rotated-3`` or 
 - ``softmax-haar``: softmax of scores in the orthonormal Haar basis, the nodes of a tree.
 - ``softmax-paths``: softmax of sums of +-s/2 along the paths of a tree: to first order at 0 the
   sigmoid tree, with one normalization for all.
-- ``softmax-paths-gated``: the same; the gradient of each node is multiplied by P(node).
+- ``softmax-scaled-C``, ``sigmoid-scaled-C``: the head at C times the scores.
+- ``sigmoid-flat``: the sigmoid tree at scores times 2 / sqrt(leaves under the node): to first order
+  at 0 it is softmax-haar, as sigmoid is softmax-paths.
+- ``softmax-steep``, ``sigmoid-steep``: softmax-paths and sigmoid at scores times
+  sqrt(leaves under the node) / 2: a step moves coarse choices even further than fine ones.
+- ``softmax-paths-gated``: softmax-paths; the gradient of each node is multiplied by P(node).
 - ``B-ungated``, ``B-ungated-D``: tree head B; the gradient of each node is divided by P(node) + D,
   0.01 without a number. Tree, distribution and Fisher matrix stay as they are.
 - ``softmax-ungated``: softmax; the gradient of score k is divided by p_k + 0.01.
@@ -153,6 +158,21 @@ class Paths(Linear, name="softmax-paths"):
         return paths(self.num_categories)
 
 
+class Scaled(Linear):
+    """The base head at a multiple of each score."""
+
+    power: ClassVar[float]  # of sqrt(leaves under the node) / 2
+    factor: ClassVar[float] = 1.0
+
+    def make_matrix(self) -> Tensor:
+        """A diagonal matrix, or the paths with scaled rows."""
+        if self.power == 0:
+            return self.factor * torch.eye(self.inner.num_scores)
+        nodes = paths(self.num_categories)
+        scales = nodes.norm(dim=1) ** self.power
+        return scales[:, None] * nodes if self.base == "softmax" else scales.diag()
+
+
 class GatedPaths(Paths, name="softmax-paths-gated"):
     """Softmax of sums along paths; P(node) multiplies the gradient of a node."""
 
@@ -287,5 +307,10 @@ for _base in ("sigmoid", "natural"):
     for _damping in (0.4, 0.04):
         define(f"{_base}-ungated-{_damping:g}", Ungated, base=_base, damping=_damping)
 define("softmax-ungated", Ungated, base="softmax")
+for _name in ("softmax-scaled-2", "softmax-scaled-4", "sigmoid-scaled-2"):
+    define(_name, Scaled, base=_name[:7], power=0, factor=float(_name[-1]))
+define("sigmoid-flat", Scaled, base="sigmoid", power=-1)
+define("sigmoid-steep", Scaled, base="sigmoid", power=1)
+define("softmax-steep", Scaled, base="softmax", power=1)
 define("softmax-paths-tree-gradient", Swapped, base="softmax-paths", gradient_of="sigmoid")
 define("sigmoid-paths-gradient", Swapped, base="sigmoid", gradient_of="softmax-paths")
