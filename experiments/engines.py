@@ -6,6 +6,7 @@ the last checkpoint in the run's folder if there is one. Engines give back futur
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
@@ -29,7 +30,7 @@ class Outcome:
         metrics: none of a run that has not finished.
         note: why it has not.
         device: where it ran.
-        stopped: whether the sweep itself ended the run, which can be resumed.
+        stopped: whether the run is left for later: this sweep has ended it, or another one does it.
     """
 
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -70,28 +71,34 @@ def execute(
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, code = folder / "log.txt", 1
-    for _ in range(retries + 1):
-        checkpoint = newest(folder, "last.ckpt")
-        resume = [] if checkpoint is None else [f"--ckpt_path={checkpoint}"]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *resume],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | (environment or {}),
-                start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
-            )
-            try:
-                started(process)
-                code = process.wait()
-                started(process)
-            except Stopped:
-                return Outcome(stopped=True)
-        metrics = newest(folder, "metrics.json")
-        if code == 0 and metrics is not None:
-            return Outcome(json.loads(metrics.read_text()), device=device_name(environment))
-        if code == 2:  # wrong options stay wrong
-            break
+    with (folder / "lock").open("w") as lock:  # held by the run, too: this process may be killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Outcome(note="another sweep does it", stopped=True)
+        for _ in range(retries + 1):
+            checkpoint = newest(folder, "last.ckpt")
+            resume = [] if checkpoint is None else [f"--ckpt_path={checkpoint}"]
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [*command, *resume],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | (environment or {}),
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
+                )
+                try:
+                    started(process)
+                    code = process.wait()
+                    started(process)
+                except Stopped:
+                    return Outcome(stopped=True)
+            metrics = newest(folder, "metrics.json")
+            if code == 0 and metrics is not None:
+                return Outcome(json.loads(metrics.read_text()), device=device_name(environment))
+            if code == 2:  # wrong options stay wrong
+                break
     said = log.read_text(errors="replace").strip().splitlines()
     line = said[-1] if said else "it printed nothing"
     return Outcome(note=f"exit code {code}: {line[:200]}", device=device_name(environment))

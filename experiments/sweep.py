@@ -202,6 +202,8 @@ class Sweep:
     def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> None:
         """Write the row of a run that has ended, and print a line."""
         if outcome.stopped:
+            if outcome.note:
+                print(f"{run.name}: {outcome.note}", flush=True)
             return
         row = runs.made(run, outcome.metrics, outcome.note, engine, outcome.device)
         runs.add(self.path, [row])

@@ -162,6 +162,24 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     assert times[0] == "new" and times[1].endswith("last.ckpt")
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
+    gate = tmp_path / "gate"
+    path = write_plan(tmp_path, grid={"x": [1.0]}, options={"gate": str(gate)}, seeds=[1])
+    process = start_sweep(path)
+    wait_for(lambda: calls(path))
+    if killed:  # the run goes on without its sweep
+        process.kill()
+        process.wait(60)
+    assert sweep.main(arguments(path)) == 0
+    assert "another sweep does it" in capsys.readouterr().out and calls(path) == [["new"]]
+    gate.touch()
+    if killed:
+        wait_for(lambda: list((tmp_path / "runs").glob("**/metrics.json")))
+    else:
+        assert process.wait(60) == 0 and len(rows_of(path)) == 1
+
+
 def test_only_does_a_part(tmp_path, capsys):
     path = write_plan(tmp_path, names={"x": "short"})
     assert sweep.main(arguments(path, "--only", "short=1.0", "seed=2")) == 0
