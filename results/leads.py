@@ -11,18 +11,27 @@ from statistics import mean
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-METRICS = ("test/nll", "test/elbo", "test/information", "test/kl")
+PAIRS = (  # the same to first order; then values and gradients; then other changes of a tree
+    *(("sigmoid-flat", "softmax-haar"), ("sigmoid", "softmax-paths")),
+    *(("sigmoid-steep", "softmax-steep"), ("softmax-steep", "softmax-paths")),
+    *(("softmax-paths-tree-gradient", "softmax-paths"), ("sigmoid-paths-gradient", "sigmoid")),
+    *(("sigmoid-ungated-0.4", "sigmoid"), ("sigmoid-levels", "sigmoid")),
+)
+METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass_fro")
+STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
+SHOWN = (1, 3, 7, 11)  # of STEPS
 
 
 def columns():
-    """{column: {head: [(NLL, ELBO, information, KL)]}} of the final runs."""
+    """{column: {head: [values of METRICS and STEPS]}} of the final runs; None where unknown."""
     found = defaultdict(lambda: defaultdict(list))
     with open(HERE / "mechanism" / "runs.csv", newline="") as file:
         for row in csv.DictReader(file):
             if row["stage"] == "final":
                 rate = row["learning_rate"] if row["optimizer"] == "adam" else "own rates"
                 size = f"({row['num_latents']}, {row['num_categories']})"
-                values = tuple(float(row[name]) for name in METRICS)
+                values = [row.get(name) for name in (*METRICS, *STEPS)]
+                values = [float(value) if value else None for value in values]
                 found[f"{size}, {row['optimizer']}, {rate}"][row["head"]].append(values)
     return found
 
@@ -31,16 +40,24 @@ def main():
     """Print a table for each column."""
     print("# Leads over softmax, from `runs.csv` by `python results/leads.py`\n")
     print("With Welch's 95 % intervals. Share: of sigmoid's lead in ELBO; own: of the lead of the")
-    print("head that a variant is made from, with p of the difference in ELBO from that head.")
+    print(
+        "head that a variant is made from, with p of the difference in ELBO from that head. Uneven:"
+    )
+    print(
+        "KL minus information. Mass: off-diagonal, Frobenius, of the mean Fisher matrix. There at:"
+    )
+    print("the first of the steps 5,000, 10,000, ... with softmax's last validation loss or less.")
     for column, heads in sorted(columns().items()):
-        nll, elbo, information, kl = (
+        nll, elbo, information, kl, mass, *losses = (
             {head: [row[place] for row in found] for head, found in heads.items()}
-            for place in range(4)
+            for place in range(len(METRICS) + len(STEPS))
         )
         print(
-            f"\n## {column}\n\n| head | n | NLL | ELBO | share | own (p) | information | uneven |"
+            f"\n## {column}\n\n| head | n | NLL | ELBO | share | own (p) | information | uneven ",
+            end="",
         )
-        print("|---|---|---|---|---|---|---|---|")
+        print("| mass | lead in validation loss after 10, 20, 40, 60 thousand steps | there at |")
+        print("|---" * 11 + "|")
         for head in sorted(heads):
             cells = []
             for better, worse in ((nll["softmax"], nll[head]), (elbo[head], elbo["softmax"])):
@@ -54,7 +71,24 @@ def main():
             of_own = f"{lead / own:.2f} ({p:.2g})" if own else f"({p:.2g})"
             known, uneven = mean(information[head]), mean(kl[head]) - mean(information[head])
             cells += [f"{lead / first:.2f}", of_own, f"{known:.2f}", f"{uneven:.2f}"]
+            cells += ["" if None in mass[head] else f"{mean(mass[head]):.2f}"]
+            if None in losses[0][head]:
+                cells += ["", ""]
+            else:
+                curve = [mean(loss[head]) for loss in losses]
+                softmax = [mean(loss["softmax"]) for loss in losses]
+                cells += [", ".join(f"{softmax[place] - curve[place]:.1f}" for place in SHOWN)]
+                places = [place for place, loss in enumerate(curve) if loss <= softmax[-1]]
+                cells += [f"{5000 * (places[0] + 1):,}" if places else ""]
             print(f"| {head} | {len(nll[head])} | " + " | ".join(cells) + " |")
+        pairs = [pair for pair in PAIRS if all(head in heads for head in pair)]
+        print("\n| ELBO of | minus that of | | p |\n|---|---|---|---|" * bool(pairs))
+        for pair in pairs:
+            first, second = (elbo[head] for head in pair)
+            found = stats.ttest_ind(first, second, equal_var=False)
+            low, high = found.confidence_interval()
+            lead = f"{mean(first) - mean(second):.2f} [{low:.2f}, {high:.2f}]"
+            print(f"| {' | '.join(pair)} | {lead} | {found.pvalue:.2g} |")
 
 
 if __name__ == "__main__":

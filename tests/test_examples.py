@@ -6,12 +6,13 @@ The site's build runs all.
 import ast
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from catnat import make_head
+from catnat import SigmoidHead, make_head
 from catnat.head import _REGISTRY
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -100,6 +101,25 @@ def mechanism():
     yield {name: make_head(name, 8) for name in names}
     for name in names:
         del _REGISTRY[name]
+
+
+def test_a_transplanted_head_begins_with_the_distributions_of_the_old_one(monkeypatch):
+    made = runpy.run_path(str(FOLDER / "mechanism" / "transplant.py"))
+    monkeypatch.setitem(made["transplanted"].__globals__, "FITTING_STEPS", 600)
+    torch.manual_seed(0)
+    images = torch.rand(200, 1, 28, 28)
+    data = types.SimpleNamespace(train_dataloader=lambda: images.split(100))
+    model = made["VAE"]("softmax", 2, 4)
+    with torch.no_grad():
+        model.encoder[-1].weight *= 40
+    new, left = made["transplanted"](model, "sigmoid", data, steps=10_000)
+    assert isinstance(new.head, SigmoidHead) and new.encoder[-1].out_features == 2 * 3
+    q, old = (each.eval()(images) for each in (new, model))
+    assert left < 0.02
+    assert (q.probs - old.probs).abs().mean() < 0.03 < 0.1 < (old.probs - 0.25).abs().mean()
+    for name, each in new.decoder.state_dict().items():
+        assert torch.equal(each, model.decoder.state_dict()[name])
+    assert new.annealed_temperature(0) == model.annealed_temperature(10_000) < 1
 
 
 def log_probs_and_gradient(head, scores, weights):
