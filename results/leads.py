@@ -11,11 +11,13 @@ from statistics import mean
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-PAIRS = (  # the same to first order; then values and gradients; then other changes of a tree
+PAIRS = (  # trees and softmax with the same factors; factors; passes; P(node); a chain
     *(("sigmoid-flat", "softmax-haar"), ("sigmoid", "softmax-paths")),
     *(("sigmoid-steep", "softmax-steep"), ("softmax-steep", "softmax-paths")),
-    *(("softmax-paths-tree-gradient", "softmax-paths"), ("sigmoid-paths-gradient", "sigmoid")),
-    *(("sigmoid-ungated-0.4", "sigmoid"), ("sigmoid-levels", "sigmoid")),
+    *(("softmax-paths", "softmax-haar"), ("softmax-paths-tree-gradient", "softmax-paths")),
+    *(("sigmoid-paths-gradient", "sigmoid"), ("sigmoid-paths-gradient", "softmax-paths")),
+    *(("softmax-paths-gated", "softmax-paths"), ("sigmoid-ungated-0.4", "sigmoid")),
+    *(("sigmoid-levels", "sigmoid"), ("sigmoid-chain", "sigmoid")),
 )
 METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass_fro")
 STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
