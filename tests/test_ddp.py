@@ -213,6 +213,7 @@ def test_a_signal_to_one_rank_after_the_last_step_stops_all(workspace, step):
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "Traceback" not in done.stderr
     assert "stopped by SIGTERM after step 3; resume with" in done.stdout.splitlines()[-1]
+    assert done.stdout.count("stopped by") == done.stdout.count("loading") == 1  # by one of two
     assert not Path("runs/vae/natural/version_0/metrics.json").exists()
 
 

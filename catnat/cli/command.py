@@ -214,7 +214,8 @@ class RunCLI(LightningCLI):
         try:
             self.metrics = getattr(self, names.command)()
         except Stopped as stop:
-            print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
+            if self.is_first:
+                print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except (ValueError, RuntimeError) as error:
             if self.step <= self.began or not is_mistake(error):

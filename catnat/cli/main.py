@@ -72,7 +72,9 @@ def _main(argv: list[str]) -> None:
                     print(f"\nDefaults for {games}, in place of those below: {listed}")
             print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
         words.append(f"--model.help={names.path}")
-    elif not any(word.startswith("--print_config") or ".help" in word for word in words):
+    elif os.environ.get("LOCAL_RANK", "0") == "0" and not any(
+        word.startswith("--print_config") or ".help" in word for word in words
+    ):
         head = f" with {names.head}" if names.head else ""
         print(f"{names.command} {names.model}{head}: loading PyTorch ...", flush=True)
     command_line(names.model)(words)
