@@ -84,7 +84,8 @@ def main():
                 cells += [f"{5000 * (places[0] + 1):,}" if places else ""]
             print(f"| {head} | {len(nll[head])} | " + " | ".join(cells) + " |")
         pairs = [pair for pair in PAIRS if all(head in heads for head in pair)]
-        print("\n| ELBO of | minus that of | | p |\n|---|---|---|---|" * bool(pairs))
+        if pairs:
+            print("\n| ELBO of | minus that of | | p |\n|---|---|---|---|")
         for pair in pairs:
             first, second = (elbo[head] for head in pair)
             found = stats.ttest_ind(first, second, equal_var=False)
@@ -93,5 +94,28 @@ def main():
             print(f"| {' | '.join(pair)} | {lead} | {found.pvalue:.2g} |")
 
 
+def transplants():
+    """Print the table of ``transplant.csv``, seed by seed."""
+    with open(HERE / "mechanism" / "transplant.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    seeds = sorted({row["seed"] for row in rows})
+    found = {(row["seed"], row["source"], row["head"], row["step"]): row for row in rows}
+
+    def values(source, head, step, name="val/elbo"):
+        each = (abs(float(found[seed, source, head, step][name])) for seed in seeds)
+        sign = "-" * (name == "val/elbo")
+        return ", ".join(f"{sign}{value:.{1 + (name == 'fit/kl')}f}" for value in each)
+
+    print(f"\n## Transplants at (10, 8), seeds {', '.join(seeds)}\n")
+    print("| first | then | ELBO at the end of the first part | new layer | KL | at the end |")
+    print("|---" * 6 + "|")
+    for first in ("softmax", "sigmoid"):
+        for then in ("softmax", "sigmoid"):
+            new = values(first, then, "0"), values(first, then, "0", "fit/kl")
+            ends = values("", first, "10000"), values(first, then, "10000")
+            print(f"| {first} | {then} | {ends[0]} | {new[0]} | {new[1]} | {ends[1]} |")
+
+
 if __name__ == "__main__":
     main()
+    transplants()

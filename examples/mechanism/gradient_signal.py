@@ -6,7 +6,10 @@ Takes the distributions that trained models of small_vae.py have for test images
 scores of these same distributions, and two numbers in its own scores, medians over images:
 
 - direction: cosine of the mean gradient, over many draws, with the gradient of the exact ELBO;
-- signal: the same of a single draw, E<g, exact> / (rms |g| |exact|). What is lost is noise.
+- signal: the same of a single draw, E<g, exact> / (rms |g| |exact|).
+
+Heads that change their gradient, such as sigmoid-ungated, are compared with the exact gradient as
+it is without the change.
 """
 
 from __future__ import annotations

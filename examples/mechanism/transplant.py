@@ -90,7 +90,7 @@ def transplanted(model: VAE, head: str, data: MNISTDataModule, steps: int) -> tu
     for name in ("encoder", "decoder"):
         old = copy.deepcopy(getattr(model, name))
         if name == "encoder":
-            old[-1] = nn.Linear(128, new.num_latents * new.head.num_scores)
+            old[-1] = nn.Linear(old[-1].in_features, new.num_latents * new.head.num_scores)
         setattr(new, name, old)
     layer = new.encoder[-1]
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
