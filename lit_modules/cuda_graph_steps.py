@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from catnat.cuda_graph import StepGraph, send, why_not_captured
+from catnat.cuda_graph import StepGraph, send
 
 if TYPE_CHECKING:
     from catnat.lit_modules.step_module import StepModule
 
 STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a replayed step
-_PRECISIONS = ("32-true", "bf16-mixed")  # others change weights, or scale losses on the host
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -145,26 +143,6 @@ class ReplayedSteps:
             scheduler.step()
             if scheduler.get_last_lr() != before:
                 self._graph.reset()  # the learning rate is a constant of the captured step
-
-
-def why_not(module: StepModule) -> str | None:
-    """Why the steps of a module are not replayed; None if they are."""
-    trainer: Any = module.trainer
-    strategy, host = trainer.strategy, module.why_host_needed()
-    obstacles = {
-        str(host): host is not None,
-        f"the strategy is {type(strategy).__name__}, not one device": (
-            not isinstance(strategy, SingleDeviceStrategy)
-        ),
-        f"the precision is {trainer.precision}, not {' or '.join(_PRECISIONS)}": (
-            trainer.precision not in _PRECISIONS
-        ),
-        "gradients are accumulated over batches": trainer.accumulate_grad_batches > 1,
-        "the Trainer clips gradients; use the model's gradient_clip": (
-            trainer.gradient_clip_val is not None
-        ),
-    }
-    return why_not_captured(module.capture, strategy.root_device, obstacles)
 
 
 def count_steps(trainer: Trainer, steps: int) -> None:

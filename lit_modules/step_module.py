@@ -7,15 +7,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from catnat.cuda_graph import capturable_options, keep_kernels, set_learning_rate
-from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver, why_not
+from catnat.cuda_graph import (
+    capturable_options,
+    keep_kernels,
+    set_learning_rate,
+    why_not_captured,
+)
+from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver
 from catnat.metrics import RowMeans
 from catnat.rng import forked_random_state, separate_noise
+
+# Of replayed steps: others change weights, or scale losses on the host.
+_PRECISIONS = ("32-true", "bf16-mixed")
 
 
 class StepModule(LightningModule):
@@ -124,7 +132,7 @@ class StepModule(LightningModule):
                     f"{type(self).__name__} sets automatic_optimization to False, and has no "
                     "training_step of its own that would optimize"
                 )
-            reason = f"{type(self).__name__} has a training_step" if own_step else why_not(self)
+            reason = f"{type(self).__name__} has a training_step" if own_step else self._why_eager()
             on_cuda = self.trainer.strategy.root_device.type == "cuda"
             if reason is None:
                 self._replay, self.automatic_optimization = ReplayedSteps(self), False
@@ -206,6 +214,25 @@ class StepModule(LightningModule):
     def _log_epoch(self, stage: str) -> None:
         values = self.epoch_metrics(stage).items()
         self.log_dict({f"{stage}/{name}": each.float() for name, each in values}, sync_dist=True)
+
+    def _why_eager(self) -> str | None:
+        """Why steps are eager ones; None if they are replayed."""
+        trainer: Any = self.trainer
+        strategy, host = trainer.strategy, self.why_host_needed()
+        obstacles = {
+            str(host): host is not None,
+            f"the strategy is {type(strategy).__name__}, not one device": (
+                not isinstance(strategy, SingleDeviceStrategy)
+            ),
+            f"the precision is {trainer.precision}, not {' or '.join(_PRECISIONS)}": (
+                trainer.precision not in _PRECISIONS
+            ),
+            "gradients are accumulated over batches": trainer.accumulate_grad_batches > 1,
+            "the Trainer clips gradients; use the model's gradient_clip": (
+                trainer.gradient_clip_val is not None
+            ),
+        }
+        return why_not_captured(self.capture, strategy.root_device, obstacles)
 
     def _kernels(self, kind: Callable[..., Optimizer]) -> dict[str, bool]:
         if self.replays:

@@ -13,6 +13,7 @@ from catnat import cuda_graph as graphs
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import cuda_graph_steps as replay
+from catnat.lit_modules import step_module
 
 
 class EagerGraph:
@@ -81,18 +82,18 @@ def train(
     return model, trainer, logger
 
 
-def replay_eagerly(module, fused, monkeypatch):
-    """Let a module replay steps without CUDA, by stand-ins for the graphs."""
+def replay_eagerly(decides, replays, fused, monkeypatch):
+    """Replay steps without CUDA: the modules of the code that decide so, and that replay."""
     captured = lambda capture, *_: "no" if capture is False else None  # noqa: E731
-    monkeypatch.setattr(module, "why_not_captured", captured)
-    monkeypatch.setattr(module, "StepGraph", EagerGraph)
+    monkeypatch.setattr(decides, "why_not_captured", captured)
+    monkeypatch.setattr(replays, "StepGraph", EagerGraph)
     monkeypatch.setattr(graphs, "CAPTURABLE", {"fused": fused})
 
 
 @pytest.fixture
 def without_cuda(monkeypatch):
     """Replay the steps of Lightning modules."""
-    replay_eagerly(replay, True, monkeypatch)
+    replay_eagerly(step_module, replay, True, monkeypatch)
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
-from catnat.lit_modules import cuda_graph_steps as replay
+from catnat.lit_modules.step_module import StepModule
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
@@ -42,7 +42,8 @@ REASONS = {
 @pytest.mark.parametrize("reason", REASONS)
 def test_each_reason_not_to_replay_is_told(reason):
     def why(options):
-        return replay.why_not(SimpleNamespace(**options, trainer=SimpleNamespace(**options)))
+        model = SimpleNamespace(**options, trainer=SimpleNamespace(**options))
+        return StepModule._why_eager(model)
 
     options = {
         "strategy": on_cuda(SingleDeviceStrategy),

@@ -31,7 +31,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 @pytest.fixture
 def without_cuda(monkeypatch):
-    replay_eagerly(ppo, False, monkeypatch)
+    replay_eagerly(ppo, ppo, False, monkeypatch)
 
 
 CASES = {
