@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
 FLOAT32_LIMIT = 2**16
-"""Largest K that is sampled with float32 noise: among more clocks, the smallest are often equal."""
+"""Largest K that is sampled with float32 noise: with more, equal numbers are common."""
 
 
 class HeadCategorical(Categorical):

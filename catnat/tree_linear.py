@@ -194,6 +194,9 @@ class TreeLinear(nn.Embedding):
         if layer.num_categories != self.num_categories:
             both = f"{self.num_categories} and {layer.num_categories}"
             raise ValueError(f"KL divergence between {both} classes")
+        ours, others = self.order, layer.order
+        if ours is not others and (ours is None or others is None or not torch.equal(ours, others)):
+            raise ValueError("path_kl needs two layers with the same order of classes")
         return path_kl(self._path_logs(hidden, value), layer._path_logs(other, value))
 
     def path_entropy(self, hidden: Tensor, value: Tensor) -> Tensor:

@@ -26,7 +26,11 @@ def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.
     if not isinstance(space, Discrete):
         raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
     require_at_least(int(space.n), num_actions=num_actions)
-    return TransformAction(env, lambda action: action % space.n, Discrete(num_actions))
+    return TransformAction(env, partial(_modulo, int(space.n)), Discrete(num_actions))
+
+
+def _modulo(n: int, action: int) -> int:
+    return action % n  # not a lambda: environments in other processes are pickled
 
 
 def is_atari(name: str) -> bool:

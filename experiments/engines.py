@@ -49,7 +49,7 @@ class Engine(Protocol):
         """End the runs that have begun; they save a checkpoint."""
 
 
-class Stopped(Exception):  # noqa: N818 - reads as what it says
+class SweepStopped(Exception):  # noqa: N818 - reads as what it says
     """The sweep has been interrupted."""
 
 
@@ -67,7 +67,7 @@ def execute(
         folder: of the run; ``log.txt`` in it has what the run prints.
         retries: how often a run that fails is tried again.
         environment: variables of the process, besides those of this one.
-        started: is told of each process; may raise :class:`Stopped`.
+        started: is told of each process; may raise :class:`SweepStopped`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, code = folder / "log.txt", 1
@@ -92,7 +92,7 @@ def execute(
                     started(process)
                     code = process.wait()
                     started(process)
-                except Stopped:
+                except SweepStopped:
                     return Outcome(stopped=True)
             metrics = newest(folder, "metrics.json")
             if code == 0 and metrics is not None:
@@ -162,7 +162,7 @@ class Local:
         if self._stopping:
             process.terminate()
             process.wait()
-            raise Stopped
+            raise SweepStopped
 
     def stop(self) -> None:
         """Tell all processes to save and end, and wait for them."""
@@ -239,7 +239,7 @@ class Slurm:
         try:
             import submitit
         except ImportError as error:
-            raise ValueError("--engine slurm needs submitit: pip install submitit") from error
+            raise ValueError("--engine slurm needs: pip install 'catnat[sweep]'") from error
 
         class Task(submitit.helpers.Checkpointable):  # type: ignore[misc]
             """Submitted again when its time is up, a run resumes from its checkpoint."""

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("bars", bars, "means with 95 %% intervals"),
     ):
         kind = kinds.add_parser(name, help=text)
-        add_plan_options(kind)
+        add_plan_options(kind, 1)
         kind.add_argument("--out", type=Path, default=Path("figures"), help="folder")
         kind.set_defaults(draw=draw)
         if draw is curves:
@@ -140,6 +140,7 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
     sweep, groups = _grouped(args, ["head"])
     plan = sweep.plan
     figure, axes = panels(len(groups))
+    heads = [_head(plan, cell) for cells in groups.values() for cell in cells]
     drawn = 0
     for panel, (title, cells) in zip(axes, groups.items(), strict=True):
         for cell in cells:
@@ -148,9 +149,8 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
             made = [plan.run(cell.options, cell.settings, seed, "final") for seed in plan.seeds]
             found = [read_curve(sweep.folder, run, args.tag) for run in made]
             known = [each for each in found if len(each[0])]
-            head = str({**plan.options, **cell.options}.get("head", ""))
             if known:
-                draw_curves(panel, known, head)
+                draw_curves(panel, known, _head(plan, cell), heads)
             drawn += len(known)
         panel.set_title(title)
         panel.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}")
@@ -166,9 +166,11 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
     return figure, f"{plan.name}_{args.tag.replace('/', '_')}"
 
 
-def draw_curves(axes: Axes, curves: list[tuple[np.ndarray, np.ndarray]], head: str) -> None:
+def draw_curves(
+    axes: Axes, curves: list[tuple[np.ndarray, np.ndarray]], head: str, heads: list[str]
+) -> None:
     """The mean of curves and one standard deviation around it."""
-    style: dict[str, Any] = {"color": color(head, [head]), "linestyle": _DASHES.get(head, "-")}
+    style: dict[str, Any] = {"color": color(head, heads), "linestyle": _DASHES.get(head, "-")}
     first, last = max(s[0] for s, _ in curves), min(s[-1] for s, _ in curves)
     grid = np.linspace(first, last, 200)
     values = np.stack([np.interp(grid, *curve) for curve in curves])
@@ -205,7 +207,7 @@ def bars(args: argparse.Namespace) -> tuple[Figure, str]:
     wanted = read_only(args.baseline) if args.baseline else {}
     longest = max(map(len, groups.values()), default=1)
     figure, axes = panels(len(groups), 3.6, 0.18 * longest + 0.6)
-    heads = [str(cell.options.get("head", "")) for cells in groups.values() for cell in cells]
+    heads = [_head(plan, cell) for cells in groups.values() for cell in cells]
     drawn = 0
     for panel, (title, cells) in zip(axes, groups.items(), strict=True):
         shown = [cell for cell in cells if len(cell.values(metric)) > 1]
@@ -237,7 +239,7 @@ def draw_bars(
         values = cell.values(metric)
         mean = statistics.fmean(values) - (statistics.fmean(base) if base else 0)
         low, high = sorted(sign * each for each in interval(values, base))
-        head = str(cell.options.get("head", plan.options.get("head", "")))
+        head = _head(plan, cell)
         error = [[sign * mean - low], [high - sign * mean]]
         axes.barh(place, sign * mean, color=color(head, heads), xerr=error, capsize=2)
         hidden = [*plan.columns, *constant]
@@ -248,6 +250,10 @@ def draw_bars(
         means = [statistics.fmean(cell.values(metric)) for cell in cells]
         spread = max(max(means) - min(means), 1e-9)
         axes.set_xlim(left=min(0, min(means)) if min(means) < 2 * spread else min(means) - spread)
+
+
+def _head(plan: Plan, cell: Cell) -> str:
+    return str(cell.options.get("head", plan.options.get("head", "")))
 
 
 def _has(plan: Plan, cell: Cell, wanted: dict[str, list[str]]) -> bool:

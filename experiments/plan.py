@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Iterable, Mapping
@@ -264,7 +265,7 @@ class Plan:
                 continue
             values = [each.metrics.get(self.search.metric, float("nan")) for each in done]
             mean = sign * statistics.fmean(values)
-            if mean == mean:
+            if not math.isnan(mean):
                 means.append((mean, number))
         return [tried[number] for _, number in sorted(means)]
 

@@ -79,10 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """The options by which plans and rows are found."""
+def add_plan_options(parser: argparse.ArgumentParser, count: int | str = "+") -> None:
+    """The options by which so many plans, and their rows, are found."""
     text = f"{', '.join(plans.names())}; or a YAML file"
-    parser.add_argument("plans", nargs="+", metavar="PLAN", help=text)
+    parser.add_argument("plans", nargs=count, metavar="PLAN", help=text)
     parser.add_argument("--scale", help="of the plan (default: small, or its first)")
     text = "a part of the plan: values of its grid, or seed=1,2 for final runs"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)

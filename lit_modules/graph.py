@@ -105,7 +105,7 @@ class GraphStructureLearner(StepModule):
         theta_init: tuple[float, float] = (0.0, 0.1),
         flip_samples: int = 8,
         predictor: nn.Module | None = None,
-        head_options: dict[str, float | bool] | None = None,
+        head_options: dict[str, Any] | None = None,
         capture: bool | None = None,
         test_passes: int = 16,
     ) -> None:
@@ -151,6 +151,7 @@ class GraphStructureLearner(StepModule):
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._rate_factor: float | None = None  # on the learning rates, in the step before
+        self._sets_rates = False  # not those of an optimizer that is not our own
         self._num_steps: float = 0  # of the run; known when training starts
         self._prediction = prediction_means()
         edges = (num_nodes, num_nodes)
@@ -230,6 +231,7 @@ class GraphStructureLearner(StepModule):
             {"params": params, "lr": rate}
             for params, rate in zip((others, psi), self.learning_rates, strict=True)
         ]
+        self._sets_rates = True
         return self.make_optimizer(torch.optim.Adam, groups)
 
     def on_train_start(self) -> None:
@@ -238,11 +240,13 @@ class GraphStructureLearner(StepModule):
         self._num_steps, self._rate_factor = self.trainer.estimated_stepping_batches, None
         if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
+        if self.lr_schedule == "linear" and not self._sets_rates:
+            raise ValueError("lr_schedule 'linear' is for the optimizer of the model itself")
 
     def prepare_step(self, step: int) -> None:
         """Set the learning rates of a step, and whether θ moves in it."""
         factor = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
-        if factor != self._rate_factor:
+        if factor != self._rate_factor and self._sets_rates:
             self._rate_factor = factor
             self.set_learning_rates(*(rate * max(factor, 0.0) for rate in self.learning_rates))
         self.theta_moves.set(step >= self.psi_warmup_steps)

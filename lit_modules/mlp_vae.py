@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ class MLPDiscreteVAE(DiscreteVAE):
         baseline_value: float = 125.0,
         num_samples: int = 1,
         nll_samples: int = 512,
-        head_options: dict[str, float | bool] | None = None,
+        head_options: dict[str, Any] | None = None,
         capture: bool | None = None,
     ) -> None:
         require_choice(("constant", "leave-one-out"), baseline=baseline)

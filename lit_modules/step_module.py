@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,7 +96,7 @@ class StepModule(LightningModule):
         """An optimizer with the fastest kernels that device and precision allow.
 
         Args:
-            kind: ``torch.optim.Adam``, or another class whose optimizers take ``fused``.
+            kind: a class of optimizers such as ``torch.optim.Adam``.
             parameters: parameters or parameter groups.
             options: of the optimizer, such as ``lr``.
         """
@@ -240,7 +241,8 @@ class StepModule(LightningModule):
         if self._trainer is None or self.trainer.precision != "32-true":
             return {}  # fused optimizers cannot clip gradients that are scaled
         device = self.trainer.strategy.root_device.type  # the model is moved there later
-        return {"fused": True} if device in ("cpu", "cuda") else {}
+        can = device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters
+        return {"fused": True} if can else {}
 
     def _log_sent(self) -> None:
         if self._replay is not None:

@@ -89,7 +89,7 @@ class DiscreteVAE(StepModule):
         min_temperature: float = 0.5,
         temperature_steps: int = 1000,
         nll_samples: int = 512,
-        head_options: dict[str, float | bool] | None = None,
+        head_options: dict[str, Any] | None = None,
         estimator: Estimator = "gumbel",
         capture: bool | None = None,
     ) -> None:

@@ -132,6 +132,7 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     assert (int(config["trainer"]["devices"]), config["seed_everything"]) == (2, 5)
     assert config["data"]["init_args"]["variant"] == "stochastic"
     assert printed(capsys, "--tail=0.1")["model"]["init_args"]["head_options"] == {"tail": 0.1}
+    assert printed(capsys, "--order=[1,0]")["model"]["init_args"]["head_options"]["order"] == [1, 0]
     Path("c.yaml").write_text(yaml.safe_dump(config))
     assert printed(capsys, "--config=c.yaml") == config
     other = printed(capsys, "--config=c.yaml", "--head=softmax", "--max_steps=9")
@@ -212,8 +213,9 @@ def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
         "class Mine(SoftmaxHead, name='mine_cli'): pass\n"
     )
     try:
-        for version in (0, 1):
-            assert train.main(["--import=my_heads", "--head=mine_cli", *workspace]) == 0
+        Path("mine.yaml").write_text("import: my_heads")
+        for version, option in enumerate(("--import=my_heads", "--config=mine.yaml")):
+            assert train.main([option, "--head=mine_cli", *workspace]) == 0
             assert Path(f"runs/vae/mine_cli/version_{version}/checkpoints/last.ckpt").exists()
     finally:
         _REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
@@ -257,6 +259,7 @@ def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
     assert run(*workspace, *options) == 0
     states = [state for name, state in last()["callbacks"].items() if "Best" in name]
     assert states[0]["monitor"] == "val/kl"
+    assert run(*workspace, "--checkpoint.dirpath=mine") == 0 and Path("mine/best.ckpt").exists()
 
 
 def test_a_second_fisher_monitor_takes_the_place_of_the_first(workspace):

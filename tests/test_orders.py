@@ -19,7 +19,9 @@ def test_every_order_is_a_permutation(K):
     assert is_permutation(by_frequency(torch.randint(5, (K,))), K)
     assert is_permutation(by_embedding(torch.randn(K, 4)), K)
     assert is_permutation(by_embedding(torch.zeros(K, 4)), K)
-    TreeLinear(3, K, order=by_embedding(torch.randn(K, 4)))
+    x = torch.randn(K, 4)
+    TreeLinear(3, K, order=by_embedding(x))
+    assert all(torch.equal(by_embedding(x), by_embedding(x * 2.0**n)) for n in (-66, 33, 100))
 
 
 def test_the_most_frequent_classes_come_first_and_have_the_shortest_paths():

@@ -69,6 +69,9 @@ class Wide(DiscreteVAE):
         super().__init__(head=head, **kwargs)
         self.width = width
 
+    def configure_optimizers(self):
+        return self.make_optimizer(torch.optim.RMSprop, self.parameters())  # which has no "fused"
+
 
 class Plain(LightningModule):
     def __init__(self, size: int = 4):

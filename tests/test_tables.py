@@ -130,6 +130,8 @@ def test_bars_of_rows_and_their_lead_over_a_baseline(path, tmp_path, capsys, mon
     assert drawn[0][1] == [[pytest.approx(4.3 - low)], [pytest.approx(high - 4.3)]]
     assert list((tmp_path / "f").glob("*.png")) and list((tmp_path / "f").glob("*.pdf"))
     assert figures.main([*words, "--baseline", "head=other"]) == 2
+    with pytest.raises(SystemExit):
+        figures.main(["bars", str(path), str(path)])  # one plan at a time
 
 
 def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):

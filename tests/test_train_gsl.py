@@ -82,6 +82,22 @@ def test_a_resumed_run_is_the_same_run(workspace, tmp_path):
     assert run(*workspace, f"--ckpt_path={path}", head="sigmoid") == 2
 
 
+def test_a_length_of_another_kind_replaces_that_of_the_resumed_run(workspace):
+    lengths = [each for each in workspace if "max_steps" not in each]
+    assert run(*lengths, "--max_epochs=1", head="catnat-natural") == 0  # 8 steps
+    assert run(*lengths, "--ckpt_path=last", "--max_steps=9", head="catnat-natural") == 0
+    path = "runs/gsl/natural/version_0/checkpoints/last.ckpt"
+    assert torch.load(path)["global_step"] == 9
+
+
+def test_another_optimizer(workspace, capfd):
+    other = ["--optimizer=torch.optim.AdamW", "--optimizer.lr=0"]
+    assert run(*workspace, *other, "--max_steps=1") == run(*workspace, *other) == 0
+    assert torch.equal(last(0)["predictor.weight"], last(1)["predictor.weight"])
+    assert run(*workspace, *other, "--lr_schedule=linear") == 2
+    assert "the optimizer of the model itself" in capfd.readouterr().err
+
+
 @one_server
 def test_two_devices(workspace):
     # In a process of its own: OpenMP, used by other tests, does not survive a fork.

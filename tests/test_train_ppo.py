@@ -130,9 +130,10 @@ def test_options_that_stable_baselines_has(capfd):
 
 @one_server
 def test_environments_in_processes_of_their_own():
-    argv = [*QUICK, "--num_envs=2", "--subprocesses=true", "--eval_every=0"]
+    argv = [*QUICK, "--num_envs=2", "--subprocesses=true", "--eval_every=0", "--num_actions=3"]
     done = run_fresh(ROOT / "train.py", "--model=ppo", *argv)
     assert done.returncode == 0, done.stderr
+    assert "test/return" in done.stdout
 
 
 @pytest.mark.parametrize(("env", "limits"), [("CliffWalking-v1", (None, 10_000)),

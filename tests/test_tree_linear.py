@@ -291,3 +291,5 @@ def test_path_estimates_from_hidden_states_are_those_of_the_head():
         layer.path_entropy(one, torch.tensor(11))
     with pytest.raises(ValueError, match="between 11 and 12 classes"):
         layer.path_kl(one, two, value, TreeLinear(6, 12))
+    with pytest.raises(ValueError, match="the same order"):
+        layer.path_kl(one, two, value, TreeLinear(6, 11))

@@ -99,9 +99,10 @@ class RunCLI(LightningCLI):
         names = self.names
         words = list(full_names(names.words, self.short))
         files = [f"--config={path}" for path in names.configs]
-        lengths = ("--trainer.max_epochs", "--trainer.max_time")
-        if self.checkpoint and any(word.startswith(lengths) for word in words):
-            words.insert(0, "--trainer.max_steps=-1")  # who gives another length leaves this open
+        if self.checkpoint and any(word.startswith("--trainer.max_") for word in words):
+            # A length on the command line replaces the one that the run began with.
+            none = ("max_steps=-1", "max_epochs=null", "max_time=null")
+            words = [*(f"--trainer.{each}" for each in none), *words]
         root = f"--trainer.default_root_dir={names.root}"
         imports = f"--import={json.dumps(names.imports)}"
         head = [f"--model.head={canonical_head(names.head)}"] if names.head else []
@@ -113,7 +114,8 @@ class RunCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has."""
-        parser.add_argument("--import", type=list[str], default=[], help="modules to import first")
+        parser.add_argument("--import", type=list[str] | str, default=[],
+                            help="modules to import first")  # fmt: skip
         parser.add_argument("--ckpt_path", type=str | None, default=None,
                             help="resume or test a checkpoint: a file, last or best")  # fmt: skip
         parser.add_argument("--save_every", type=int | None, default=None,

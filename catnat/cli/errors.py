@@ -12,7 +12,7 @@ from typing import Any
 from catnat.checks import did_you_mean
 
 # Lines of jsonargparse's messages that say nothing to a user.
-_NOISE = re.compile(
+_UNHELPFUL = re.compile(
     r"^(Does not validate|Subtypes:|Errors:|Given value|Expected an? <class '(NoneType|\w+\..*)'>)"
 )
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
@@ -33,7 +33,7 @@ def one_line(message: object, known: Iterable[str] = ()) -> str:
         known: names of options; the message gets the one that is closest to an unknown one.
     """
     lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
-    kept = dict.fromkeys(line for line in lines if line and not _NOISE.match(line))
+    kept = dict.fromkeys(line for line in lines if line and not _UNHELPFUL.match(line))
     text = (" ".join(kept) or " ".join(lines)).partition("tensor([")[0]
     text = re.sub(r"found invalid values: *$", "found values that are not finite", text)
     text = re.sub(r'[Pp]arser key "([^"]+)":', r"--\1:", text)

@@ -96,7 +96,7 @@ class CatnatCLI(RunCLI):
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
             place = self.folder.path / "checkpoints"
             best = self.config_init.checkpoint
-            best.dirpath = str(place)
+            best.dirpath = best.dirpath or str(place)
             every = self.config.save_every
             every = default_interval(options["max_steps"]) if every is None else every
             require_at_least(1, save_every=every)
@@ -174,7 +174,7 @@ class CatnatCLI(RunCLI):
         return dict(found[0]) if found else {}
 
     def _can(self, step: str, loader: str) -> bool:
-        """Whether a model of the user's own and its data define these methods."""
+        """Whether model and data define these methods; those of a user may not."""
         owner = self.model if self.datamodule is None else self.datamodule
         return is_overridden(step, self.model) and is_overridden(loader, owner)
 

@@ -87,7 +87,7 @@ def read_names(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ckpt_path", "--ckpt-path")
     roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
     parser.add_argument(*roots, dest="root")
-    command, words = ("fit", argv) if argv[:1] and argv[0][:1] == "-" else (argv[0], argv[1:])
+    command, words = (argv[0], argv[1:]) if argv and argv[0][:1] != "-" else ("fit", argv)
     require_choice(COMMANDS, command=command)
     found, rest = parser.parse_known_args(words)
     found.command, found.words = command, rest
@@ -95,7 +95,8 @@ def read_names(argv: list[str]) -> argparse.Namespace:
         _add_names_of(read_yaml(path), found)
     if found.ckpt_path is not None:
         home = Path(found.root or "runs", _name(found.model))
-        found.ckpt_path = find_checkpoint(home, found.head, found.ckpt_path)
+        head = found.head and found.head.removeprefix("catnat-")  # folders have no alias
+        found.ckpt_path = find_checkpoint(home, head, found.ckpt_path)
         if record := record_of(found.ckpt_path):
             _add_names_of(read_yaml(str(record)), found)
             found.configs.insert(0, str(record))
@@ -116,7 +117,9 @@ def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
     found.head = found.head or (model.get("init_args") or {}).get("head")
     found.data = found.data or data.get("class_path")
     found.root = found.root or (options.get("trainer") or {}).get("default_root_dir")
-    found.imports += [each for each in options.get("import") or [] if each not in found.imports]
+    modules = options.get("import") or []
+    modules = [modules] if isinstance(modules, str) else modules
+    found.imports += [each for each in modules if each not in found.imports]
     found.ckpt_path = found.ckpt_path or options.get("ckpt_path")
 
 

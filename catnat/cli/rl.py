@@ -6,6 +6,7 @@ A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
 from catnat.sb3.run_state import load_state
 
 _OF_THE_RUN = {"seed", "gamma"}  # arguments of make_env that are no options of the data
-_EVALUATION = 10**9  # added to the seed of a run: the games of evaluations are others
+_EVALUATION_SEED = 10**9  # added to the seed of a run: the games of evaluations are others
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 
 
@@ -261,8 +262,8 @@ class RLCLI(RunCLI):
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         write_options(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
-        writer = open_writer(folder, resumed_at)
-        model.set_logger(Logger(folder, [_Output(writer)]))
+        self.writer = open_writer(folder, resumed_at)
+        model.set_logger(Logger(folder, [_Output(self.writer)]))
         left = max(training.total_steps - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
         model.learn(
@@ -278,7 +279,6 @@ class RLCLI(RunCLI):
         plain = {name: x if isinstance(x, int | float) else str(x)
                  for name, x in (self.hparams | about).items()}  # fmt: skip
         write_now(model.logger, {"hparams": HParam(plain, played)} | played, model.num_timesteps)
-        writer.flush()
         return dict(played | recent_return(model) | self.fisher.latest)
 
     def test(self) -> dict[str, Any]:
@@ -289,14 +289,15 @@ class RLCLI(RunCLI):
 
     def close(self) -> None:
         """Give back signals, environments and the folder."""
-        for name in ("callback", "eval_env", "env"):
+        for name in ("callback", "eval_env", "env", "writer"):
             if hasattr(self, name):
-                getattr(self, name).close()
+                with contextlib.suppress(OSError):  # of a process that is gone
+                    getattr(self, name).close()
         super().close()
 
     def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
-        self.eval_env.seed(self.seed + _EVALUATION)
+        self.eval_env.seed(self.seed + _EVALUATION_SEED)
         sync_envs_normalization(self.env, self.eval_env)
         lengths: Any
         with forked_random_state(self.model.device, self.seed):

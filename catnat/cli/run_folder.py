@@ -131,13 +131,13 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> No
 
 
 # Messages of Lightning that a user of this program can do nothing about.
-_NOISE = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
+_UNHELPFUL = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
           "`Trainer.fit` stopped", "`Trainer(limit", "LOCAL_RANK", "`weights_only` was not set",
           "Restor", "Loaded model weights", "You are using a CUDA device")  # fmt: skip
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NOISE)
+    return not record.getMessage().startswith(_UNHELPFUL)
 
 
 def silence() -> None:

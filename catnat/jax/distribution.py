@@ -147,4 +147,4 @@ class Categorical:
         if orders[0] != orders[1]:
             raise ValueError("path_kl needs two distributions with the same order of categories")
         of_left, of_right = jnp.exp(left) * (left - others[0]), jnp.exp(right) * (right - others[1])
-        return (of_left + of_right).sum(-1)
+        return jnp.maximum(of_left + of_right, 0).sum(-1)  # rounding may go below 0
