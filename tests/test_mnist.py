@@ -289,7 +289,8 @@ def test_two_passes_of_an_evaluation_do_not_disturb_each_other():
 
 def test_resuming_at_the_end_of_a_shortened_epoch_begins_the_next():
     _, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
-    resumed = ImageLoader(numbered(50), 10, shuffle=True, max_batches=3)
+    resumed = ImageLoader(numbered(50), 10, shuffle=True)
+    resumed.max_batches = 3
     resumed.load_state_dict({"epoch": 0, "position": 3})
     assert epochs(resumed, 1) == [second]
 
