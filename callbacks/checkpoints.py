@@ -156,15 +156,15 @@ class LastCheckpoint(Checkpoint):
         self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the path of rank 0, which is the one that writes; begin to handle signals."""
+        """Take the path of rank 0, which is the one that writes; forget signals of a run before."""
         self.path = trainer.strategy.broadcast(self.path)
-        self._signals.listen()
+        self._signals = StopSignals()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
         self._saved_step = trainer.global_step
         self._due = self._stop = False
-        self._signals.listen()  # Lightning has put its own handler before ours
+        self._signals.listen()  # not before: Lightning puts back what it finds after setup
         if self._random is not None:
             set_random_states(self._random, pl_module.device, pl_module.global_rank)
             self._random = None
@@ -189,9 +189,11 @@ class LastCheckpoint(Checkpoint):
         """Keep the random states for the start of training."""
         self._random = checkpoint.get("random")
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals in a test as well: it can take minutes, and stopping it loses nothing."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Handle signals here as well: this can take minutes, and stopping it loses nothing."""
         self._signals.listen()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
@@ -224,10 +226,6 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
         if self._any_rank_asked(trainer):
             self._raise_stopped(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
-        self._signals.give_back()
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if self._due:

@@ -1,11 +1,12 @@
 """Fisher diagnostics of a head at some steps: computed on its device, read on the host.
 
-Both monitors use these: :func:`exact_rows` and :class:`SampledShare` make the values of tags, and
-:class:`HeadHistory` collects the scores of many steps and computes them together.
+Both monitors use :class:`HeadHistory`, which collects the scores of many steps and computes them
+together; :func:`exact_rows` and :class:`SampledShare` make the values of tags.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,10 +27,16 @@ from catnat.fisher import (
     paired_mean_fishers,
 )
 
+LARGEST = 2**13  # scores of the largest head whose matrix is computed: 256 MB
 _MAX_SCORES = 2**19  # scores kept before diagnostics are computed: 2 MB stay in a CPU's cache
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
+
+
+def is_observed(head: CategoricalHead) -> bool:
+    """Whether a Fisher matrix is diagonal, or small enough to be computed."""
+    return head.fisher_is_diagonal or head.num_scores <= LARGEST
 
 
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ class SampledShare:
 
     def row(self, mass: float, off: float, total: float) -> Row:
         """Add the :func:`sampled_sums` of a step; the values of the tags at this step."""
-        if off - total == off - total:  # a step that is NaN would spoil all steps after it
+        if not math.isnan(off - total):  # a step that is NaN would spoil all steps after it
             self.off, self.total = _MEMORY * self.off + off, _MEMORY * self.total + total
             share = self.off / self.total if self.total else 0.0
         else:
@@ -103,6 +110,11 @@ class SampledShare:
             "fim_sampled/off_diagonal_mass_fro": 0.0 if share < 0 else share**0.5,
             "fim_sampled/off_diagonal_share": share,
         }
+
+
+def seed_of(*words: object) -> int:
+    """A seed that depends on these words alone."""
+    return random.Random(" ".join(map(str, words))).getrandbits(63)
 
 
 class HeadHistory:
@@ -115,13 +127,14 @@ class HeadHistory:
     Args:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
-        draws: at each row; 0 for none.
+        draws: at each row; 0 for none. There are none either if G has one entry, or too many.
         share: the sums of the steps before.
         seed: of the draws, any text.
     """
 
     def __init__(self, head: CategoricalHead, draws: int, share: SampledShare, seed: str) -> None:
-        self.head, self.draws, self.share, self.seed = head, draws, share, seed
+        self.head, self.share, self.seed = head, share, seed
+        self.draws = draws if 1 < head.num_scores <= LARGEST else 0
         self._kept: list[tuple[int, Tensor]] = []  # steps and their scores
         self._found: list[tuple[Sequence[int], int, Tensor]] = []  # steps, rows and their means
         self._has_state = bool(head.state_dict())
@@ -142,10 +155,11 @@ class HeadHistory:
             if self._has_state or kept > _MAX_SCORES:
                 self._compute()
 
-    def send(self, trainer: Trainer) -> Callable[[], tuple[dict[int, Row], Tensor]]:
+    def send(self, trainer: Trainer | None = None) -> Callable[[], tuple[dict[int, Row], Tensor]]:
         """Start to copy the values of all steps since the last call to the host.
 
-        The result, once called, gives them, and their :func:`exact_diagnostics`.
+        The result, once called, gives them, and their :func:`exact_diagnostics`. They are of all
+        ranks of the trainer, if there is one.
         """
         self._compute()
         if not self._found:
@@ -171,10 +185,10 @@ class HeadHistory:
         S = self.head.num_scores
         return (S if self.head.fisher_is_diagonal else S**2) + 2
 
-    def _over_ranks(self, trainer: Trainer) -> Tensor:
+    def _over_ranks(self, trainer: Trainer | None) -> Tensor:
         """The means over the rows of all ranks, (T, D)."""
         means = torch.cat([each for _, _, each in self._found])
-        if trainer.world_size == 1:
+        if trainer is None or trainer.world_size == 1:
             return means
         rows = means.new_tensor([rows for steps, rows, _ in self._found for _ in steps])[:, None]
         sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
@@ -202,7 +216,7 @@ class HeadHistory:
             (len(steps), self.draws, scores.shape[1]), dtype=torch.float64, device=scores.device
         )
         for step, numbers in zip(steps, uniforms, strict=True):
-            self._generator.manual_seed(random.Random(f"{self.seed} {step} 0").getrandbits(63))
+            self._generator.manual_seed(seed_of(self.seed, step))
             numbers.uniform_(generator=self._generator)
         return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
 

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
+    LARGEST,
     HeadHistory,
     SampledShare,
+    is_observed,
     matrix_of,
 )
 from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
 from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least
 
-_MAX_MATRIX = 2**26  # entries of the largest matrix that is computed: 256 MB
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
 
 
@@ -221,18 +222,12 @@ class FisherMonitor(Callback):
         assert self._probe is not None
         for name, each in scores.items():
             head = self._probe.heads[name]
-            too_large = head.num_scores**2 > _MAX_MATRIX
-            if too_large and not head.fisher_is_diagonal:
+            if not is_observed(head):
                 continue
             if name not in self._histories:
-                no_draws = too_large or head.num_scores == 1  # one score: nothing off the diagonal
                 share = self._shares.setdefault(name, SampledShare())
-                self._histories[name] = HeadHistory(
-                    head,
-                    0 if no_draws else self.num_samples,
-                    share,
-                    f"{self.seed} {self._rank} {name}",
-                )
+                seed = f"{self.seed} {self._rank} {name}"
+                self._histories[name] = HeadHistory(head, self.num_samples, share, seed)
             self._histories[name].add(step, each)
 
     def _end_step(self) -> None:
@@ -248,8 +243,7 @@ class FisherMonitor(Callback):
         """
         if self._steps_to_write and not self._histories and not self._warned:
             self._warned = True
-            limit = int(_MAX_MATRIX**0.5)
-            what = f"no head of at most {limit} scores was called in training as head(scores)"
+            what = f"no head of at most {LARGEST} scores was called in training as head(scores)"
             warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
         self._steps_to_write = 0
         arrived = self._sent

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import (
+    HeadHistory,
     SampledShare,
-    exact_diagnostics,
-    exact_rows,
+    is_observed,
     matrix_of,
-    sampled_sums,
+    seed_of,
 )
 from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
 from catnat.checks import require_at_least
-from catnat.fisher import paired_mean_fishers
 from catnat.sb3.action_distributions import unchecked
 from catnat.sb3.algorithm import map_arrays
 
@@ -28,19 +27,20 @@ from catnat.sb3.algorithm import map_arrays
 class FisherMonitorSB3(BaseCallback):
     """Writes diagnostics of the Fisher matrix of a policy's heads, from the states of a rollout.
 
-    The tags are those of :class:`FisherMonitor`, which explains them: ``fim/...``, or
-    ``fim/<name>/...`` if a policy has several heads. In the place of a step there is a rollout. G
-    is the mean over states of the rollout, under the policy that played it. If actions were masked,
-    G belongs to the distribution over the allowed actions: the scores are those that
-    :meth:`CategoricalHead.masked` gives, and G of a tree stays diagonal. The monitor also writes
-    ``train/entropy``, the mean entropy of the policy in these states.
+    The tags are those of :class:`FisherMonitor`, which explains them and their limits: ``fim/...``,
+    or ``fim/<name>/...`` if a policy has several heads. What cannot be computed is NaN, with one
+    warning for each head. In the place of a step there is a rollout. G is the mean over states of
+    the rollout, under the policy that played it. If actions were masked, G belongs to the
+    distribution over the allowed actions: the scores are those that :meth:`CategoricalHead.masked`
+    gives, and G of a tree stays diagonal. The monitor also writes ``train/entropy``, the mean
+    entropy of the policy in these states.
 
     G is drawn after the rollouts 0, 10, 100, 1000 and so on, and after the last one.
 
     TensorBoard gets the values of each observed rollout under its step, whatever ``log_interval``
     is; other outputs of the model's logger get the latest ones in their next row. The monitor draws
     from random generators of its own, so that a run with the monitor learns the same as a run
-    without.
+    without. What it draws depends on the seed and the step alone, also in a run that was resumed.
 
     Args:
         every_n_rollouts: observe each n-th rollout.
@@ -70,9 +70,8 @@ class FisherMonitorSB3(BaseCallback):
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
         self._step = 0  # step of the latest values
-        self._generator: torch.Generator | None = None
-        self._chooser = torch.Generator()
         self._shares: dict[str, SampledShare] = {}  # of each head
+        self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,10 +85,13 @@ class FisherMonitorSB3(BaseCallback):
         self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
 
     def _on_training_start(self) -> None:
-        HeadProbe(self.model.policy)  # raises if the policy has no head
-        if self._generator is None:
-            self._generator = torch.Generator(self.model.device).manual_seed(self.seed)
-            self._chooser.manual_seed(self.seed)
+        heads = HeadProbe(self.model.policy).heads  # raises if the policy has no head
+        self._histories = {}
+        for name, head in heads.items():
+            if is_observed(head):
+                share = self._shares.setdefault(name, SampledShare())
+                seed = f"{self.seed} {name}"
+                self._histories[name] = HeadHistory(head, self.num_samples, share, seed)
 
     def _on_step(self) -> bool:
         return True
@@ -107,28 +109,21 @@ class FisherMonitorSB3(BaseCallback):
             distribution = self._distribution(chosen)
             entropy = distribution.entropy().mean()
         for name, head, scores in probe:
-            diagnostics = exact_diagnostics(head, scores[None]).cpu()
-            (row,) = exact_rows(head, diagnostics)
-            if self.num_samples and head.num_scores > 1:
-                row |= self._sampled(name, head, scores)
+            if name not in self._histories:  # too large
+                continue
+            self._histories[name].add(self._step, scores)
+            rows, exact = self._histories[name].send()()
             middle = "/" if len(probe.heads) == 1 else f"/{name}/"
-            self.latest |= {tag.replace("/", middle): value for tag, value in row.items()}
+            row = rows[self._step].items()
+            self.latest |= {tag.replace("/", middle): value for tag, value in row}
             if self.image_every_n_rollouts:
-                matrix = matrix_of(head, diagnostics[0])
-                self._undrawn.append((f"fim{middle}picture", head, matrix))
+                self._undrawn.append((f"fim{middle}picture", head, exact[0]))
         self.latest["train/entropy"] = float(entropy)
         self._write(self.latest)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
         if is_drawn(number, self.image_every_n_rollouts):
             self._draw()
-
-    def _sampled(self, name: str, head: CategoricalHead, scores: Tensor) -> dict[str, float]:
-        """Values by tag, from draws at each row of scores (B, S)."""
-        size = (self.num_samples, len(scores))
-        uniforms = torch.rand(size, generator=self._generator, device=scores.device)
-        sums = sampled_sums(paired_mean_fishers(head, scores, uniforms))
-        return self._shares.setdefault(name, SampledShare()).row(*sums.tolist())
 
     def _on_training_end(self) -> None:
         self._draw()
@@ -142,7 +137,8 @@ class FisherMonitorSB3(BaseCallback):
         count = self._buffer.buffer_size * self._buffer.n_envs
         if count <= self.max_states:
             return torch.arange(count)
-        return torch.randperm(count, generator=self._chooser)[: self.max_states]
+        generator = torch.Generator().manual_seed(seed_of(self.seed, self._step))
+        return torch.randperm(count, generator=generator)[: self.max_states]
 
     def _take(self, values: Any, chosen: Tensor) -> Tensor:
         """Entries of an array (T, n, ...) on the model's device: (B, ...)."""
@@ -173,10 +169,11 @@ class FisherMonitorSB3(BaseCallback):
 
     def _draw(self) -> None:
         """Draw the latest matrices that have no picture yet, are finite and not too large."""
-        for tag, head, matrix in self._undrawn:
-            if matrix.numel() <= MAX_PICTURE and bool(matrix.isfinite().all()):
-                title = f"mean Fisher matrix, step {self._step}"
-                self._write({tag: Image(fisher_picture(matrix, head, title), "HWC")})
+        title = f"mean Fisher matrix, step {self._step}"
+        for tag, head, exact in self._undrawn:
+            if head.num_scores**2 <= MAX_PICTURE and bool(exact.isfinite().all()):
+                picture = fisher_picture(matrix_of(head, exact), head, title)
+                self._write({tag: Image(picture, "HWC")})
         self._undrawn = []
 
     def _write(self, values: Mapping[str, Any]) -> None:

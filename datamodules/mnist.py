@@ -153,6 +153,22 @@ class MNISTDataModule(InMemoryDataModule):
             size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
         return ImageLoader(self._images[part].to(device), size, self.variant, **options)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the training loader, and where the images come from."""
+        state = super().state_dict()
+        return {**state, "source": self.source} if state else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse to train on with the small MNIST where the run had the whole, or the reverse."""
+        here = self.source
+        made = state_dict.get("source", here)
+        trains = self.trainer is None or self.trainer.state.fn == "fit"
+        if trains and made != here:
+            raise ValueError(
+                f"the checkpoint's run had data from {made}, here they are from {here}"
+            )
+        super().load_state_dict(state_dict)
+
     def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
         """The images that are used if there are no files; nothing stands in for other data sets."""
         problem = self._problem or "nothing was downloaded"

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from catnat import CategoricalHead
+from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
 from catnat.cuda_graph import StepGraph, make_capturable
-from catnat.fisher import condition_number, off_diagonal_mass
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
 from catnat.rng import forked_random_state
@@ -342,8 +342,8 @@ class Group:
 def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     """What the Fisher matrices of a model's heads look like on a batch, as means over its rows.
 
-    The names are those of the monitor: fim/off_diagonal_mass, fim/off_diagonal_mass_fro,
-    fim_spectrum/condition_number and fim/saturated; with several heads fim/<head>/saturated ...
+    The names are those of the monitor, without fim_sampled; with several heads fim/<head>/saturated
+    and the like.
     """
     if not any(isinstance(each, CategoricalHead) for each in model.modules()):
         return {}
@@ -354,10 +354,8 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     found: Metrics = {}
     seen = list(probe)
     for name, head, scores in seen:
-        matrix = head.fisher(scores.reshape(-1, head.num_scores)).double().mean(0)
-        own = "" if len(seen) == 1 else f"{name}/"
-        found[f"fim/{own}off_diagonal_mass"] = float(off_diagonal_mass(matrix))
-        found[f"fim/{own}off_diagonal_mass_fro"] = float(off_diagonal_mass(matrix, "fro"))
-        found[f"fim_spectrum/{own}condition_number"] = float(condition_number(matrix))
-        found[f"fim/{own}saturated"] = float(head.saturated(scores).float().mean())
+        scores = scores.reshape(1, -1, head.num_scores)
+        (row,) = exact_rows(head, exact_diagnostics(head, scores))
+        middle = "/" if len(seen) == 1 else f"/{name}/"
+        found |= {tag.replace("/", middle): value for tag, value in row.items()}
     return found

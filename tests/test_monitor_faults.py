@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases_callbacks import TAGS, Memory, Small, fit
 
-from catnat.callbacks import FisherMonitor, fisher_diagnostics, fisher_monitor
+from catnat.callbacks import FisherMonitor, fisher_diagnostics
 from catnat.flat_heads import SoftmaxHead
 
 
@@ -67,7 +67,7 @@ def test_scores_that_are_nan_do_not_end_a_run():
 
 @pytest.mark.parametrize("name", ["softmax", "natural"])
 def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
-    monkeypatch.setattr(fisher_monitor, "_MAX_MATRIX", 15)
+    monkeypatch.setattr(fisher_diagnostics, "LARGEST", 3)
     logger = Memory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cases_callbacks import TAGS
 from cases_cli import ROOT, one_line
 from cases_fresh import Fresh, one_server
 from cases_ppo import (
@@ -37,6 +38,7 @@ from catnat.sb3 import HeadPPO
 @pytest.mark.parametrize("model", ["ppo", "a2c"])
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(model, clock, capfd, interrupted):
     folder, before = f"{model}/natural/version_0", signal.getsignal(signal.SIGTERM)
+    clock += ["--fisher.max_states=20"]
     assert run(*clock, model=model) == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     line = capfd.readouterr().out.splitlines()[-1]
@@ -52,6 +54,10 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(model, clock, capfd, i
     assert not Path(f"runs/{model}/natural/version_1").exists()
     assert same_run(last(f"runs/{folder}"), last(f"whole/{folder}"))
     assert last(f"runs/{folder}")["best"] == last(f"whole/{folder}")["best"]
+    events = [EventAccumulator(f"{root}/{folder}").Reload() for root in ("runs", "whole")]
+    for tag in TAGS:
+        one, other = ([(e.step, e.value) for e in each.Scalars(tag)] for each in events)
+        assert one == other and [step for step, _ in one] == [64, 128, 192, 256]
 
 
 STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.amplitude=5"]
