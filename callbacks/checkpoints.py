@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
 from catnat.checks import require_at_least
 from catnat.rng import random_states, set_random_states
@@ -285,6 +286,9 @@ class BestCheckpoint(ModelCheckpoint):
         """Save if the value is the best so far."""
         if self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
+        elif self.monitor != "val/loss" and not trainer.sanity_checking:
+            there = ", ".join(trainer.callback_metrics)
+            rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {there}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember the value of the file in this folder."""

@@ -246,7 +246,7 @@ class CategoricalHead(nn.Module, ABC):
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """In float64: in float32 solvers give up on matrices with tiny entries."""
         eps = torch.finfo(scores.dtype).eps
-        fisher, column = self.fisher(scores).double(), grad.double()[..., None]
+        fisher, column = self.fisher(scores.double()), grad.double()[..., None]
         broken = ~fisher.isfinite().all(-1).all(-1)[..., None]
         fisher = torch.where(broken[..., None], 0.0, fisher)
         if damping:
@@ -254,7 +254,9 @@ class CategoricalHead(nn.Module, ABC):
             solved = torch.cholesky_solve(column, torch.linalg.cholesky(damped))
         else:
             size = fisher.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
-            inverse = torch.linalg.pinv(fisher / size, rtol=self.num_scores * eps, hermitian=True)
+            # Rounding gives directions that change nothing a little, where a category is certain.
+            rtol = max(self.num_scores * eps, 1e-10)
+            inverse = torch.linalg.pinv(fisher / size, rtol=rtol, hermitian=True)
             solved = (inverse @ column) / size
         return torch.where(broken, torch.nan, solved[..., 0]).to(grad.dtype)
 

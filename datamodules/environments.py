@@ -93,6 +93,6 @@ def make_env(
         made = make_vec_env(
             env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs, vec_env_cls=kind
         )
-    except (gymnasium.error.Error, ImportError) as error:  # a package that is not installed
+    except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
     return VecNormalize(made, gamma=gamma) if normalize else made

@@ -33,6 +33,8 @@ WRONG = {
     "--config no_such_file.yaml": "No such file",
     "--config {broken}": "cannot be read",
     "--config {unknown}": "did you mean --num_latents?",
+    "--config {short}": "in a file its name is trainer.max_steps",
+    "--config {name}": "in a file vae is written as class_path: catnat.lit_modules.DiscreteVAE",
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
     "--colour blue": "unrecognized arguments: --colour",
@@ -58,6 +60,8 @@ WRONG = {
 }  # fmt: skip
 FILES = {
     "broken": b"model: [1, 2\n",
+    "short": b"max_steps: 3\n",
+    "name": b"model: vae\n",
     "unknown": b"model: {class_path: catnat.lit_modules.DiscreteVAE, init_args: {num_latent: 3}}",
 }
 
@@ -162,6 +166,7 @@ def test_a_run_of_epochs_validates_after_each_and_one_of_steps_by_steps(workspac
     assert (steps.val_check_interval, steps.check_val_every_n_epoch) == (500, None)
     assert trainer().max_steps == 2000, "the default on a CPU"
     assert trainer("--max_steps=3").val_check_interval == 3
+    assert trainer("--max_steps=3", "--accumulate_grad_batches=2").val_check_interval == 6
     lengths = (-1, 10, 30_000, 60_000, 195_000)
     assert [default_interval(n) for n in lengths] == [500, 500, 1_000, 2_000, 6_500]
 
@@ -260,6 +265,8 @@ def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
     states = [state for name, state in last()["callbacks"].items() if "Best" in name]
     assert states[0]["monitor"] == "val/kl"
     assert run(*workspace, "--checkpoint.dirpath=mine") == 0 and Path("mine/best.ckpt").exists()
+    with pytest.warns(UserWarning, match="no best.ckpt: the model logs no 'val/kk', but .*val/kl"):
+        assert run(*workspace, "--checkpoint.monitor=val/kk") == 0
 
 
 def test_a_second_fisher_monitor_takes_the_place_of_the_first(workspace):

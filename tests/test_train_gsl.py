@@ -48,6 +48,7 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--theta_init [0.3,0.1]", "range within [0, 1], got 0.3, 0.1"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
         ("--batch_size 5000", "more than the 160 items to train on"),
+        ("--val_check_interval 0", "val_check_interval must be at least 1"),
     ],
 )
 def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
@@ -88,6 +89,18 @@ def test_a_length_of_another_kind_replaces_that_of_the_resumed_run(workspace):
     assert run(*lengths, "--ckpt_path=last", "--max_steps=9", head="catnat-natural") == 0
     path = "runs/gsl/natural/version_0/checkpoints/last.ckpt"
     assert torch.load(path)["global_step"] == 9
+
+
+def test_a_resume_that_fails_at_once_leaves_the_record_as_it_was(workspace, monkeypatch):
+    """And one that only tests, with other options, leaves these."""
+    folder = Path("runs/gsl/natural/version_0")
+    assert run(*workspace) == run("--ckpt_path=last", "--theta=0.2") == 0
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]["theta"] == 0.2
+    before = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.json")}
+    monkeypatch.setattr("catnat.lit_modules.GraphStructureLearner.step_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("--ckpt_path=last", "--max_steps=9", "--theta=0.3")
+    assert before == {name: (folder / name).read_bytes() for name in before}
 
 
 def test_another_optimizer(workspace, capfd):

@@ -44,6 +44,8 @@ WRONG = {
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must be >= 0, got nan",
     "--n_steps 0": "n_steps must be at least 1",
+    "--net_arch foo": "net_arch is a list or a dict of widths, not 'foo'",
+    "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",
     "--batch_size 1": "batch_size",
     "--clip_range -1": "clip_range must be positive, got -1",
     "--gamma 1.1": "gamma must lie in 0..1",

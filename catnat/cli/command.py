@@ -128,7 +128,7 @@ class RunCLI(LightningCLI):
         except ArgumentError as error:
             options = [name.lstrip("-") for name in parser._option_string_actions]
             known = [*options, *self.short, *self.short.values()]
-            raise ValueError(one_line(error, known)) from error
+            raise ValueError(one_line(error, known, self.short)) from error
 
     def before_instantiate_classes(self) -> None:
         """Set the number of steps and the folder; check the run that is resumed."""
@@ -157,7 +157,8 @@ class RunCLI(LightningCLI):
         if steps < recipe.steps and not trainer.get("fast_dev_run"):
             fewer, usual = f"{steps} steps", f"--max_steps {recipe.steps}"
             options, words = self.config.model.get("init_args") or {}, self.names.words
-            given = self.names.configs or any("nll_samples" in word for word in words)
+            texts = [Path(path).read_text() for path in self.names.configs]
+            given = any("nll_samples" in text for text in (*words, *texts))
             if options.get("nll_samples") and not given:  # the test would take a third of the time
                 usual += f" --nll_samples {options['nll_samples']}"
                 options["nll_samples"] = _NLL_SAMPLES_ON_CPU
@@ -231,9 +232,9 @@ class RunCLI(LightningCLI):
             show_metrics(self.metrics, self.folder.path if known else None, keep=self.keeps)
 
     def close(self) -> None:
-        """Give back what the run holds, and remove the folder of a run that was refused."""
-        if hasattr(self, "folder"):
-            self.folder.remove_if_refused(self.step > self.began)
+        """Give back what the run holds, and undo what a run did that was refused."""
+        if hasattr(self, "folder") and self.is_first:
+            self.folder.undo_if_refused(self.step > self.began)
 
 
 def canonical_head(name: str) -> str:

@@ -6,7 +6,7 @@ import re
 import sysconfig
 import traceback
 from argparse import ArgumentError
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from catnat.checks import did_you_mean
@@ -25,12 +25,13 @@ class RunFailed(Exception):  # noqa: N818 - reads as what it says
     """A run could not finish."""
 
 
-def one_line(message: object, known: Iterable[str] = ()) -> str:
+def one_line(message: object, known: Iterable[str] = (), full: Mapping[str, str] = {}) -> str:
     """A message in one line, without what jsonargparse says about types that do not matter.
 
     Args:
         message: of an exception.
         known: names of options; the message gets the one that is closest to an unknown one.
+        full: full names of options by their short ones, which files of options do not take.
     """
     lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
     kept = dict.fromkeys(line for line in lines if line and not _UNHELPFUL.match(line))
@@ -40,7 +41,9 @@ def one_line(message: object, known: Iterable[str] = ()) -> str:
     text = re.sub(r"typing\.Literal\[([^]]*)\]", r"one of \1", text)
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     if unknown := _UNKNOWN.search(text):
-        text += did_you_mean(unknown[1].lstrip("-"), known).replace("mean ", "mean --")
+        name = unknown[1].lstrip("-")
+        close = did_you_mean(name, known).replace("mean ", "mean --")
+        text += f"; in a file its name is {full[name]}" if name in full else close
     return text if len(text) < 500 else f"{text[:500]} ..."
 
 

@@ -73,6 +73,7 @@ class CatnatCLI(RunCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
+        require_at_least(1, accumulate_grad_batches=options["accumulate_grad_batches"])
         set_validation_interval(options)
         if str(options["strategy"]).endswith("fork"):
             torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
@@ -136,6 +137,8 @@ class CatnatCLI(RunCLI):
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
             begin(trainer)
+            if self.keeps:
+                write_options(self.folder.path, self.options)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
@@ -186,8 +189,10 @@ def set_validation_interval(options: dict[str, Any]) -> None:
     """
     if options["check_val_every_n_epoch"] == 1:
         if (steps := options["max_steps"]) > 0 and options["val_check_interval"] is None:
-            options["val_check_interval"] = min(default_interval(steps), steps)
+            batches = options["accumulate_grad_batches"]  # of a step
+            options["val_check_interval"] = batches * min(default_interval(steps), steps)
         if isinstance(options["val_check_interval"], int):
+            require_at_least(1, val_check_interval=options["val_check_interval"])
             options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 
 

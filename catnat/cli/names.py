@@ -111,6 +111,9 @@ def read_names(argv: list[str]) -> argparse.Namespace:
 def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
     """Add names that a file has, and neither the command line nor a later file."""
     model, data = (options.get(group) or {} for group in ("model", "data"))
+    for name in (model, data):
+        if isinstance(name, str) and (path := DATA.get(name, RECIPES.get(name, Recipe()).model)):
+            raise ValueError(f"in a file {name} is written as class_path: {path}")
     model = {"class_path": model} if isinstance(model, str) else model
     data = {"class_path": data} if isinstance(data, str) else data
     found.model = found.model or model.get("class_path")

@@ -78,6 +78,9 @@ class Algorithm:
         require_positive(or_zero=True, **numbers("ent_coef", "vf_coef"))
         require_at_least(1, **numbers("n_steps", "n_epochs"))
         require_within(0, 1, **numbers("gamma", "gae_lambda"))
+        layers = (policy_kwargs or {}).get("net_arch")
+        if not isinstance(layers, list | dict | None):
+            raise ValueError(f"net_arch is a list or a dict of widths, not {layers!r}")
         self.policy_kwargs = {"head": head, "head_options": head_options} | (policy_kwargs or {})
         self.learning_rate, self.anneal_lr = learning_rate, anneal_lr
         self.kwargs = kwargs

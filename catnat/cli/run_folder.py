@@ -34,10 +34,15 @@ class RunFolder:
 
     def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
         self.path, self.resumed, self._made = home / "version_0", False, False
+        self._before: dict[Path, bytes] = {}  # files of the resumed run that this one may change
         if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
             self.resumed = not train or ckpt_path.name == "last.ckpt"
             if self.resumed:
                 self.path = ckpt_path.parent.parent
+                files = (
+                    self.path / name for name in ("config.yaml", "hparams.yaml", "metrics.json")
+                )
+                self._before = {file: file.read_bytes() for file in files if file.is_file()}
 
     def make(self) -> None:
         """Make the folder of a new run, the first that is free."""
@@ -48,9 +53,13 @@ class RunFolder:
                 self._made = True
                 return
 
-    def remove_if_refused(self, stepped: bool) -> None:
-        """Remove a new folder if the run was refused, that is, it took no step and has no end."""
-        if self._made and not stepped and not (self.path / "metrics.json").exists():
+    def undo_if_refused(self, stepped: bool) -> None:
+        """Undo what a run did that was refused, that is, it took no step and has no end."""
+        if stepped or (self.path / "metrics.json").exists():
+            return
+        for file, content in self._before.items():
+            write_whole(file, content)
+        if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty
                 for parent in list(self.path.parents)[:3]:
