@@ -1,7 +1,7 @@
 """A plan: which runs a table consists of. ``experiments/plans/<name>.yaml``, or any YAML file.
 
 A plan is read into :class:`Plan`, whose attributes are its keys. ``base`` names a plan that it
-changes (null takes a key away), ``scales`` has versions of it by name, such as a short one.
+changes, at the same scale (null takes a key away), ``scales`` has versions of it by name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, get_loader
 
 from experiments.runs import Rows, Run
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Options = dict[str, Any]
+Value = str | Any  # Any alone would read quoted text as YAML once more
 Better = Literal["lower", "higher"] | None
 
 
@@ -82,15 +83,15 @@ class Search:
             the best metric is in the table.
     """
 
-    grid: dict[str, list[Any] | dict[str, list[Any]]] = field(default_factory=dict)
+    grid: dict[str, list[Value] | dict[str, list[Value]]] = field(default_factory=dict)
     factors: list[float] = field(default_factory=list)
     space: dict[str, Space] = field(default_factory=dict)
     trials: int = 0
-    fixed: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Value] = field(default_factory=dict)
     metric: str = "val/loss"
     better: Literal["lower", "higher"] = "lower"
     seeds: list[int] = field(default_factory=lambda: [0])
-    options: Options = field(default_factory=dict)
+    options: dict[str, Value] = field(default_factory=dict)
     top: int = 1
 
 
@@ -131,10 +132,10 @@ class Plan:
     title: str
     study: str
     metrics: dict[str, Metric]
-    grid: dict[str, list[Any]]
+    grid: dict[str, list[Value]]
     model: str = ""
     program: str = ""
-    options: Options = field(default_factory=dict)
+    options: dict[str, Value] = field(default_factory=dict)
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
     columns: list[str] = field(default_factory=list)
@@ -150,12 +151,12 @@ class Plan:
         found = combinations(self.grid)
         wanted = {self.long(name): set(values) for name, values in (only or {}).items()}
         for name, values in wanted.items():
-            known = {str(cell[name]) for cell in found if name in cell} | (
-                set(map(str, self.seeds)) if name == "seed" else set()
-            )
+            seeds = self.seeds if name == "seed" else []
+            known = {str(cell[name]) for cell in found if name in cell} | set(map(str, seeds))
             if not known or not values <= known:
-                unknown = name if not known else ", ".join(sorted(values - known))
-                raise ValueError(f"--only {name}: {unknown} {choices(unknown, known or found[0])}")
+                wrong = ", ".join(sorted(values - known)) if known else name
+                text = choices(wrong, known or found[0])
+                raise ValueError(f"--only {name}: unknown {wrong}; {text}")
         return [
             cell
             for cell in found
@@ -276,6 +277,8 @@ def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
     for values in itertools.product(*grid.values()):
         one: Options = {}
         for names, value in zip(map(str.split, grid), values, strict=True):
+            if len(names) > 1 and not (isinstance(value, list) and len(value) == len(names)):
+                raise ValueError(f"{' '.join(names)}: {value} is not a list of {len(names)} values")
             one |= zip(names, value if len(names) > 1 else [value], strict=True)
         found.append(one)
     return found
@@ -300,12 +303,12 @@ def load(name: str, scale: str | None = None) -> Plan:
     A ValueError says in one line what is wrong.
     """
     path = _find(name)
-    content = _read(path)
-    layers = content.pop("scales", None) or {"": {}}
-    scale = scale or ("small" if "small" in layers else next(iter(layers)))
-    if scale not in layers:
-        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, layers)}")
-    content = merged(content, layers[scale] or {})
+    known = scales(name)
+    scale = scale or ("small" if "small" in known else known[0])
+    if scale not in known:
+        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, known)}")
+    content = _read(path, scale)
+    content.pop("scales", None)
     try:
         plan = _parsed(content)
         plan.name, plan.scale = path.stem, scale
@@ -346,11 +349,16 @@ def _check(plan: Plan) -> None:
         raise ValueError("search: give a grid, a space with trials, or fixed settings")
     if search and search.factors and not search.fixed and len(searched) != 1:
         raise ValueError("search: factors refine a grid of one option")
-    for cell in plan.cells():
+    for cell in (cells := plan.cells()):
+        if cells.count(cell) > 1:
+            raise ValueError(f"grid: {cell} stands twice")
         head = (plan.options | cell).get("head")
         for name, value in ({**search.grid, **search.fixed} if search else {}).items():
             if isinstance(value, dict) and head not in value:
                 raise ValueError(f"search: {name} has no value for head {head}")
+        tried = [value for each in plan.tried(cell, Rows([])) for value in each.values()]
+        if search and search.factors and not all(type(value) in (int, float) for value in tried):
+            raise ValueError(f"search: factors refine numbers, not {tried}")
 
 
 def _find(name: str) -> Path:
@@ -360,22 +368,22 @@ def _find(name: str) -> Path:
     return path
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> Options:
-    """A file laid over its base."""
+def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
+    """A file at a scale, laid over its base at that scale."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = get_loader("yaml")(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path.name} cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: expected keys and values, got {content!r}")
-    base = content.pop("base", None)
+    base, layer = content.pop("base", None), (content.get("scales") or {}).get(scale) or {}
     if base is None:
-        return content
+        return merged(content, layer)
     beside = [path.with_name(f"{base}.yaml"), path.with_name(str(base)), PLANS / f"{base}.yaml"]
     found = next((each for each in beside if each.is_file() and each not in above), None)
     if found is None or found == path:
         raise ValueError(f"{path.name}: there is no base {base!r}; {choices(str(base), names())}")
-    return merged(_read(found, (*above, path)), content)
+    return merged(merged(_read(found, scale, (*above, path)), content), layer)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:

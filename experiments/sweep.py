@@ -68,8 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     text = "processes of this machine, many models as one, Ray, SLURM; print shows the commands"
     parser.add_argument("--engine", choices=ENGINES, default="local", help=text)
     text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
-    parser.add_argument("--jobs", type=_positive, help=text)
-    parser.add_argument("--retries", type=int, default=1, help="of a run that fails (default 1)")
+    parser.add_argument("--jobs", type=lambda x: _at_least(1, x), help=text)
+    parser.add_argument("--retries", type=lambda x: _at_least(0, x), default=1, help="default 1")
     parser.add_argument("--retry_failed", action="store_true", help="also runs that have failed")
     parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
     parser.add_argument("--gpus_per_run", type=float, help="with Ray, such as 0.1")
@@ -90,10 +90,10 @@ def add_plan_options(parser: argparse.ArgumentParser, count: int | str = "+") ->
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+    return int(text)
 
 
 def read_only(words: list[str]) -> dict[str, list[str]]:
@@ -166,6 +166,7 @@ class Sweep:
             runs.forget_failures(self.path, {run.key for run in self.plan.runs(rows, self.only)})
         first = self.pending(self.rows())
         if args.engine == "print":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may go, as head does
             for run in first:
                 print(shlex.join(run.command(self.folder / run.name)))
             return 0
@@ -221,6 +222,8 @@ class Sweep:
         """Train what can start as groups of models, again and again until nothing can."""
         from experiments import batched
 
+        if self.plan.program:
+            raise ValueError(f"--engine batched needs a model, not a program: {self.plan.program}")
         while pending := self.pending(self.rows()):
             owners = {}
             members = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -48,13 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         text = "\n".join(part for name in args.plans for part in tables_of(name, args))
-    except ValueError as error:
+        write = args.out.write_text if args.out else sys.stdout.write
+        write(text)
+    except (OSError, ValueError) as error:
         print(f"tables.py: {error}", file=sys.stderr)
         return 2
-    if args.out is None:
-        print(text, end="")
-    else:
-        args.out.write_text(text)
     return 0
 
 
@@ -137,7 +136,7 @@ def _notes(
     }
     notes = [f"{count} {what}" for what, count in counts.items() if count]
     for name, value in (settings or {}).items():
-        tried = {each[name] for each in plan.tried(options, rows)}
+        tried = {x[name] for x in plan.tried(options, rows) if type(x[name]) in (int, float)}
         if len(tried) > 2 and value in (min(tried), max(tried)):
             notes.append(f"{plan.short(name)} at the edge of the search")
     return notes
@@ -228,10 +227,9 @@ def wide(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
         return long(plan, cells, tex)
     write = escaped if tex else str
     down = [name for name in cells[0].options if name not in across]
-    places = {
-        (tuple(c.options[n] for n in down), tuple(c.options[n] for n in across)): c for c in cells
-    }
-    lines, columns = (_in_order(keys) for keys in zip(*places, strict=True))
+    places = {str([cell.options[name] for name in [*down, *across]]): cell for cell in cells}
+    lines = _in_order([[cell.options[name] for name in down] for cell in cells])
+    columns = _in_order([[cell.options[name] for name in across] for cell in cells])
     titles = [
         ", ".join(
             value if isinstance(value, str) else f"{plan.short(name)} = {value}"
@@ -241,7 +239,7 @@ def wide(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
     ]
     table = [[write(text) for text in [*map(plan.short, down), *titles]]]
     for line in lines:
-        found = [places.get((line, column)) for column in columns]
+        found = [places.get(str(line + column)) for column in columns]
         entries = [entry(plan, cell, metric, tex) if cell else "" for cell in found]
         table.append([*(write(str(value)) for value in line), *entries])
     return table
@@ -295,12 +293,14 @@ def escaped(text: str) -> str:
     return "".join(_ESCAPES.get(character, character) for character in text)
 
 
-def _in_order(keys: Any) -> list[tuple[Any, ...]]:
-    """Without repetitions; numbers from small to large, words as they come."""
-    known = list(dict.fromkeys(keys))
-    words = list(dict.fromkeys(value for key in known for value in key))
-    return sorted(known, key=lambda key: [words.index(v) if isinstance(v, str) else v for v in key])
+def _in_order(keys: list[list[Any]]) -> list[list[Any]]:
+    """Without repetitions; numbers from small to large, then all else as it comes."""
+    known = list({str(key): key for key in keys}.values())
+    values = [value for key in known for value in key]
+    values.sort(key=lambda value: value if isinstance(value, int | float) else float("inf"))
+    return sorted(known, key=lambda key: [values.index(value) for value in key])
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may go, as head does
     sys.exit(main())

@@ -33,6 +33,10 @@ def write(folder, **keys):
         ({"search": {"grid": {"head": ["a"]}}}, "head stands twice"),
         ({"search": {}}, "give a grid"),
         ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
+        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers, not ['b']"),
+        ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
+        ({"grid": {"a b": [[1, 2, 3]]}}, "a b: [1, 2, 3] is not a list of 2 values"),
+        ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} stands twice"),
         ({"search": {"fixed": {"lr": {"natural": 1}}}}, "no value for head softmax"),
         ({"grid": {"seed": [1, 2]}}, "seeds has the seeds"),
         ({"program": "x.py"}, "either model or program"),
@@ -60,15 +64,20 @@ def test_unknown_plans_and_scales_name_the_closest(words, capsys):
     assert "did you mean" in capsys.readouterr().err
 
 
-def test_scales_lie_over_the_plan_and_the_plan_over_its_base(tmp_path):
+def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
     path = tmp_path / "mine.yaml"
     scales = {"small": {"options": {"max_steps": 7}, "grid": {"variant": None}}}
     path.write_text(yaml.safe_dump({"base": "vae_adam", "title": "Mine", "scales": scales,
-                                    "columns": []}))  # fmt: skip
+                                    "columns": [], "seeds": [7], "options": {"max_steps": 9},
+                                    "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
+                                    }))  # fmt: skip
     found, base = plan.load(str(path)), plan.load("vae_adam")
     assert found.title == "Mine" and found.scale == "small"
     assert found.options == base.options | {"max_steps": 7}
-    assert "variant" not in found.grid and found.seeds == base.seeds
+    assert "variant" not in found.grid and found.seeds == [7] and found.columns == []
+    assert found.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
+    assert found.search.options == base.search.options
+    assert plan.load(str(path), "long").options["max_steps"] == 9
     assert plan.scales(str(path)) == plan.scales("vae_adam")
 
 

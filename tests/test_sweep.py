@@ -137,6 +137,8 @@ def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     assert sweep.main(arguments(path)) == 1  # not tried again
     assert sorted(map(len, calls(path))) == [1, 2]
     assert sweep.main(arguments(path, "--retry_failed", "--retries", "0")) == 1
+    with pytest.raises(SystemExit, match="2"):
+        sweep.main(arguments(path, "--retries", "-1"))
     assert sorted(map(len, calls(path))) == [1, 3] and len(rows_of(path)) == 2
 
 
@@ -184,9 +186,10 @@ def test_only_does_a_part(tmp_path, capsys):
     path = write_plan(tmp_path, names={"x": "short"})
     assert sweep.main(arguments(path, "--only", "short=1.0", "seed=2")) == 0
     assert [(r.options["x"], r.options["seed"]) for r in rows_of(path)] == [("1.0", "2")]
-    for words in (["x=7"], ["y=1"], ["x"]):
-        assert sweep.main(arguments(path, "--only", *words)) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    for word, said in (("x=7", "unknown 7; "), ("y=1", "unknown y; "), ("x", "name=")):
+        assert sweep.main(arguments(path, "--only", word)) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_print_prints_commands_that_can_start(tmp_path, capsys):
@@ -291,8 +294,11 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
     assert {row.about.get("note") for row in rows_of(path)} == {None, "no output"}
 
 
-@pytest.mark.parametrize(("name", "extra"), [("ray", "Ray"), ("slurm", "submitit")])
-def test_an_engine_that_is_not_installed_is_one_line(name, extra, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("ray", "Ray"), ("slurm", "submitit"), ("batched", "a model, not a program")],
+)
+def test_an_engine_that_cannot_do_it_is_one_line(name, extra, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray" if name == "ray" else "submitit", None)
     assert sweep.main(arguments(write_plan(tmp_path), "--engine", name)) == 2
     assert f"needs {extra}" in capsys.readouterr().err

@@ -67,6 +67,20 @@ def test_published_numbers_come_from_rows(capsys, monkeypatch):
     assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
 
 
+def test_values_may_be_lists_null_and_words(tmp_path, capsys):
+    for values, order in (([[1, 2], [3]], "[1, 2] | K = [3]"), ([3, None, 1], "1 | K = 3 | K")):
+        path = write_plan(tmp_path, grid={"K": values}, columns=["K"])
+        assert f"| K = {order}" in table(path, capsys)
+    for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
+        path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
+        found = plan.load(str(path))
+        rows = [runs.made(run, {"val/loss": 1.0}) for run in found.runs(runs.Rows([]))]
+        (cell,) = tables.cells_of(found, runs.Rows(rows), {})
+        assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
+    assert tables.main(arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
+    assert "x.md" in capsys.readouterr().err
+
+
 def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_path):
     file = tmp_path / "results" / "tiny" / "runs.csv"
     file.write_text(file.read_text().replace("104.5", "x"))
