@@ -15,12 +15,9 @@ def _require(said: str, holds: Callable[[Any], bool], values: dict[str, float]) 
             raise ValueError(f"{name} must {said}, got {value!r}")
 
 
-def require_positive(or_zero: bool = False, **values: float) -> None:
-    """Every value is a finite number > 0, or >= 0 with ``or_zero``."""
-    if or_zero:
-        _require("be >= 0", lambda value: 0 <= value < math.inf, values)
-    else:
-        _require("be positive", lambda value: 0 < value < math.inf, values)
+def require_positive(**values: float) -> None:
+    """Every value is a finite number > 0."""
+    _require("be positive", lambda value: 0 < value < math.inf, values)
 
 
 def require_at_least(least: float, **values: float) -> None:

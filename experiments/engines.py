@@ -239,9 +239,7 @@ class Slurm:
         try:
             import submitit
         except ImportError as error:
-            raise ValueError(
-                "--engine slurm needs submitit: pip install 'catnat[sweep]'"
-            ) from error
+            raise ValueError("--engine slurm needs submitit, in 'catnat[sweep]'") from error
 
         class Task(submitit.helpers.Checkpointable):  # type: ignore[misc]
             """Submitted again when its time is up, a run resumes from its checkpoint."""

@@ -7,7 +7,6 @@ changes, at the same scale (null takes a key away), ``scales`` has versions of i
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import math
 import random
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, get_loader
 
+from catnat.checks import did_you_mean
 from experiments.runs import Rows, Run
 
 PLANS = Path(__file__).resolve().parent / "plans"
@@ -402,8 +402,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
 def choices(value: str, known: Iterable[Any]) -> str:
     """What could have been meant."""
     names = [str(each) for each in known]
-    near = difflib.get_close_matches(value, names, 1)
-    return f"did you mean {near[0]}?" if near else f"choices: {', '.join(names)}"
+    return did_you_mean(value, names)[2:] or f"choices: {', '.join(names)}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -166,7 +166,6 @@ class Sweep:
             runs.forget_failures(self.path, {run.key for run in self.plan.runs(rows, self.only)})
         first = self.pending(self.rows())
         if args.engine == "print":
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may go, as head does
             for run in first:
                 print(shlex.join(run.command(self.folder / run.name)))
             return 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -302,5 +301,4 @@ def _in_order(keys: list[list[Any]]) -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may go, as head does
     sys.exit(main())

@@ -131,7 +131,7 @@ class GraphStructureLearner(StepModule):
             flip_samples=flip_samples,
             test_passes=test_passes,
         )
-        require_positive(or_zero=True, psi_warmup_steps=psi_warmup_steps)
+        require_at_least(0, psi_warmup_steps=psi_warmup_steps)
         require_at_least(3, num_samples=num_samples)
         if estimator == "local_expectation" and flip_samples > num_samples:
             raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
-from catnat.checks import require_choice, require_name, require_positive
+from catnat.checks import require_at_least, require_choice, require_name, require_positive
 from catnat.cuda_graph import DeviceScalar
 from catnat.estimators import score_function_surrogate
 from catnat.lit_modules.networks import conv_decoder, conv_encoder
@@ -105,9 +105,7 @@ class DiscreteVAE(StepModule):
             temperature_steps=temperature_steps,
             nll_samples=nll_samples,
         )
-        require_positive(
-            or_zero=True, gradient_clip=gradient_clip, temperature_rate=temperature_rate
-        )
+        require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
         require_name(head=head)
         self.save_hyperparameters(ignore=[*self._options_not_used, "capture"])
         self.head = make_head(head, num_categories, **(head_options or {}))

@@ -69,7 +69,7 @@ def test_wrong_options_are_named():
             "at most num_samples, got 33",
         ),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
-        ({"psi_warmup_steps": -1}, "psi_warmup_steps must be >= 0"),
+        ({"psi_warmup_steps": -1}, "psi_warmup_steps must be at least 0"),
         ({"theta_init": (0.2, 0.1)}, "theta_init must be a range"),
     ):
         with pytest.raises(ValueError, match=reason):

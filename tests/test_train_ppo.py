@@ -42,7 +42,7 @@ WRONG = {
     "--env Pendulum-v1 --num_actions 4": "Discrete action spaces, not for Box",
     "--env Breakout --normalize true": "other than Atari",
     "--learning_rate 0": "learning_rate must be positive, got 0",
-    "--vf_coef .nan": "vf_coef must be >= 0, got nan",
+    "--vf_coef .nan": "vf_coef must be at least 0, got nan",
     "--n_steps 0": "n_steps must be at least 1",
     "--net_arch foo": "net_arch is a list or a dict of widths, not 'foo'",
     "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",

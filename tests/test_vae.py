@@ -421,7 +421,7 @@ def test_batches_with_labels_are_taken_too(x):
         (DiscreteVAE, {"estimator": "gumble"}, "'gumble'; choose from gumbel, straight-through"),
         (DiscreteVAE, {"num_latents": 0}, "num_latents must be positive, got 0"),
         (DiscreteVAE, {"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
-        (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be >= 0, got -1"),
+        (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be at least 0, got -1"),
         (DiscreteVAE, {"head": "softmax", "head_options": {"amplitude": 1.0}}, "'amplitude'"),
         (MLPDiscreteVAE, {"baseline": "mean"}, "'mean'; choose from constant, leave-one-out"),
         (MLPDiscreteVAE, {"baseline": "leave-one-out"}, "num_samples >= 2, got 1"),

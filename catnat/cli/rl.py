@@ -75,7 +75,7 @@ class Algorithm:
 
         require_positive(learning_rate=learning_rate)
         require_positive(**numbers("clip_range", "max_grad_norm", "rms_prop_eps"))
-        require_positive(or_zero=True, **numbers("ent_coef", "vf_coef"))
+        require_at_least(0, **numbers("ent_coef", "vf_coef"))
         require_at_least(1, **numbers("n_steps", "n_epochs"))
         require_within(0, 1, **numbers("gamma", "gae_lambda"))
         layers = (policy_kwargs or {}).get("net_arch")
