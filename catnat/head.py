@@ -254,7 +254,7 @@ class CategoricalHead(nn.Module, ABC):
             solved = torch.cholesky_solve(column, torch.linalg.cholesky(damped))
         else:
             size = fisher.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
-            # Rounding gives directions that change nothing a little, where a category is certain.
+            # An eigenvalue that should be 0 is above S eps where a category is nearly certain.
             rtol = max(self.num_scores * eps, 1e-10)
             inverse = torch.linalg.pinv(fisher / size, rtol=rtol, hermitian=True)
             solved = (inverse @ column) / size

@@ -52,8 +52,8 @@ def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
     if not bool(vectors.isfinite().all()):
         raise ValueError("vectors must be finite")
     require_at_least(1, rounds=rounds)
-    vectors = vectors.detach().double()
-    vectors = (vectors / vectors.abs().max().clamp_min(1e-300)).float()  # whatever their scale
+    vectors, size = vectors.detach(), vectors.detach().abs().max()
+    vectors = (vectors / torch.where(size > 0, size, 1)).float()  # whatever their scale
     K, device = len(vectors), vectors.device
     generator = torch.Generator(device).manual_seed(seed)
     left, right = (n.long().to(device) for n in subtree_sums(torch.ones(K, dtype=torch.float64)))

@@ -160,10 +160,9 @@ class MNISTDataModule(InMemoryDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to train on with the small MNIST where the run had the whole, or the reverse."""
-        here = self.source
-        made = state_dict.get("source", here)
+        made, here = (each.get("source") for each in (state_dict, self.hparams))  # after setup
         trains = self.trainer is None or self.trainer.state.fn == "fit"
-        if trains and made != here:
+        if trains and made and here and made != here:
             raise ValueError(
                 f"the checkpoint's run had data from {made}, here they are from {here}"
             )

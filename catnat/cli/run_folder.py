@@ -39,9 +39,8 @@ class RunFolder:
             self.resumed = not train or ckpt_path.name == "last.ckpt"
             if self.resumed:
                 self.path = ckpt_path.parent.parent
-                files = (
-                    self.path / name for name in ("config.yaml", "hparams.yaml", "metrics.json")
-                )
+                kept = ("config.yaml", "hparams.yaml", "metrics.json") if train else ()
+                files = (self.path / name for name in kept)
                 self._before = {file: file.read_bytes() for file in files if file.is_file()}
 
     def make(self) -> None:
