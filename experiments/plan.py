@@ -224,10 +224,8 @@ class Plan:
     def runs(self, rows: Rows, only: Mapping[str, Iterable[str]] | None = None) -> list[Run]:
         """All runs that are known now: searches first, low seeds before high ones."""
         cells = self.cells(only)
-        seeds = (only or {}).get("seed")
         searches = [run for cell in cells for run in self.search_runs(cell, rows)]
         finals = [run for cell in cells for run in self.final_runs(cell, rows)]
-        finals = [run for run in finals if seeds is None or str(run.options["seed"]) in seeds]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
 
     def _first_settings(self, cell: Options) -> list[Options]:

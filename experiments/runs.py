@@ -259,8 +259,8 @@ def made(
     more = {"note": note, "engine": engine, "device": device, "commit": commit()}
     more["data_source"] = str(metrics.get("data_source", ""))
     about |= {name: value for name, value in more.items() if value}
-    options = {n: text_of(x) for n, x in run.options.items() if n not in OBSERVING}
-    return Row(options, numbers, about)
+    given = {n: x for n, x in run.options.items() if n not in OBSERVING and x is not None}
+    return Row({n: text_of(x) for n, x in given.items()}, numbers, about)
 
 
 def commit() -> str:

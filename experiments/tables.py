@@ -282,9 +282,10 @@ def settings_of(plan: Plan, cell: Cell) -> str:
     """What was selected for a cell."""
     if not cell.settings:
         return MISSING if cell.settings is None else ""
-    if len(cell.settings) == 1:
-        return str(next(iter(cell.settings.values())))
-    return ", ".join(f"{plan.short(name)} {value}" for name, value in cell.settings.items())
+    given = {name: value for name, value in cell.settings.items() if value is not None}
+    if len(given) == 1:
+        return str(*given.values())
+    return ", ".join(f"{plan.short(name)} {value}" for name, value in given.items())
 
 
 def escaped(text: str) -> str:

@@ -159,7 +159,7 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
             writer.add_scalar("val/elbo", -step, step)
     steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
     assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
-    assert figures.main(words) == 0
+    assert figures.main(words) == 0 and figures.main([*words, "--only", "seed=2"]) == 2
 
 
 def test_the_page_of_recomputed_verdicts_follows_from_the_rows():
