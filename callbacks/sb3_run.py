@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from catnat.callbacks.checkpoints import Stopped, StopSignals, write_whole
-from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
+from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.tensorboard import progress_line
 from catnat.sb3.run_state import state_of
 
@@ -129,12 +128,6 @@ class RunSB3(BaseCallback):
         if self.show:
             shown = metrics | recent_return(self.model)
             print(progress_line(step, self.model._total_timesteps, shown), flush=True)
-
-
-def write_now(logger: Logger, values: Mapping[str, Any], step: int) -> None:
-    """Write a row; what waits for the next row of training goes on waiting."""
-    for output in logger.output_formats:
-        output.write(dict(values), dict.fromkeys(values, ()), step)
 
 
 def _due(step: int, done: int, every: int) -> bool:

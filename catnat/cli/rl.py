@@ -27,7 +27,8 @@ from stable_baselines3.common.vec_env import (
 )
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.sb3_run import RunSB3, recent_return, write_now
+from catnat.callbacks.fisher_monitor_sb3 import write_now
+from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.command import RunCLI, arguments, short_names
