@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -73,7 +72,7 @@ def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
 class RunLogger(TensorBoardLogger):
     """A TensorBoard logger that writes every value once.
 
-    A run that resumes writes nothing, and deletes nothing, before :func:`begin`.
+    A run that resumes writes nothing, and deletes nothing, before it has ``begun``.
     """
 
     resumed_at: int | None = None  # the step from which the run resumes
@@ -100,15 +99,8 @@ class RunLogger(TensorBoardLogger):
             self._latest = (step, kept)
 
 
-def begin(trainer: Trainer) -> None:
-    """Let the loggers write: nothing refuses the run any more."""
-    for logger in trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.begun = True
-
-
 class RunRecord(Callback):
-    """Remembers the metrics of the latest validation until the weights change.
+    """Remembers the metrics of the latest validation, and its step.
 
     Args:
         lines: print step and metrics at each validation, for logs and pipes.
@@ -117,23 +109,16 @@ class RunRecord(Callback):
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the loggers write."""
-        begin(trainer)
-
-    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Forget: the model changes."""
-        self.validated = {}
+        self.step = -1
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics."""
         if trainer.sanity_checking:
             return
-        found = trainer.callback_metrics.items()
+        found, self.step = trainer.callback_metrics.items(), trainer.global_step
         self.validated = {name: float(value) for name, value in found if name.startswith("val")}
         if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
-            print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
+            print(progress_line(self.step, trainer.max_steps, self.validated), flush=True)
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:

@@ -33,7 +33,7 @@ from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.run_folder import write_options
+from catnat.cli.run_folder import begin
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
@@ -264,7 +264,7 @@ class RLCLI(RunCLI):
         model, training, folder = self.model, self.training, str(self.folder.path)
         if self._masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        write_options(self.folder.path, self.options)
+        begin(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         self.writer = open_writer(folder, resumed_at)
         model.set_logger(Logger(folder, [_Output(self.writer)]))
