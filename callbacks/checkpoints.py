@@ -198,13 +198,14 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
-        step = trainer.global_step
+        step, loop = trainer.global_step, trainer.fit_loop
+        assert loop._data_fetcher is not None
         # Not with the gradients of some batches only, which a checkpoint does not hold.
-        whole = not trainer.fit_loop.epoch_loop._should_accumulate()
+        whole = not loop.epoch_loop._should_accumulate()
         self._stop = whole and self._any_rank_asked(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
-        if not _validation_follows(trainer):
+        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # Lightning's own rule
             if self._due:  # Lightning logs a step after this hook: a kill in between would lose it
                 trainer._logger_connector.update_train_step_metrics()
             self._save_if_due(trainer)
@@ -248,13 +249,6 @@ class LastCheckpoint(Checkpoint):
     def _raise_stopped(self, trainer: Trainer) -> None:
         signum = self._signals.signum or signal.SIGTERM  # another rank got the signal
         raise Stopped(signum, trainer.global_step, self.path)
-
-
-def _validation_follows(trainer: Trainer) -> bool:
-    """Whether Lightning validates after the present step; Lightning's own loop is asked."""
-    loop = trainer.fit_loop
-    assert loop._data_fetcher is not None
-    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 class BestCheckpoint(ModelCheckpoint):

@@ -1,7 +1,7 @@
 """Fisher diagnostics of a head at some steps: computed on its device, read on the host.
 
 Both monitors use :class:`HeadHistory`, which collects the scores of many steps and computes them
-together; :func:`exact_rows` and :class:`SampledShare` make the values of tags.
+together; :func:`exact_rows` and :func:`sampled_row` make the values of tags.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
+from catnat.callbacks.images import MAX_PICTURE, fisher_picture
 from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
@@ -32,11 +32,6 @@ _MAX_SCORES = 2**19  # scores kept before diagnostics are computed: 2 MB stay in
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
-
-
-def is_observed(head: CategoricalHead) -> bool:
-    """Whether a Fisher matrix is diagonal, or small enough to be computed."""
-    return head.fisher_is_diagonal or head.num_scores <= LARGEST
 
 
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
@@ -55,6 +50,13 @@ def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     """The Fisher matrices in :func:`exact_diagnostics`, (*, D + 2) -> (*, S, S)."""
     exact, S = diagnostics[..., :-2], head.num_scores
     return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.unflatten(-1, (S, S))
+
+
+def picture_of(head: CategoricalHead, diagnostics: Tensor, step: int) -> Tensor | None:
+    """A picture of the Fisher matrix of a step; None if it is not finite, or too large."""
+    if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
+        return None
+    return fisher_picture(matrix_of(head, diagnostics), head, f"mean Fisher matrix, step {step}")
 
 
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
@@ -76,7 +78,7 @@ def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
 
 
 def sampled_sums(pairs: Tensor) -> Tensor:
-    """What :class:`SampledShare` reads, from two estimates A and B of G: (*, 2, S, S) -> (*, 3).
+    """What :func:`sampled_row` reads, from two estimates A and B of G: (*, 2, S, S) -> (*, 3).
 
     The l1 mass of (A + B) / 2; the sum of the products A_ij B_ij off the diagonal; the sum of all
     products.
@@ -88,28 +90,21 @@ def sampled_sums(pairs: Tensor) -> Tensor:
     return torch.stack((off_diagonal_mass((one + other) / 2), off, total), -1)
 
 
-@dataclass
-class SampledShare:
-    """The off-diagonal share of a run, from draws: sums over its steps are divided by each other.
+def sampled_row(sums: list[float], mass: float, off: float, total: float) -> Row:
+    """Add the :func:`sampled_sums` of a step to the sums of a run; the values of the step's tags.
 
-    A ratio of sums of few rows is biased, a mean of such ratios too. Earlier steps count less.
+    The off-diagonal share is the ratio of the sums of all steps, where earlier ones count less. A
+    ratio of sums of few rows is biased, a mean of such ratios too.
     """
-
-    off: float = 0.0
-    total: float = 0.0
-
-    def row(self, mass: float, off: float, total: float) -> Row:
-        """Add the :func:`sampled_sums` of a step; the values of the tags at this step."""
-        if not math.isnan(off - total):  # a step that is NaN would spoil all steps after it
-            self.off, self.total = _MEMORY * self.off + off, _MEMORY * self.total + total
-            share = self.off / self.total if self.total else 0.0
-        else:
-            share = float("nan")
-        return {
-            "fim_sampled/off_diagonal_mass": mass,
-            "fim_sampled/off_diagonal_mass_fro": 0.0 if share < 0 else share**0.5,
-            "fim_sampled/off_diagonal_share": share,
-        }
+    share = off - total
+    if not math.isnan(share):  # a step that is NaN would spoil all steps after it
+        sums[:] = _MEMORY * sums[0] + off, _MEMORY * sums[1] + total
+        share = sums[0] / sums[1] if sums[1] else 0.0
+    return {
+        "fim_sampled/off_diagonal_mass": mass,
+        "fim_sampled/off_diagonal_mass_fro": 0.0 if share < 0 else share**0.5,
+        "fim_sampled/off_diagonal_share": share,
+    }
 
 
 def seed_of(*words: object) -> int:
@@ -128,12 +123,12 @@ class HeadHistory:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
         draws: at each row; 0 for none. There are none either if G has one entry, or too many.
-        share: the sums of the steps before.
+        sums: those of the steps before, which :func:`sampled_row` adds to; at first zeros.
         seed: of the draws, any text.
     """
 
-    def __init__(self, head: CategoricalHead, draws: int, share: SampledShare, seed: str) -> None:
-        self.head, self.share, self.seed = head, share, seed
+    def __init__(self, head: CategoricalHead, draws: int, sums: list[float], seed: str) -> None:
+        self.head, self.sums, self.seed = head, sums, seed
         self.draws = draws if 1 < head.num_scores <= LARGEST else 0
         self._kept: list[tuple[int, Tensor]] = []  # steps and their scores
         self._found: list[tuple[Sequence[int], int, Tensor]] = []  # steps, rows and their means
@@ -174,7 +169,7 @@ class HeadHistory:
         def receive() -> tuple[dict[int, Row], Tensor]:
             rows = dict(zip(steps, exact_rows(self.head, exact()), strict=True))
             for step, drawn in zip(steps, sums().tolist(), strict=False):  # there may be none
-                rows[step] |= self.share.row(*drawn)
+                rows[step] |= sampled_row(self.sums, *drawn)
             return rows, exact()
 
         return receive
@@ -232,3 +227,14 @@ class HeadHistory:
                 reason = f"{type(error).__name__}: {error}"
                 warnings.warn(f"Fisher diagnostics could not be computed: {reason}", stacklevel=2)
             return torch.full(shape, torch.nan, device=scores.device)
+
+
+def histories_of(
+    heads: dict[str, CategoricalHead], draws: int, sums: dict[str, list[float]], seed: str
+) -> dict[str, HeadHistory]:
+    """A history of each head whose Fisher matrix is diagonal, or small enough to be computed."""
+    return {
+        name: HeadHistory(head, draws, sums.setdefault(name, [0.0, 0.0]), f"{seed} {name}")
+        for name, head in heads.items()
+        if head.fisher_is_diagonal or head.num_scores <= LARGEST
+    }

@@ -5,20 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from catnat import HeadProbe
-from catnat.callbacks.fisher_diagnostics import (
-    LARGEST,
-    HeadHistory,
-    SampledShare,
-    is_observed,
-    matrix_of,
-)
-from catnat.callbacks.images import MAX_PICTURE, add_image, fisher_picture, is_drawn
+from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, histories_of, picture_of
+from catnat.callbacks.images import add_image, is_drawn
 from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least
 
@@ -98,17 +94,17 @@ class FisherMonitor(Callback):
         self.seed = seed
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
-        self._step = self._rank = 0
+        self._step = 0
         self._replayed = False  # whether the module replays steps, and shows each to its observers
-        self._shares: dict[str, SampledShare] = {}  # of each head
+        self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._histories: dict[str, HeadHistory] = {}  # of each head that was called
+        self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
         self._sent: list[tuple[str, Callable[[], Any]]] = []  # on their way to the host
         self._steps_to_write = 0
         self._steps_at_once = self.write_every_n_steps
-        self._warned = False  # that no head was called
+        self._silent = True  # no head was called so far, which nobody was told
         self._accumulates = False  # within a step of several batches
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
@@ -116,25 +112,22 @@ class FisherMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, and the sums of the sampled shares."""
-        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
-        return {"shares": shares, "latest": dict(self.latest)}
+        return {"shares": deepcopy(self._sums), "latest": dict(self.latest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore values and sums."""
-        self.latest = dict(state_dict["latest"])
-        self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
+        self.latest, self._sums = dict(state_dict["latest"]), deepcopy(state_dict["shares"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; a checkpoint restores the state of this run."""
         if stage == "fit":
-            self._shares = {}
+            self._sums = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
         self._start_anew()
-        self._rank = trainer.global_rank
         numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
         most = max(1, _MAX_RESULTS // numbers)
         self._steps_at_once = min(self.write_every_n_steps, most)  # on all ranks
@@ -144,8 +137,10 @@ class FisherMonitor(Callback):
             observers.append(self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps on from where a resumed run stopped."""
-        self._step = trainer.global_step
+        """Count steps, and add to sums, from where a resumed run stopped."""
+        assert self._probe is not None
+        self._step, seed = trainer.global_step, f"{self.seed} {trainer.global_rank}"
+        self._histories = histories_of(self._probe.heads, self.num_samples, self._sums, seed)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
@@ -219,16 +214,10 @@ class FisherMonitor(Callback):
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Keep the scores of a batch, by head."""
-        assert self._probe is not None
         for name, each in scores.items():
-            head = self._probe.heads[name]
-            if not is_observed(head):
-                continue
-            if name not in self._histories:
-                share = self._shares.setdefault(name, SampledShare())
-                seed = f"{self.seed} {self._rank} {name}"
-                self._histories[name] = HeadHistory(head, self.num_samples, share, seed)
-            self._histories[name].add(step, each)
+            if name in self._histories:
+                self._histories[name].add(step, each)
+                self._silent = False
 
     def _end_step(self) -> None:
         self._steps_to_write += 1
@@ -241,8 +230,8 @@ class FisherMonitor(Callback):
         Without waiting, those before are written: the latest are still on their way to the host,
         and replayed steps go on meanwhile.
         """
-        if self._steps_to_write and not self._histories and not self._warned:
-            self._warned = True
+        if self._steps_to_write and self._silent:
+            self._silent = False
             what = f"no head of at most {LARGEST} scores was called in training as head(scores)"
             warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
         self._steps_to_write = 0
@@ -282,11 +271,5 @@ class FisherMonitor(Callback):
         """Give the loggers a picture of the latest G, unless G is not finite or too large."""
         assert self._probe is not None
         step, diagnostics = self._undrawn.pop(name)
-        head, title = self._probe.heads[name], f"mean Fisher matrix, step {step}"
-
-        def draw() -> Tensor | None:
-            if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
-                return None
-            return fisher_picture(matrix_of(head, diagnostics), head, title)
-
+        draw = partial(picture_of, self._probe.heads[name], diagnostics, step)
         add_image(trainer.loggers, self._tag(name, "fim/picture"), draw, step)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Image, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Image, Logger, TensorBoardOutputFormat
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
-from catnat.callbacks.fisher_diagnostics import (
-    HeadHistory,
-    SampledShare,
-    is_observed,
-    matrix_of,
-    seed_of,
-)
-from catnat.callbacks.images import MAX_PICTURE, fisher_picture, is_drawn
+from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, picture_of, seed_of
+from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
 from catnat.sb3.action_distributions import unchecked
 from catnat.sb3.algorithm import map_arrays
@@ -70,28 +65,23 @@ class FisherMonitorSB3(BaseCallback):
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
         self._step = 0  # step of the latest values
-        self._shares: dict[str, SampledShare] = {}  # of each head
+        self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
         self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
-        shares = {name: [each.off, each.total] for name, each in self._shares.items()}
-        return {"latest": dict(self.latest), "rollouts": self._rollouts, "shares": shares}
+        sums = deepcopy(self._sums)
+        return {"latest": dict(self.latest), "rollouts": self._rollouts, "shares": sums}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
         self.latest, self._rollouts = dict(state_dict["latest"]), state_dict["rollouts"]
-        self._shares = {name: SampledShare(*each) for name, each in state_dict["shares"].items()}
+        self._sums = deepcopy(state_dict["shares"])
 
     def _on_training_start(self) -> None:
         heads = HeadProbe(self.model.policy).heads  # raises if the policy has no head
-        self._histories = {}
-        for name, head in heads.items():
-            if is_observed(head):
-                share = self._shares.setdefault(name, SampledShare())
-                seed = f"{self.seed} {name}"
-                self._histories[name] = HeadHistory(head, self.num_samples, share, seed)
+        self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
 
     def _on_step(self) -> bool:
         return True
@@ -119,7 +109,7 @@ class FisherMonitorSB3(BaseCallback):
             if self.image_every_n_rollouts:
                 self._undrawn.append((f"fim{middle}picture", head, exact[0]))
         self.latest["train/entropy"] = float(entropy)
-        self._write(self.latest)
+        write_now(self.logger, self.latest, self._step)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
         if is_drawn(number, self.image_every_n_rollouts):
@@ -169,15 +159,14 @@ class FisherMonitorSB3(BaseCallback):
 
     def _draw(self) -> None:
         """Draw the latest matrices that have no picture yet, are finite and not too large."""
-        title = f"mean Fisher matrix, step {self._step}"
         for tag, head, exact in self._undrawn:
-            if head.num_scores**2 <= MAX_PICTURE and bool(exact.isfinite().all()):
-                picture = fisher_picture(matrix_of(head, exact), head, title)
-                self._write({tag: Image(picture, "HWC")})
+            if (picture := picture_of(head, exact, self._step)) is not None:
+                write_now(self.logger, {tag: Image(picture, "HWC")}, self._step)
         self._undrawn = []
 
-    def _write(self, values: Mapping[str, Any]) -> None:
-        """Give TensorBoard values of the latest rollout."""
-        for output in self.logger.output_formats:
-            if isinstance(output, TensorBoardOutputFormat):
-                output.write(dict(values), dict.fromkeys(values, ()), self._step)
+
+def write_now(logger: Logger, values: Mapping[str, Any], step: int) -> None:
+    """Give TensorBoard a row; what waits for the next row of training goes on waiting."""
+    for output in logger.output_formats:
+        if isinstance(output, TensorBoardOutputFormat):
+            output.write(dict(values), dict.fromkeys(values, ()), step)

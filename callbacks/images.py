@@ -121,10 +121,7 @@ def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
 
 def tile(images: Tensor) -> Tensor:
     """One image of n images side by side: (n, 1 or 3, H, W) -> (H, n W, 3)."""
-    from torchvision.utils import make_grid
-
-    grid: Tensor = make_grid(images, nrow=len(images), padding=0)  # (3, H, n W)
-    return grid.movedim(0, -1)
+    return torch.cat(list(images.expand(-1, 3, -1, -1)), -1).movedim(0, -1)
 
 
 class Figures(Callback):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import Stopped, StopSignals, write_whole
-from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3
+from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
+from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.tensorboard import progress_line
 from catnat.sb3.run_state import state_of
 
@@ -37,8 +35,7 @@ class RunSB3(BaseCallback):
         folder: of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
         fisher: the monitor, whose state is kept there, too.
-        evaluate: gives metrics, "return" among them. It gets a function that it should call after
-            each step of an evaluation: the function raises if a signal asked to stop.
+        evaluate: gives metrics, "return" among them, and calls :meth:`stop_if_asked` meanwhile.
         save_every: environment steps between checkpoints.
         eval_every: environment steps between evaluations; 0 for none.
         show: print a line at each evaluation.
@@ -49,7 +46,7 @@ class RunSB3(BaseCallback):
         folder: Path,
         hyper_parameters: dict[str, Any],
         fisher: FisherMonitorSB3,
-        evaluate: Callable[[Callable[[], None]], Metrics],
+        evaluate: Callable[[], Metrics],
         save_every: int,
         eval_every: int,
         show: bool = True,
@@ -76,9 +73,8 @@ class RunSB3(BaseCallback):
             "best": self.best,
             "fisher": self.fisher.state_dict(),
         }
-        checkpoint, archive = io.BytesIO(), io.BytesIO()
-        torch.save(content, checkpoint)
-        write_whole(self.folder / f"{name}.ckpt", checkpoint.getbuffer())
+        AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
+        archive = io.BytesIO()
         self.model.save(archive)
         write_whole(self.folder / f"{name}.zip", archive.getbuffer())
         if (normalizer := self.model.get_vec_normalize_env()) is not None:
@@ -122,19 +118,12 @@ class RunSB3(BaseCallback):
 
     def _evaluate_now(self, step: int) -> None:
         """Evaluate, save if this is the best, print a line."""
-        found = self._evaluate(self.stop_if_asked)
-        metrics = {f"eval/{name}": value for name, value in found.items()}
+        metrics = {f"eval/{name}": value for name, value in self._evaluate().items()}
         write_now(self.logger, metrics, step)
         self.keep_best(metrics["eval/return"])
         if self.show:
             shown = metrics | recent_return(self.model)
             print(progress_line(step, self.model._total_timesteps, shown), flush=True)
-
-
-def write_now(logger: Logger, values: Mapping[str, Any], step: int) -> None:
-    """Write a row; what waits for the next row of training goes on waiting."""
-    for output in logger.output_formats:
-        output.write(dict(values), dict.fromkeys(values, ()), step)
 
 
 def _due(step: int, done: int, every: int) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,6 +12,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
+
+from catnat.callbacks.checkpoints import write_whole
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
 _WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
@@ -44,15 +45,14 @@ def _drop_events(path: Path, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        writer = RecordWriter(file)
-        for record in RawEventFileLoader(str(path)).Load():
-            event = Event.FromString(record)
-            tags = [value.tag for value in event.summary.value]
-            if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
-                writer.write(record)
-    os.replace(partial, path)
+    content = io.BytesIO()
+    writer = RecordWriter(content)
+    for record in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(record)
+        tags = [value.tag for value in event.summary.value]
+        if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
+            writer.write(record)
+    write_whole(path, content.getbuffer())
 
 
 def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
@@ -73,7 +73,7 @@ def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
 class RunLogger(TensorBoardLogger):
     """A TensorBoard logger that writes every value once.
 
-    A run that resumes writes nothing, and deletes nothing, before :func:`begin`.
+    A run that resumes writes nothing, and deletes nothing, before it has ``begun``.
     """
 
     resumed_at: int | None = None  # the step from which the run resumes
@@ -100,15 +100,8 @@ class RunLogger(TensorBoardLogger):
             self._latest = (step, kept)
 
 
-def begin(trainer: Trainer) -> None:
-    """Let the loggers write: nothing refuses the run any more."""
-    for logger in trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.begun = True
-
-
 class RunRecord(Callback):
-    """Remembers the metrics of the latest validation until the weights change.
+    """Remembers the metrics of the latest validation, and its step.
 
     Args:
         lines: print step and metrics at each validation, for logs and pipes.
@@ -117,23 +110,16 @@ class RunRecord(Callback):
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the loggers write."""
-        begin(trainer)
-
-    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Forget: the model changes."""
-        self.validated = {}
+        self.step = -1
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics."""
         if trainer.sanity_checking:
             return
-        found = trainer.callback_metrics.items()
+        found, self.step = trainer.callback_metrics.items(), trainer.global_step
         self.validated = {name: float(value) for name, value in found if name.startswith("val")}
         if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
-            print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
+            print(progress_line(self.step, trainer.max_steps, self.validated), flush=True)
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:

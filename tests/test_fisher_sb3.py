@@ -18,7 +18,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
 from catnat.callbacks import FisherMonitorSB3, fisher_diagnostics
-from catnat.callbacks.fisher_diagnostics import HeadHistory, SampledShare
+from catnat.callbacks.fisher_diagnostics import HeadHistory
 from catnat.fisher import off_diagonal_mass
 from catnat.flat_heads import SoftmaxHead
 from catnat.sb3 import (
@@ -90,7 +90,7 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
 def test_the_sampled_masses_are_those_of_fisher_monitor(head):
     monitor = Kept(num_samples=4, seed=7)
     model, rows = run(head, monitor=monitor, steps=64)
-    history = HeadHistory(model.policy.heads[0], 4, SampledShare(), "7 heads.0")
+    history = HeadHistory(model.policy.heads[0], 4, [0.0, 0.0], "7 heads.0")
     for (states, weights), (step, row) in zip(monitor.seen, rows.items(), strict=True):
         model.policy.load_state_dict(weights)
         with torch.no_grad():

@@ -120,7 +120,7 @@ def test_resuming_and_testing_read_no_pickled_code(trained, monkeypatch):
 def test_the_last_evaluation_can_be_the_best(at_the_end, best, monkeypatch):
     returns = iter([3.0, 1.0, at_the_end])  # at steps 64 and 128, and at the end
 
-    def evaluate(self, stop_if_asked):
+    def evaluate(self):
         return {"return": next(returns), "return_std": 0.0, "length": 1.0}
 
     monkeypatch.setattr(rl.RLCLI, "evaluate", evaluate)

@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
-from catnat.cli.errors import RunFailed, is_mistake, one_line
+from catnat.cli.errors import is_mistake, one_line
 from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml, record_of
 from catnat.cli.run_folder import RunFolder, show_metrics, silence
 from catnat.flat_heads import head_names, head_option_names, make_head
@@ -210,8 +210,8 @@ class RunCLI(LightningCLI):
         if names.command != "fit" and names.ckpt_path is None:
             raise ValueError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
+        where = f": {self.folder.path}" if self.keeps or self.folder.resumed else ""
         if self.is_first:
-            where = f": {self.folder.path}" if self.keeps or self.folder.resumed else ""
             remark = self.remark if names.command == "fit" else ""
             print(f"{self.title}{where}{remark}", flush=True)
         try:
@@ -226,10 +226,10 @@ class RunCLI(LightningCLI):
             last = self.folder.path / "checkpoints" / "last.ckpt"
             saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
             after = f"training ended after step {self.step}"
-            raise RunFailed(f"{after}: {one_line(error)}{saved}") from error
+            print(f"catnat: {after}: {one_line(error)}{saved}", file=sys.stderr)
+            raise SystemExit(1) from error
         if self.is_first and self.metrics:
-            known = self.keeps or self.folder.resumed
-            show_metrics(self.metrics, self.folder.path if known else None, keep=self.keeps)
+            show_metrics(self.metrics, self.folder.path if where else None, keep=self.keeps)
 
     def close(self) -> None:
         """Give back what the run holds, and undo what a run did that was refused."""

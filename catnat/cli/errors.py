@@ -21,10 +21,6 @@ _ON_PURPOSE = ("lightning.", "stable_baselines3.", "torch.nn.modules.module", "c
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
-class RunFailed(Exception):  # noqa: N818 - reads as what it says
-    """A run could not finish."""
-
-
 def one_line(message: object, known: Iterable[str] = (), full: Mapping[str, str] = {}) -> str:
     """A message in one line, without what jsonargparse says about types that do not matter.
 

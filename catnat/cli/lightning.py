@@ -18,11 +18,11 @@ from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord, begin
+from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least
 from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import DATA, RECIPES, Recipe, load
-from catnat.cli.run_folder import write_hparams_of, write_options
+from catnat.cli.run_folder import begin, write_hparams_of
 
 
 class CatnatCLI(RunCLI):
@@ -92,8 +92,8 @@ class CatnatCLI(RunCLI):
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
         if self.keeps:  # once nothing refuses the run any more
-            write = partial(write_options, self.folder.path, self.options)
-            callbacks.append(LambdaCallback(on_train_start=write))
+            begins = partial(begin, self.folder.path, self.options)
+            callbacks.insert(0, LambdaCallback(on_train_start=begins))
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
             place = self.folder.path / "checkpoints"
             best = self.config_init.checkpoint
@@ -136,16 +136,17 @@ class CatnatCLI(RunCLI):
         if trainer.global_step == self.began:
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
-            begin(trainer)
             if self.keeps:
-                write_options(self.folder.path, self.options)
+                begin(self.folder.path, self.options, trainer)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
-        metrics: dict[str, Any] = dict(self.record.validated)
-        if not metrics and self._can("validation_step", "val_dataloader"):
-            metrics = self._first(trainer.validate) if trainer.limit_val_batches else {}
+        metrics: dict[str, Any] = {}
+        if self.record.step == trainer.global_step:
+            metrics |= self.record.validated
+        elif trainer.limit_val_batches and self._can("validation_step", "val_dataloader"):
+            metrics |= self._first(trainer.validate)
         if self._can("test_step", "test_dataloader"):
             metrics |= self._first(trainer.test)
         metrics |= getattr(self.fisher, "latest", {})

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from catnat import __version__
-from catnat.cli.errors import RunFailed, is_mistake, one_line, own_error
+from catnat.cli.errors import is_mistake, one_line, own_error
 from catnat.cli.names import DATA, MODELS, RL_MODELS, command_words, load, read_names
 
 _PAGE = """\
@@ -45,8 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:  # a reader has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except RunFailed as error:
-        return _say(error, 1)
     except Exception as error:
         if not is_mistake(error):
             raise own_error(error) from None

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -63,11 +63,6 @@ DATA = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def read_names(argv: list[str]) -> argparse.Namespace:
     """What a command line asks for, from its options, its files, or the run that it resumes.
 
@@ -78,7 +73,7 @@ def read_names(argv: list[str]) -> argparse.Namespace:
         to resume or to test; ``configs``, files of options, first that of the resumed run;
         ``root``, the folder of all runs; ``words``, the rest of the command line.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--model", "--model.class_path")
     parser.add_argument("--head", "--model.head", "--model.init_args.head")
     parser.add_argument("--data", "--data.class_path")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -27,12 +25,13 @@ from stable_baselines3.common.vec_env import (
 )
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.sb3_run import RunSB3, recent_return, write_now
+from catnat.callbacks.fisher_monitor_sb3 import write_now
+from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.command import RunCLI, arguments, short_names
 from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.run_folder import write_options
+from catnat.cli.run_folder import begin
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
@@ -215,11 +214,14 @@ class RLCLI(RunCLI):
         self.hparams = self.config.model.init_args.as_dict() | self.config.data.as_dict()
         self.title += f" on {self.config.data.env}"
         self.env = self._environments()
-        policy = policy_for(self.env.observation_space)
+        seen = self.env.observation_space
+        policy = "CnnPolicy" if is_image_space(seen) else "MlpPolicy"
+        policy = "MultiInputPolicy" if isinstance(seen, spaces.Dict) else policy
         small = training.device == "auto" and policy == "MlpPolicy"
         device = "cpu" if small else training.device  # small networks are faster there
         steps = training.total_steps
         self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
+        self.masked = getattr(self.model, "uses_masks", False)  # A2C does not
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
             self.fisher.load_state_dict(self.checkpoint["fisher"])
@@ -261,9 +263,9 @@ class RLCLI(RunCLI):
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""
         model, training, folder = self.model, self.training, str(self.folder.path)
-        if self._masked:
+        if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        write_options(self.folder.path, self.options)
+        begin(self.folder.path, self.options)
         resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
         self.writer = open_writer(folder, resumed_at)
         model.set_logger(Logger(folder, [_Output(self.writer)]))
@@ -287,8 +289,7 @@ class RLCLI(RunCLI):
     def test(self) -> dict[str, Any]:
         """Play."""
         self.callback.signals.listen()
-        metrics = self.evaluate(self.callback.stop_if_asked)
-        return {f"test/{name}": value for name, value in metrics.items()}
+        return {f"test/{name}": value for name, value in self.evaluate().items()}
 
     def close(self) -> None:
         """Give back signals, environments and the folder."""
@@ -298,18 +299,18 @@ class RLCLI(RunCLI):
                     getattr(self, name).close()
         super().close()
 
-    def evaluate(self, stop_if_asked: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Returns over a number of games: always the same games, and training is not affected."""
         self.eval_env.seed(self.seed + _EVALUATION_SEED)
         sync_envs_normalization(self.env, self.eval_env)
         lengths: Any
         with forked_random_state(self.model.device, self.seed):
             scores, lengths = evaluate_policy(
-                MaskedPlayer(self.model, self.eval_env) if self._masked else self.model,
+                MaskedPlayer(self.model, self.eval_env) if self.masked else self.model,
                 self.eval_env,
                 self.training.eval_games,
                 deterministic=self.training.eval_deterministic,
-                callback=lambda *_: stop_if_asked(),
+                callback=lambda *_: self.callback.stop_if_asked(),
                 return_episode_rewards=True,
             )
         mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
@@ -318,21 +319,9 @@ class RLCLI(RunCLI):
             found["unfinished"] = float(unfinished)
         return found
 
-    @property
-    def _masked(self) -> bool:
-        """Whether the model learns with masks."""
-        return getattr(self.model, "uses_masks", False)
-
 
 class _Output(TensorBoardOutputFormat):
     """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only."""
 
     def __init__(self, writer: Any) -> None:
         self._is_closed, self.writer = False, writer
-
-
-def policy_for(space: gymnasium.Space[Any]) -> str:
-    """The policy that can look at such observations."""
-    if isinstance(space, spaces.Dict):
-        return "MultiInputPolicy"
-    return "CnnPolicy" if is_image_space(space) else "MlpPolicy"

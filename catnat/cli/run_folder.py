@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from catnat.callbacks.checkpoints import write_whole
+from catnat.callbacks.tensorboard import RunLogger
 
 
 class RunFolder:
@@ -66,11 +67,14 @@ class RunFolder:
 
 
 @rank_zero_only
-def write_options(folder: Path, config: str, *_: object) -> None:
-    """Write the options of a run that begins to train; so it is not finished."""
+def begin(folder: Path, config: str, trainer: Trainer | None = None, *_: object) -> None:
+    """Write the options of a run that nothing refuses any more, and let its loggers write."""
     (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
     (folder / "hparams.yaml").unlink(missing_ok=True)  # Lightning writes it anew, not over it
     write_whole(folder / "config.yaml", config.encode())
+    for logger in trainer.loggers if trainer else ():
+        if isinstance(logger, RunLogger):
+            logger.begun = True
 
 
 def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True) -> None:
