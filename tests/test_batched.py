@@ -56,9 +56,8 @@ class Classifier(StepModule):
         return -self.head(self.layers(x) * self.frozen).log_prob(label).mean()
 
     def configure_optimizers(self) -> Any:
-        parameters, options = [p for p in self.parameters() if p.requires_grad], {}
-        if self.optimizer == "SGD":
-            options = {"momentum": 0.9}
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
         kind = getattr(torch.optim, self.optimizer)
         optimizer = self.make_optimizer(kind, parameters, lr=self.learning_rate, **options)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

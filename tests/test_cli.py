@@ -233,8 +233,9 @@ def test_a_run_that_leaves_nothing(workspace, capfd):
 
 
 @pytest.mark.parametrize("option", ["--logger=false", "--enable_checkpointing=false"])
-def test_trainer_flags_that_switch_things_off(option, workspace):
+def test_trainer_flags_that_switch_things_off(option, workspace, capfd):
     assert run(*workspace, option) == 0
+    assert ("tensorboard --logdir" in capfd.readouterr().out) == (option != "--logger=false")
     assert Path("runs/vae/natural/version_0/metrics.json").is_file()
 
 

@@ -13,7 +13,6 @@ from cases import slow
 from cases_callbacks import quiet_trainer
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from catnat import head_names
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
@@ -391,10 +390,10 @@ def test_subclasses_override_scores_and_loss(kind, x):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_images_of_float64_are_taken(kind, x):
+def test_images_of_float64_with_labels_are_taken(kind, x):
     model = kind(num_latents=2, num_categories=3)
     torch.manual_seed(0)
-    loss = model.step_loss(x.double())
+    loss = model.step_loss([x.double(), torch.arange(len(x))])
     torch.manual_seed(0)
     assert loss.dtype == torch.float32 and torch.equal(loss, model.step_loss(x))
 
@@ -404,13 +403,6 @@ def test_the_range_of_every_batch_is_checked_on_the_cpu(x):
     with pytest.raises(ValueError, match=r"images must lie in \[0, 1\], got values from 0 to"):
         run.fit(DiscreteVAE(num_latents=2, num_categories=2), Batches(x, x, 3 * x))
     assert run.global_step == 2, "the first two batches were right"
-
-
-def test_batches_with_labels_are_taken_too(x):
-    loader = DataLoader(TensorDataset(x, torch.arange(len(x))), batch_size=8)
-    run = trainer(2)
-    run.fit(DiscreteVAE(), loader, loader)
-    assert run.global_step == 2
 
 
 @pytest.mark.parametrize(
