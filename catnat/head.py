@@ -132,16 +132,18 @@ class CategoricalHead(nn.Module, ABC):
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         """Scores with infinite ones where the mask decides: -inf for forbidden categories."""
+        if self.num_scores != self.num_categories:
+            raise NotImplementedError(
+                f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
+                "categories: it must override _filled and allowed for masks"
+            )
         return torch.where(mask, scores, -torch.inf)
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         self._check(scores)
-        if self.num_scores != self.num_categories:
-            raise NotImplementedError(
-                f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
-                "categories: it must override _masked and allowed for masks"
-            )
+        if self.num_scores != self.num_categories:  # no mask: see _filled
+            return scores.new_ones((*scores.shape[:-1], self.num_categories), dtype=torch.bool)
         return scores != -torch.inf
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:

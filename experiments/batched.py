@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.core import optimizer as lightnings
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
@@ -34,6 +35,9 @@ from catnat.probe import HeadProbe
 from catnat.rng import forked_random_state
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
+# Options of the Trainer that would change what is learned or measured; a group knows none of them.
+_USUAL = {"precision": "32-true", "accumulate_grad_batches": "1", "gradient_clip_val": "None"}
+_USUAL |= dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), "1.0")
 Metrics = dict[str, float]
 Curve = list[tuple[int, Metrics]]  # metrics by step
 
@@ -51,7 +55,7 @@ class Member:
         same_data: equal for models with equal data.
         folder: where curves, weights and metrics are written; None: nowhere.
         curve: what was seen in training.
-        failure: why the model was given up; empty if it was not.
+        failure: why the model was given up: scores are not finite; empty if it was not.
     """
 
     model: StepModule
@@ -72,6 +76,9 @@ def build(arguments: Sequence[str]) -> Member:
     cli = CatnatCLI(list(arguments), run=False)
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
     options["accelerator"] = cli.config.trainer.accelerator
+    other = [name for name, usual in _USUAL.items() if str(getattr(cli.trainer, name)) != usual]
+    if other or cli.config.trainer.callbacks:
+        raise ValueError(f"--engine batched takes no {' and no '.join(other) or 'callbacks'}")
     of_model, of_data = (cli.config[name].init_args.as_dict() for name in ("model", "data"))
     seed = cli.config.seed_everything
     return member(cli.model, cli.datamodule, seed, options, of_model, of_data)
@@ -88,7 +95,7 @@ def member(
     """A model with what it may be grouped by: all options but seed, learning rates and data."""
     if not isinstance(model, StepModule) or type(model).training_step != StepModule.training_step:
         raise ValueError(
-            f"{type(model).__name__} has no step_loss: only a StepModule is trained batched"
+            f"{type(model).__name__}: only a StepModule without a training_step is trained batched"
         )
     for name in ("max_steps", "val_check_interval"):
         if not isinstance(options.get(name), int) or options[name] < 1:
@@ -148,16 +155,12 @@ class Stack:
         models: of one class, with equal options but for their learning rates.
         device: where they are trained.
         max_steps: of the run, which a schedule of the learning rate may depend on.
-
-    Attributes:
-        parameters: of all models by name, (M, *).
-        buffers: the same.
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
         self.models = [each.to(device) for each in models]
         self.base, self.clip = _StepLoss(self.models[0]), self.models[0].gradient_clip
-        self.parameters, self.buffers = stack_module_state(list(self.models))
+        self.parameters, self.buffers = stack_module_state(list(self.models))  # by name, (M, *)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
@@ -165,10 +168,14 @@ class Stack:
         self.alone = [_Alone(device, max_steps) for _ in models]
         self.attach()
         for model, alone in zip(self.models, self.alone, strict=True):
-            made: Any = model.configure_optimizers()
-            if isinstance(made, dict):
-                self.schedulers.append(made["lr_scheduler"]["scheduler"])
-                made = made["optimizer"]
+            given: Any = model.configure_optimizers()
+            (made, *more), plans, monitor = lightnings._configure_optimizers(given)
+            steps = lightnings._configure_schedulers_automatic_opt(plans, monitor)
+            kinds = {(each.interval, each.frequency, each.reduce_on_plateau) for each in steps}
+            if more or kinds - {("step", 1, False)}:
+                can = "one optimizer, and schedulers of every step that need no metric"
+                raise ValueError(f"batched, {type(model).__name__} may have {can}")
+            self.schedulers += [each.scheduler for each in steps]
             if device.type == "cuda":
                 make_capturable(made, device)
                 self._rates += [(group, group["lr"]) for group in made.param_groups]
@@ -231,12 +238,7 @@ class Stack:
 
 
 class Group:
-    """Members of one group, which are trained, validated and tested.
-
-    Args:
-        members: their ``curve`` gets what is seen in training, ``failure`` why a model was given
-            up: its scores are not finite.
-    """
+    """Members of one group, which are trained, validated and tested."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members, first = members, members[0]

@@ -165,11 +165,12 @@ class StepModule(LightningModule):
             self.log_dict(self.logged_settings())
         return loss
 
-    def on_validation_start(self) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, Any] | None = None) -> None:
         """Log the latest loss of replayed steps."""
-        self._log_sent()
+        if self._replay is not None:
+            self._replay.log()
 
-    on_train_end = on_validation_start
+    on_validation_start = on_train_end = on_save_checkpoint
 
     def configure_gradient_clipping(
         self,
@@ -192,10 +193,6 @@ class StepModule(LightningModule):
         if stage == "fit":
             self._stop_replaying()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Log the latest loss of replayed steps."""
-        self._log_sent()
-
     def on_validation_epoch_start(self) -> None:
         """Forget the rows of earlier epochs."""
         for each in self.children():
@@ -215,6 +212,7 @@ class StepModule(LightningModule):
     def _log_epoch(self, stage: str) -> None:
         values = self.epoch_metrics(stage).items()
         self.log_dict({f"{stage}/{name}": each.float() for name, each in values}, sync_dist=True)
+        StepModule.on_validation_epoch_start(self)  # a subclass may have its own
 
     def _why_eager(self) -> str | None:
         """Why steps are eager ones; None if they are replayed."""
@@ -243,10 +241,6 @@ class StepModule(LightningModule):
         device = self.trainer.strategy.root_device.type  # the model is moved there later
         can = device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters
         return {"fused": True} if can else {}
-
-    def _log_sent(self) -> None:
-        if self._replay is not None:
-            self._replay.log()
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:

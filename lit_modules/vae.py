@@ -191,7 +191,7 @@ class DiscreteVAE(StepModule):
         """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
         with evaluating(self):
             z = F.one_hot(self(x).probs.argmax(-1), self.head.num_categories)
-            return self.decode(z.to(x.dtype)).sigmoid()
+            return self.decode(z.to(self.dtype)).sigmoid()
 
     @torch.no_grad()
     def sample_prior(self, n: int) -> Tensor:

@@ -21,9 +21,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 # The heads that the package defines; a test elsewhere may have registered others.
 HEADS = tuple(n for n in head_names() if _REGISTRY[n].__module__.partition(".")[0] == "catnat")
-OPTIONS = {
-    "natural-tail": ("natural", {"tail": 0.05})
-}  # heads with options, by a name of the tests
+OPTIONS = {"natural-tail": ("natural", {"tail": 0.05})}  # by a name of the tests
 GRID = (*HEADS, *OPTIONS)
 """What every test of heads takes: names for :func:`make`."""
 LIKE_NATURAL = ("sigmoid", "natural-tail")  # to a compiler
@@ -52,6 +50,20 @@ def slopes_of(activation, scores: Tensor, constants: Tensor | None) -> tuple[Ten
     logs = partial(activation.log_activation, constants=constants)
     left, right = torch.func.jvp(logs, (scores,), (torch.ones_like(scores),))[1]
     return -left, right
+
+
+class Sharp(CategoricalHead):
+    """softmax(2 s), as in docs/own.md: it neither checks its scores nor floors anything."""
+
+    def log_probs(self, scores):
+        return torch.log_softmax(2 * scores, -1)
+
+    def inverse(self, probs):
+        return probs.log() / 2
+
+    def fisher(self, scores):
+        p = self.probs(scores)
+        return 4 * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
 
 
 class CauchyHead(CatnatHead):

@@ -56,16 +56,15 @@ class Classifier(StepModule):
         return -self.head(self.layers(x) * self.frozen).log_prob(label).mean()
 
     def configure_optimizers(self) -> Any:
-        parameters, options = [p for p in self.parameters() if p.requires_grad], {}
-        if self.optimizer == "SGD":
-            options = {"momentum": 0.9}
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
         kind = getattr(torch.optim, self.optimizer)
         optimizer = self.make_optimizer(kind, parameters, lr=self.learning_rate, **options)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        plan = {"scheduler": scheduler, "interval": "step"}
+        if self.optimizer == "SGD":
+            return [optimizer], [plan]
+        return {"optimizer": optimizer, "lr_scheduler": plan}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.step_loss(batch))
@@ -120,6 +119,18 @@ def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
     assert [len(each) for each in batched.groups(members, 3)] == [3, 1, 1]
 
 
+@pytest.mark.parametrize("option", ["accumulate_grad_batches=2", "precision=64-true",
+                                    "limit_val_batches=1", "trainer.callbacks+=Timer"])  # fmt: skip
+def test_what_a_group_would_not_do_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"takes no {option.split('.')[-1][:8]}"):
+        batched.build(["--model=vae", "--max_steps=2", f"--{option}"])
+    one = classifier(1, 0.1, optimizer="SGD")
+    optimizers, (plan,) = one.model.configure_optimizers()
+    one.model.configure_optimizers = lambda: (optimizers, [plan["scheduler"]])  # by epochs
+    with pytest.raises(ValueError, match="Classifier may have one optimizer, and schedulers"):
+        batched.Group([one])
+
+
 def test_a_model_that_diverges_fails_alone() -> None:
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
@@ -134,26 +145,21 @@ def test_a_model_that_diverges_fails_alone() -> None:
 IMAGES = torch.rand(8, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 PAIRS = (torch.randn(5, 6, 4), torch.randn(5, 6, 2))
 GRAPHS = (torch.rand(32, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.3).float()
-MODELS: dict[str, tuple[Any, Any]] = {
-    "vae": (lambda head: DiscreteVAE(head, 3, 4), IMAGES),
-    "mlp-vae": (lambda head: MLPDiscreteVAE(head, 3, 4), IMAGES),
-    "leave-one-out": (
-        lambda head: MLPDiscreteVAE(head, 3, 4, baseline="leave-one-out", num_samples=3),
-        IMAGES,
-    ),
-    "gsl": (lambda head: GraphStructureLearner(head, 6), PAIRS),
-    "gsl, local": (
-        lambda head: GraphStructureLearner(head, 6, estimator="local_expectation"),
-        PAIRS,
-    ),
+MODELS: dict[str, tuple[Any, ...]] = {
+    "vae": (DiscreteVAE, (3, 4), {}, IMAGES),
+    "mlp-vae": (MLPDiscreteVAE, (3, 4), {}, IMAGES),
+    "leave-one": (MLPDiscreteVAE, (3, 4), {"baseline": "leave-one-out", "num_samples": 3}, IMAGES),
+    "gsl": (GraphStructureLearner, (6,), {}, PAIRS),
+    "gsl, local": (GraphStructureLearner, (6,), {"estimator": "local_expectation"}, PAIRS),
 }
 
 
 @pytest.mark.parametrize("head", ["softmax", "sparsemax", "sigmoid", "natural"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> None:
-    make, batch = MODELS[name]
-    stack = batched.Stack([make(head) for _ in range(2)], torch.device("cpu"), 10)
+    kind, sizes, options, batch = MODELS[name]
+    models = [kind(head, *sizes, **options) for _ in range(2)]
+    stack = batched.Stack(models, torch.device("cpu"), 10)
     before = {name: each.detach().clone() for name, each in stack.parameters.items()}
     torch._C._functorch._set_vmap_fallback_warning_enabled(True)
     try:

@@ -149,7 +149,7 @@ def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
         assert printed(capsys, *argv)["trainer"]["max_steps"] == 9
     for option in ("--seed=7", "--seed_everything=7"):
         assert printed(capsys, option)["seed_everything"] == 7
-    config = printed(capsys, "--optimizer=SGD", "--optimizer.lr=0.1", "--lr_scheduler=StepLR",
+    config = printed(capsys, "--optimizer=SGD", "--optimizer.lr=1e-1", "--lr_scheduler=StepLR",
                      "--lr_scheduler.step_size=3", "--model.optimizer=sgd")  # fmt: skip
     assert config["optimizer"]["class_path"] == "torch.optim.SGD"
     assert config["lr_scheduler"]["init_args"]["step_size"] == 3
@@ -233,8 +233,9 @@ def test_a_run_that_leaves_nothing(workspace, capfd):
 
 
 @pytest.mark.parametrize("option", ["--logger=false", "--enable_checkpointing=false"])
-def test_trainer_flags_that_switch_things_off(option, workspace):
+def test_trainer_flags_that_switch_things_off(option, workspace, capfd):
     assert run(*workspace, option) == 0
+    assert ("tensorboard --logdir" in capfd.readouterr().out) == (option != "--logger=false")
     assert Path("runs/vae/natural/version_0/metrics.json").is_file()
 
 

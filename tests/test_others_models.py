@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import HEADS
+from cases import HEADS, Sharp
 from cases_callbacks import quiet_trainer
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from catnat import CategoricalHead, make_head
+from catnat import make_head
 from catnat.callbacks import FisherMonitor
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
 from catnat.losses import HeadNLL
 from catnat.mixed_head import MixedHead
 
 
-class Sharp(CategoricalHead):
-    """softmax(2 s), as in docs/own.md: it neither checks its scores nor floors anything."""
+class Tempered(Sharp):
+    """One score more than there are categories: softmax(2 t s)."""
 
     def log_probs(self, scores):
-        return torch.log_softmax(2 * scores, -1)
+        return super().log_probs(scores[..., :1] * scores[..., 1:])
 
     def inverse(self, probs):
-        return probs.log() / 2
+        return torch.cat([torch.ones_like(probs[..., :1]), super().inverse(probs)], -1)
 
-    def fisher(self, scores):
-        p = self.probs(scores)
-        return 4 * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+
+def test_a_head_with_more_scores_than_categories_may_be_mixed_but_not_masked():
+    head = Tempered(3)
+    head.num_scores, probs = 4, torch.tensor([[0.2, 0.3, 0.5]])
+    mixed = MixedHead(head, 0.3)
+    torch.testing.assert_close(mixed(mixed.inverse(probs)).probs, probs)
+    with pytest.raises(NotImplementedError, match="4 scores for 3 categories: it must override"):
+        head(torch.ones(1, 4), mask=probs > 0.2)
 
 
 def test_a_gradient_scaler_sees_that_a_steep_gradient_overflows():

@@ -286,8 +286,8 @@ def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
             continue
         typed, plus, equals, value = match.groups(default="")
         name = typed.replace("-", "_").replace(".init_args.", ".")
-        known = name if name in short else name.partition(".")[0]
-        # --optimizer sgd is an option of our models, --optimizer SGD a class.
+        known = name if name in short or name.startswith("optimizer.") else name.partition(".")[0]
+        # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
         if known in short and (known != "optimizer" or (value or following).islower()):
             full = short[known]
             if full.startswith("data.") and full[5:] != known.removeprefix("model."):

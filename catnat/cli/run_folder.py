@@ -97,7 +97,8 @@ def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True
         console.print(sentence)
     if folder:
         console.print(f"run: {folder}")
-        console.print(f"tensorboard --logdir {folder.parent.parent}")
+        if any(folder.glob("events.*")):
+            console.print(f"tensorboard --logdir {folder.parent.parent}")
 
 
 def warnings_of(metrics: dict[str, Any]) -> list[str]:
