@@ -267,11 +267,12 @@ def short_names(
         links: options of the model that follow from one of the data, by name.
     """
     of_model = of_model - links.keys()
-    short = {name: f"trainer.{name}" for name in of_trainer - (of_model & of_data)}
+    short = {name: f"trainer.{name}" for name in of_trainer}
     if "head_options" in of_model:
         short |= {name: f"model.head_options.{name}" for name in head_option_names()}
     short |= {name: f"model.{name}" for name in of_model - of_data}
     short |= {name: f"data.{name}" for name in of_data - of_model}
+    short |= {name: f"model.{name} or --data.{name}" for name in of_model & of_data}
     for target, source in links.items():
         short |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
     return short | {"seed": "seed_everything"}
@@ -290,6 +291,8 @@ def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
         # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
         if known in short and (known != "optimizer" or (value or following).islower()):
             full = short[known]
+            if " or " in full:
+                raise ValueError(f"--{typed} is an option of model and data: write --{full}")
             if full.startswith("data.") and full[5:] != known.removeprefix("model."):
                 raise ValueError(f"--{typed} follows from --{full}: set that")
             name = full + name.removeprefix(known)
