@@ -1,20 +1,26 @@
-"""The VAE with two more options: is softmax behind because of uneven use, or because of noise?
+"""The VAE with three more options, for reasons why softmax could be behind a tree.
 
     python ../../experiments/sweep.py probing.yaml --engine batched --results ../../results
 
-``--even W`` adds W times the distance of the batch's mean q(z | x) from the uniform distribution to
-the loss of training. ``--draws M`` takes the mean loss of M draws of z for each image.
+``--decoder tree`` gives the decoder the path of each category in a binary tree, so that categories
+with common ancestors have common weights from the start. ``--decoder copies`` gives it as many
+inputs that are not 0, copies of the category, and nothing in common. ``--even W`` adds W times the
+distance of the batch's mean q(z | x) from the uniform distribution to the loss of training.
+``--draws M`` takes the mean loss of M draws of z for each image.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from catnat import HeadCategorical
 from catnat.lit_modules import DiscreteVAE
 from catnat.losses import kl_to_uniform
+
+Decoder = Literal["plain", "tree", "copies"]
 
 
 class ProbingVAE(DiscreteVAE):
@@ -27,9 +33,12 @@ class ProbingVAE(DiscreteVAE):
         learning_rate: of Adam.
         gradient_clip: largest norm of the gradient; 0 for no limit.
         nll_samples: importance samples for test/nll.
+        decoder: what it gets of a category: "plain", a one-hot vector; "tree" or "copies".
         even: weight of KL(mean q || uniform), summed over latents, in the loss of training.
         draws: of z for each image.
     """
+
+    features: Tensor
 
     def __init__(
         self,
@@ -39,9 +48,12 @@ class ProbingVAE(DiscreteVAE):
         learning_rate: float = 1e-3,
         gradient_clip: float = 1.0,
         nll_samples: int = 512,
+        decoder: Decoder = "plain",
         even: float = 0.0,
         draws: int = 1,
     ) -> None:
+        features = category_features(decoder, num_categories)  # (K, F)
+        self.num_features = features.shape[1]
         super().__init__(
             head=head,
             num_latents=num_latents,
@@ -50,7 +62,16 @@ class ProbingVAE(DiscreteVAE):
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
         )
+        self.register_buffer("features", features, persistent=False)
         self.even, self.draws = even, draws
+
+    def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
+        """As those of the VAE, with features of a category as inputs of the decoder."""
+        return super().make_networks(num_scores, self.num_latents * self.num_features)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Logits of the pixels, from the features of the categories."""
+        return super().decode(z @ self.features)
 
     def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
         """The negative ELBO, a mean over the draws."""
@@ -62,3 +83,15 @@ class ProbingVAE(DiscreteVAE):
         q = self(batch)
         uneven = kl_to_uniform(q.probs.mean(0).log()).sum()
         return self.loss(batch, q) + self.even * uneven
+
+
+def category_features(decoder: Decoder, num_categories: int) -> Tensor:
+    """What the decoder gets of each category, rows of norm 1: (K, F); K is a power of 2."""
+    levels = num_categories.bit_length() - 1
+    eye = torch.eye(num_categories)
+    parts = {
+        "plain": [eye],
+        "copies": [eye] * levels,
+        "tree": [eye.unflatten(1, (2**depth, -1)).sum(2) for depth in range(1, levels + 1)],
+    }[decoder]
+    return torch.cat(parts, 1) / len(parts) ** 0.5
