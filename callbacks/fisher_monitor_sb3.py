@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Image, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Image, KVWriter, Logger, TensorBoardOutputFormat
 from torch import Tensor
 
 from catnat import CategoricalHead, HeadProbe
@@ -109,7 +109,7 @@ class FisherMonitorSB3(BaseCallback):
             if self.image_every_n_rollouts:
                 self._undrawn.append((f"fim{middle}picture", head, exact[0]))
         self.latest["train/entropy"] = float(entropy)
-        write_now(self.logger, self.latest, self._step)
+        write_now(self.logger, self.latest, self._step, TensorBoardOutputFormat)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
         if is_drawn(number, self.image_every_n_rollouts):
@@ -161,12 +161,13 @@ class FisherMonitorSB3(BaseCallback):
         """Draw the latest matrices that have no picture yet, are finite and not too large."""
         for tag, head, exact in self._undrawn:
             if (picture := picture_of(head, exact, self._step)) is not None:
-                write_now(self.logger, {tag: Image(picture, "HWC")}, self._step)
+                row = {tag: Image(picture, "HWC")}
+                write_now(self.logger, row, self._step, TensorBoardOutputFormat)
         self._undrawn = []
 
 
-def write_now(logger: Logger, values: Mapping[str, Any], step: int) -> None:
-    """Give TensorBoard a row; what waits for the next row of training goes on waiting."""
+def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:
+    """Give outputs of a kind a row; what waits for the next row of training goes on waiting."""
     for output in logger.output_formats:
-        if isinstance(output, TensorBoardOutputFormat):
+        if isinstance(output, kind):
             output.write(dict(values), dict.fromkeys(values, ()), step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -101,7 +102,7 @@ class RunLogger(TensorBoardLogger):
 
 
 class RunRecord(Callback):
-    """Remembers the metrics of the latest validation, and its step.
+    """Remembers the metrics of the latest validation until the weights change.
 
     Args:
         lines: print step and metrics at each validation, for logs and pipes.
@@ -110,16 +111,19 @@ class RunRecord(Callback):
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
-        self.step = -1
+
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        """Forget: the model changes."""
+        self.validated = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics."""
         if trainer.sanity_checking:
             return
-        found, self.step = trainer.callback_metrics.items(), trainer.global_step
+        found = trainer.callback_metrics.items()
         self.validated = {name: float(value) for name, value in found if name.startswith("val")}
         if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
-            print(progress_line(self.step, trainer.max_steps, self.validated), flush=True)
+            print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:

@@ -65,8 +65,11 @@ class MixedHead(CategoricalHead):
             )
         p = torch.where(allowed, (q - share).clamp_min(0), 0.0)
         p = torch.where(low.any(-1, keepdim=True), torch.nan, p / p.sum(-1, keepdim=True))
-        scores, unmasked = self.inner.inverse(p.to(probs.dtype)), can_branch_on(q) and allowed.all()
-        return scores if unmasked else self.inner._filled(scores, allowed)
+        scores, own = self.inner.inverse(p.to(probs.dtype)), type(self.inner)._filled
+        maskable = self.num_scores == self.num_categories or own is not CategoricalHead._filled
+        if not maskable and (not can_branch_on(q) or bool(allowed.all())):
+            return scores
+        return self.inner._filled(scores, allowed)
 
     def fisher(self, scores: Tensor) -> Tensor:
         """(1 - mix)^2 J^T diag(1/q) J, (*, S) -> (*, S, S)."""

@@ -36,7 +36,8 @@ from catnat.rng import forked_random_state
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
 # Options of the Trainer that would change what is learned or measured; a group knows none of them.
-_USUAL = {"precision": "32-true", "accumulate_grad_batches": "1", "gradient_clip_val": "None"}
+_USUAL = {"precision": "32-true", "accumulate_grad_batches": "1", "gradient_clip_val": "None",
+          "num_devices": "1"}  # fmt: skip
 _USUAL |= dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), "1.0")
 Metrics = dict[str, float]
 Curve = list[tuple[int, Metrics]]  # metrics by step
@@ -77,8 +78,9 @@ def build(arguments: Sequence[str]) -> Member:
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
     options["accelerator"] = cli.config.trainer.accelerator
     other = [name for name, usual in _USUAL.items() if str(getattr(cli.trainer, name)) != usual]
-    if other or cli.config.trainer.callbacks:
-        raise ValueError(f"--engine batched takes no {' and no '.join(other) or 'callbacks'}")
+    other += [name for name in ("callbacks", "max_time", "max_epochs") if cli.config.trainer[name]]
+    if other:
+        raise ValueError(f"--engine batched takes no {' and no '.join(other)}")
     of_model, of_data = (cli.config[name].init_args.as_dict() for name in ("model", "data"))
     seed = cli.config.seed_everything
     return member(cli.model, cli.datamodule, seed, options, of_model, of_data)

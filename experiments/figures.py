@@ -146,7 +146,8 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
         for cell in cells:
             if cell.settings is None:
                 continue
-            made = [plan.run(cell.options, cell.settings, seed, "final") for seed in plan.seeds]
+            seeds = plan.final_seeds(sweep.only)
+            made = [plan.run(cell.options, cell.settings, seed, "final") for seed in seeds]
             found = [read_curve(sweep.folder, run, args.tag) for run in made]
             known = [each for each in found if len(each[0])]
             if known:

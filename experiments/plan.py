@@ -221,11 +221,17 @@ class Plan:
         complete = self._ranked(cell, chosen, rows, "final")
         return complete[0] if complete else chosen[0]
 
+    def final_seeds(self, only: Mapping[str, Iterable[str]] | None = None) -> list[int]:
+        """The seeds of final runs, or those asked for; settings are selected by all."""
+        wanted = (only or {}).get("seed")
+        return [seed for seed in self.seeds if wanted is None or str(seed) in wanted]
+
     def runs(self, rows: Rows, only: Mapping[str, Iterable[str]] | None = None) -> list[Run]:
         """All runs that are known now: searches first, low seeds before high ones."""
         cells = self.cells(only)
         searches = [run for cell in cells for run in self.search_runs(cell, rows)]
         finals = [run for cell in cells for run in self.final_runs(cell, rows)]
+        finals = [run for run in finals if run.options["seed"] in self.final_seeds(only)]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
 
     def _first_settings(self, cell: Options) -> list[Options]:

@@ -125,8 +125,6 @@ class Sweep:
         self.folder = (args.runs / self.plan.study).resolve()
         self.only = read_only(args.only)
         self.plan.cells(self.only)  # says what is wrong with --only
-        if "seed" in self.only:
-            self.plan.seeds = [seed for seed in self.plan.seeds if str(seed) in self.only["seed"]]
         self.plan.options |= dict(_pair(word) for word in _joined(extra))
 
     def rows(self) -> Rows:

@@ -102,14 +102,14 @@ class Cell:
 
 def cells_of(plan: Plan, rows: Rows, only: dict[str, list[str]]) -> list[Cell]:
     """The cells of a plan with their rows, compared head by head."""
-    cells = []
+    cells, seeds = [], plan.final_seeds(only)
     for options in plan.cells(only):
         settings, found = plan.table_settings(options, rows), []
         if settings is not None:
-            made = [plan.run(options, settings, seed, "final") for seed in plan.seeds]
+            made = [plan.run(options, settings, seed, "final") for seed in seeds]
             found = [row for run in made if (row := rows.find(run)) is not None]
         notes = _notes(plan, options, settings, found, rows)
-        cells.append(Cell(options, settings, found, len(plan.seeds), {}, notes))
+        cells.append(Cell(options, settings, found, len(seeds), {}, notes))
     groups = defaultdict(list)
     head = next((key.split() for key in plan.grid if "head" in key.split()), [])  # and its options
     for cell in cells:

@@ -78,8 +78,8 @@ class StepModule(LightningModule):
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """What is logged after an epoch of the stage "val" or "test".
 
-        It comes from :class:`~catnat.metrics.RowMeans` that are attributes of the module and start
-        anew in each epoch.
+        It comes from :class:`~catnat.metrics.RowMeans` that are attributes of the module. They
+        forget their rows once this has been called.
         """
         return {}
 

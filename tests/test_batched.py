@@ -120,7 +120,7 @@ def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
 
 
 @pytest.mark.parametrize("option", ["accumulate_grad_batches=2", "precision=64-true",
-                                    "limit_val_batches=1", "trainer.callbacks+=Timer"])  # fmt: skip
+                                    "max_epochs=1", "trainer.callbacks+=Timer"])  # fmt: skip
 def test_what_a_group_would_not_do_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"takes no {option.split('.')[-1][:8]}"):
         batched.build(["--model=vae", "--max_steps=2", f"--{option}"])

@@ -17,8 +17,7 @@ def test_the_option_makes_a_mixed_head():
     head = make_head("natural", 5, mix=0.25, amplitude=3.0)
     assert isinstance(head, MixedHead)
     assert (head.name, head.num_categories, head.num_scores, head.mix) == ("natural", 5, 4, 0.25)
-    assert head.inner.amplitude == 3.0
-    assert not head.fisher_is_diagonal
+    assert head.inner.amplitude == 3.0 and not head.fisher_is_diagonal
     assert "mix=0.25" in repr(head)
     assert isinstance(make_head("natural", 5, mix=0.0), NaturalHead)
     inner = make_head("softmax", 4)

@@ -62,8 +62,7 @@ def test_any_finite_score(name: str, data: st.DataObject) -> None:
     assert abs(p.double().sum().item() - 1) < 8 * eps * max(1.0, math.log2(K))
     weight = torch.linspace(-1, 1, K, dtype=out.dtype)
     (grad,) = torch.autograd.grad((out * weight).sum(), scores)
-    assert grad.dtype == dtype
-    assert grad.isfinite().all()
+    assert grad.dtype == dtype and grad.isfinite().all()
     assert not grad[head.saturated(scores.detach())].any()
 
 

@@ -82,7 +82,10 @@ class Plain(LightningModule):
         return self.layer(batch[0].flatten(1)).square().mean()
 
     def test_step(self, batch, batch_idx):
-        self.log("test/loss", self.training_step(batch, batch_idx))
+        name = f"loss of {self.trainer.state.stage.value}"  # it need not begin with val or test
+        self.log(name, self.training_step(batch, batch_idx))
+
+    validation_step = test_step
 
     def predict_step(self, batch, batch_idx):
         return self.layer(batch[0].flatten(1))
@@ -175,7 +178,7 @@ def test_a_subclass_of_our_model_takes_its_recipe_and_its_own_head(workspace):
 
 def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
     assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *QUICK) == 0
-    assert "test/loss" in capfd.readouterr().out
+    assert "loss of validate" in (said := capfd.readouterr().out) and "loss of test" in said
     folder = "runs/own_classes.Plain/no_head/version_0"
     assert last(folder)["state_dict"]["layer.weight"].shape == (3, 784)
     whole = ["--max_steps=8", "--default_root_dir=whole"]

@@ -323,8 +323,7 @@ def test_the_likelihood_decodes_a_bounded_number_of_images_at_once(x):
     sizes = []
     model.decoder.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
     evaluated(model, x.repeat(2, 1, 1, 1), batch_size=20)
-    assert max(sizes) <= 512
-    assert sum(sizes) == 32 * 512
+    assert max(sizes) <= 512 and sum(sizes) == 32 * 512
 
 
 def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):

@@ -91,7 +91,7 @@ class CatnatCLI(RunCLI):
         has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
         if has_head and self.fisher not in own:
             callbacks.insert(0, self.fisher)
-        if self.keeps:  # once nothing refuses the run any more
+        if self.keeps:  # before others, which may log
             begins = partial(begin, self.folder.path, self.options)
             callbacks.insert(0, LambdaCallback(on_train_start=begins))
         if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
@@ -142,11 +142,9 @@ class CatnatCLI(RunCLI):
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
-        metrics: dict[str, Any] = {}
-        if self.record.step == trainer.global_step:
-            metrics |= self.record.validated
-        elif trainer.limit_val_batches and self._can("validation_step", "val_dataloader"):
-            metrics |= self._first(trainer.validate)
+        metrics: dict[str, Any] = dict(self.record.validated)
+        if not metrics and self._can("validation_step", "val_dataloader"):
+            metrics = self._first(trainer.validate) if trainer.limit_val_batches else {}
         if self._can("test_step", "test_dataloader"):
             metrics |= self._first(trainer.test)
         metrics |= getattr(self.fisher, "latest", {})
