@@ -29,7 +29,7 @@ def columns():
     found = defaultdict(lambda: defaultdict(list))
     with open(HERE / "mechanism" / "runs.csv", newline="") as file:
         for row in csv.DictReader(file):
-            if row["stage"] == "final":
+            if row["stage"] == "final" and row["model"] == "vae":
                 rate = row["learning_rate"] if row["optimizer"] == "adam" else "own rates"
                 size = f"({row['num_latents']}, {row['num_categories']})"
                 values = [row.get(name) for name in (*METRICS, *STEPS)]
