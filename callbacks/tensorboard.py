@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
-
-from catnat.callbacks.checkpoints import write_whole
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
 _WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
@@ -46,14 +44,15 @@ def _drop_events(path: Path, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    content = io.BytesIO()
-    writer = RecordWriter(content)
-    for record in RawEventFileLoader(str(path)).Load():
-        event = Event.FromString(record)
-        tags = [value.tag for value in event.summary.value]
-        if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
-            writer.write(record)
-    write_whole(path, content.getbuffer())
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        writer = RecordWriter(file)
+        for record in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(record)
+            tags = [value.tag for value in event.summary.value]
+            if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
+                writer.write(record)
+    os.replace(partial, path)
 
 
 def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
