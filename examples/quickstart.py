@@ -3,7 +3,7 @@
 Every head starts from the same distribution over three categories and follows the plain gradient
 of the cross-entropy. The order of the heads depends on the learning rate. Sparsemax arrives at the
 smallest rate alone, and in the fewest steps there; up to rate 3 softmax is ahead of the catnat
-heads; at rate 5 the catnat heads are, because softmax oscillates; above that sigmoid alone arrives.
+heads; at rate 5 the catnat heads are; above that sigmoid alone arrives.
 """
 
 # %%

@@ -24,50 +24,34 @@ Decoder = Literal["plain", "tree", "copies"]
 
 
 class ProbingVAE(DiscreteVAE):
-    """As DiscreteVAE, trained by straight-through Gumbel with Adam.
+    """As DiscreteVAE, with an estimator of ``q.rsample``.
 
     Args:
-        head: name of the head.
-        num_latents: N.
-        num_categories: K.
-        learning_rate: of Adam.
-        gradient_clip: largest norm of the gradient; 0 for no limit.
-        nll_samples: importance samples for test/nll.
         decoder: what it gets of a category: "plain", a one-hot vector; "tree" or "copies".
         even: weight of KL(mean q || uniform), summed over latents, in the loss of training.
         draws: of z for each image.
+        options: those of DiscreteVAE.
     """
 
     features: Tensor
 
     def __init__(
         self,
-        head: str = "natural",
-        num_latents: int = 10,
-        num_categories: int = 8,
-        learning_rate: float = 1e-3,
-        gradient_clip: float = 1.0,
-        nll_samples: int = 512,
         decoder: Decoder = "plain",
         even: float = 0.0,
         draws: int = 1,
+        **options: Any,
     ) -> None:
-        features = category_features(decoder, num_categories)  # (K, F)
-        self.num_features = features.shape[1]
-        super().__init__(
-            head=head,
-            num_latents=num_latents,
-            num_categories=num_categories,
-            learning_rate=learning_rate,
-            gradient_clip=gradient_clip,
-            nll_samples=nll_samples,
-        )
+        self.decoder_input = decoder  # make_networks needs it
+        super().__init__(**options)
+        features = category_features(decoder, self.head.num_categories)  # (K, F)
         self.register_buffer("features", features, persistent=False)
         self.even, self.draws = even, draws
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """As those of the VAE, with features of a category as inputs of the decoder."""
-        return super().make_networks(num_scores, self.num_latents * self.num_features)
+        features = category_features(self.decoder_input, num_inputs // self.num_latents)
+        return super().make_networks(num_scores, self.num_latents * features.shape[1])
 
     def decode(self, z: Tensor) -> Tensor:
         """Logits of the pixels, from the features of the categories."""
