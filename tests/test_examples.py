@@ -134,7 +134,8 @@ def test_scales_of_the_mechanism_study_are_those_of_the_haar_basis(mechanism):
         return torch.func.jacrev(head.log_probs)(torch.zeros(head.num_scores))
 
     torch.testing.assert_close(slope("sigmoid-flat"), slope("softmax-haar")[:, 1:])
-    torch.testing.assert_close(slope("sigmoid"), slope("softmax-paths"))
+    for name in ("softmax-paths", "sigmoid-coupled-0.5", "sigmoid-opposed-1"):
+        torch.testing.assert_close(slope("sigmoid"), slope(name))
     torch.testing.assert_close(slope("sigmoid-steep"), slope("softmax-steep"))
     norms = slope("softmax-steep").norm(dim=0)
     torch.testing.assert_close(norms, torch.tensor([2.0, 1, 1, 0.5, 0.5, 0.5, 0.5]))
@@ -145,14 +146,17 @@ def test_scales_of_the_mechanism_study_are_those_of_the_haar_basis(mechanism):
 def test_heads_of_the_mechanism_study_change_one_thing(mechanism):
     torch.manual_seed(0)
     weights = torch.randn(5, 8)
-    assert len(mechanism) == 39
+    assert len(mechanism) == 46
     for name, head in mechanism.items():
         scores = torch.randn(5, head.num_scores)
         values, gradient = log_probs_and_gradient(head, scores, weights)
         torch.testing.assert_close(values.logsumexp(-1), torch.zeros(5), atol=1e-5, rtol=0)
         if hasattr(head, "Q"):
             torch.testing.assert_close(values, head.inner.log_probs(scores @ head.Q))
-        if "chain" in name or hasattr(head, "Q"):
+        if name in ("sigmoid-coupled-0", "sigmoid-coupled-1"):
+            same = mechanism["softmax-paths"] if head.coupling else make_head("sigmoid", 8)
+            torch.testing.assert_close(values, same.log_probs(scores), atol=1e-5, rtol=1e-4)
+        if "chain" in name or hasattr(head, "Q") or hasattr(head, "coupling"):
             p = values.exp()[..., None, None]
             each = torch.func.vmap(torch.func.jacrev(head.log_probs))(scores)
             expected = (p * each[..., None] * each[..., None, :]).sum(1)

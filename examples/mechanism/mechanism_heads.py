@@ -12,6 +12,9 @@ Import this module, and ``--head`` takes names such as ``sigmoid-rotated-3`` or 
   at 0 it is softmax-haar, as sigmoid is softmax-paths.
 - ``softmax-steep``, ``sigmoid-steep``: softmax-paths and sigmoid at scores times
   sqrt(leaves under the node) / 2: a step moves coarse choices even further than fine ones.
+- ``sigmoid-coupled-C``: the sigmoid tree whose log-odds at each node are 1 - C times its score plus
+  C times the log-odds of softmax-paths there, which depend on all scores below: the sigmoid tree at
+  C = 0, softmax-paths at C = 1. ``sigmoid-opposed-C``: the same with -C.
 - ``softmax-paths-gated``: softmax-paths; the gradient of each node is multiplied by P(node).
 - ``B-ungated``, ``B-ungated-D``: tree head B; the gradient of each node is divided by P(node) + D,
   0.01 without a number. Tree, distribution and Fisher matrix stay as they are.
@@ -34,6 +37,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.func import jacrev, vmap
 
 from catnat import CategoricalHead, make_head
 from catnat.activations import NaturalActivation, SigmoidActivation
@@ -171,6 +175,45 @@ class Scaled(Linear):
         nodes = paths(self.num_categories)
         scales = nodes.norm(dim=1) ** self.power
         return scales[:, None] * nodes if self.base == "softmax" else scales.diag()
+
+
+class Coupled(Wrapped):
+    """The sigmoid tree with log-odds between those of the tree and those of softmax-paths."""
+
+    coupling: ClassVar[float]
+    base = "sigmoid"
+    paths: Tensor
+
+    def __init__(self, num_categories: int) -> None:
+        super().__init__(num_categories)
+        self.register_buffer("paths", paths(num_categories), persistent=False)
+
+    def log_odds(self, scores: Tensor) -> Tensor:
+        """Of right against left at every node."""
+        leaves, width, found = scores @ self.paths, 1, []
+        while width < self.num_categories:
+            left, right = leaves.unflatten(-1, (width, 2, -1)).logsumexp(-1).unbind(-1)
+            found.append(right - left)
+            width *= 2
+        return torch.lerp(scores, torch.cat(found, -1), self.coupling)
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Those of the tree with these log-odds."""
+        return self.inner.log_probs(self.log_odds(scores))
+
+    def inverse(self, probs: Tensor) -> Tensor:
+        """Not needed by a VAE."""
+        raise NotImplementedError("a coupled tree has no inverse here")
+
+    def fisher(self, scores: Tensor) -> Tensor:
+        """J^T G J, J the Jacobian of the log-odds."""
+        slope = vmap(jacrev(self.log_odds))(scores.reshape(-1, self.num_scores))
+        slope = slope.reshape(*scores.shape, self.num_scores)
+        return slope.mT @ self.inner.fisher(self.log_odds(scores)) @ slope
+
+    def saturated(self, scores: Tensor) -> Tensor:
+        """No score, as in the sigmoid tree."""
+        return self.inner.saturated(scores)
 
 
 class GatedPaths(Paths, name="softmax-paths-gated"):
@@ -314,3 +357,7 @@ define("sigmoid-steep", Scaled, base="sigmoid", power=1)
 define("softmax-steep", Scaled, base="softmax", power=1)
 define("softmax-paths-tree-gradient", Swapped, base="softmax-paths", gradient_of="sigmoid")
 define("sigmoid-paths-gradient", Swapped, base="sigmoid", gradient_of="softmax-paths")
+for _coupling in (0.0, 0.25, 0.5, 1.0, 2.0):
+    define(f"sigmoid-coupled-{_coupling:g}", Coupled, coupling=_coupling)
+for _coupling in (0.5, 1.0):
+    define(f"sigmoid-opposed-{_coupling:g}", Coupled, coupling=-_coupling)
