@@ -6,13 +6,6 @@ import torch
 from cases_callbacks import Memory, Small, fit, loader, quiet_trainer
 
 from catnat.callbacks import Figures
-from catnat.callbacks.images import heat_map
-
-
-def test_heat_maps():
-    picture = heat_map(torch.tensor([[0.0, 1.0]]), cell=2)
-    assert picture.shape == (2, 4, 3)
-    assert picture[0, :, 0].tolist() == [0, 0, 1, 1]
 
 
 class Recording(Memory):

@@ -6,13 +6,6 @@ from torch import nn
 
 from catnat.graphs import GCN, as_predictor
 from catnat.lit_modules import networks
-from catnat.lit_modules.networks import (
-    Upsample,
-    conv_decoder,
-    conv_encoder,
-    mlp_decoder,
-    mlp_encoder,
-)
 
 IMAGES, CODES = (4, 1, 28, 28), (4, 80)
 KERNELS = [(8, 1, 3, 3), (16, 8, 3, 3), (32, 16, 3, 3)]
@@ -21,10 +14,10 @@ KERNELS = [(8, 1, 3, 3), (16, 8, 3, 3), (32, 16, 3, 3)]
 @pytest.mark.parametrize(
     ("make", "taken", "given", "weights"),
     [
-        (conv_encoder, IMAGES, CODES, [*KERNELS, (128, 288), (80, 128)]),
-        (mlp_encoder, IMAGES, CODES, [(512, 784), (256, 512), (80, 256)]),
-        (conv_decoder, CODES, IMAGES, [(128, 80), (288, 128), *KERNELS[::-1]]),
-        (mlp_decoder, CODES, IMAGES, [(256, 80), (512, 256), (784, 512)]),
+        (networks.conv_encoder, IMAGES, CODES, [*KERNELS, (128, 288), (80, 128)]),
+        (networks.mlp_encoder, IMAGES, CODES, [(512, 784), (256, 512), (80, 256)]),
+        (networks.conv_decoder, CODES, IMAGES, [(128, 80), (288, 128), *KERNELS[::-1]]),
+        (networks.mlp_decoder, CODES, IMAGES, [(256, 80), (512, 256), (784, 512)]),
     ],
 )
 def test_networks_have_the_layers_of_the_paper(make, taken, given, weights):
@@ -37,7 +30,7 @@ def test_networks_have_the_layers_of_the_paper(make, taken, given, weights):
 @pytest.mark.parametrize("padding", [0, 1])
 def test_upsample_is_the_transposed_convolution(monkeypatch, by_fold, padding):
     monkeypatch.setattr(networks, "_SLOW_TRANSPOSED", by_fold)
-    layer = Upsample(3, 2, padding=padding).double()
+    layer = networks.Upsample(3, 2, padding=padding).double()
     plain = nn.ConvTranspose2d(3, 2, 3, 2, padding, output_padding=padding).double()
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
