@@ -39,7 +39,7 @@ _STEPS_AHEAD = 40  # of the host, before it waits for the device
 _USUAL = {"precision": "32-true", "accumulate_grad_batches": "1", "gradient_clip_val": "None",
           "num_devices": "1"}  # fmt: skip
 _USUAL |= dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), "1.0")
-Metrics = dict[str, float]
+Metrics = dict[str, Any]
 Curve = list[tuple[int, Metrics]]  # metrics by step
 
 
@@ -73,7 +73,10 @@ class Member:
 def build(arguments: Sequence[str]) -> Member:
     """The model and the data of a command line of ``train.py``."""
     from catnat.cli.lightning import CatnatCLI
+    from catnat.cli.names import read_names
 
+    if (model := read_names(list(arguments)).model) in ("ppo", "a2c"):
+        raise ValueError(f"--engine batched trains LightningModules, not {model}")
     cli = CatnatCLI(list(arguments), run=False)
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
     options["accelerator"] = cli.config.trainer.accelerator
@@ -325,7 +328,8 @@ class Group:
         found = last | tested | fisher_diagnostics(one.model, batch)
         if one.folder is not None:
             self._write(one, one.folder, found)
-        return found
+        source = getattr(self.data[one.same_data], "hparams", {}).get("source")
+        return found | ({"data_source": source} if source else {})
 
     def _write(self, one: Member, folder: Path, metrics: Metrics) -> None:
         """What ``train.py`` would leave of a run: curves, weights and metrics."""

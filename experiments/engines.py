@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from experiments.runs import ROOT, Run
 
 JOBS_PER_GPU = 2
+_SAVING = 60  # seconds that runs on a cluster have to save
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,11 @@ def execute(
                 )
                 try:
                     started(process)
-                    code = process.wait()
+                    code = process.wait(timeout=1e9)  # polls, so that it can be interrupted
                     started(process)
-                except SweepStopped:
+                except (SweepStopped, KeyboardInterrupt):  # Ray interrupts a task that it cancels
+                    process.terminate()
+                    process.wait()
                     return Outcome(stopped=True)
             metrics = newest(folder, "metrics.json")
             if code == 0 and metrics is not None:
@@ -160,8 +163,6 @@ class Local:
         """Keep a process that is running; forget one that has ended."""
         (self._processes.add if process.poll() is None else self._processes.discard)(process)
         if self._stopping:
-            process.terminate()
-            process.wait()
             raise SweepStopped
 
     def stop(self) -> None:
@@ -201,7 +202,10 @@ class Ray:
         except ImportError as error:
             raise ValueError("--engine ray needs Ray: pip install 'catnat[sweep]'") from error
         paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": paths})
+        try:
+            ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": paths})
+        except ConnectionError as error:
+            raise ValueError(f"--address {address}: {str(error).splitlines()[0]}") from error
         if gpus is None:
             gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
         self.retries, self._ray = retries, ray
@@ -216,9 +220,10 @@ class Ray:
         return future
 
     def stop(self) -> None:
-        """Take back what has not ended."""
+        """Take back what has not ended; runs save a checkpoint."""
         for reference in self._waiting:
-            self._ray.cancel(reference, force=True)
+            self._ray.cancel(reference)
+        self._ray.wait(self._waiting, num_returns=len(self._waiting), timeout=_SAVING)
         self._ray.shutdown()
 
 

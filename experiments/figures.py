@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     with plt.rc_context(_STYLE):
         try:
+            args.out.mkdir(parents=True, exist_ok=True)
             figure, name = args.draw(args)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             print(f"figures.py: {error}", file=sys.stderr)
             return 2
-        args.out.mkdir(parents=True, exist_ok=True)
         for path in (args.out / f"{name}.png", args.out / f"{name}.pdf"):
             figure.savefig(path, dpi=200)
             print(path)
@@ -164,7 +164,7 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
     )
     figure.supxlabel("step", fontsize=9)
     figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
-    return figure, f"{plan.name}_{args.tag.replace('/', '_')}"
+    return figure, f"{plan.name}_{plan.scale}_{args.tag.replace('/', '_')}"
 
 
 def draw_curves(

@@ -55,6 +55,11 @@ class Space:
     log: bool = False
     step: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what nothing can be drawn from."""
+        if self.low > self.high or (self.log and self.low <= 0) or (self.step or 1) <= 0:
+            raise ValueError(f"{self}: give low <= high, with log low > 0, and step > 0")
+
     def draw(self, noise: random.Random) -> float:
         """One of them; a whole number where low and step are."""
         if self.log:
@@ -162,6 +167,12 @@ class Plan:
             for cell in found
             if all(str(cell[name]) in values for name, values in wanted.items() if name in cell)
         ]
+
+    @property
+    def searched(self) -> list[str]:
+        """The options that the search decides on."""
+        search = self.search or Search()
+        return list(search.fixed or search.space or " ".join(search.grid).split())
 
     def short(self, option: str) -> str:
         """The name of an option in tables."""
@@ -335,22 +346,28 @@ def _parsed(content: Options) -> Plan:
 def _check(plan: Plan) -> None:
     """What types cannot express."""
     options = [option for key in plan.grid for option in key.split()]
-    search = plan.search
-    searched = list(search.fixed or search.space or " ".join(search.grid).split()) if search else []
+    search, searched = plan.search, plan.searched
     if bool(plan.model) == bool(plan.program):
         raise ValueError("give either model or program")
     for option in plan.columns:
         if option not in options:
             raise ValueError(f"columns: {option} is not in the grid; {choices(option, options)}")
-    for option in {*options, *searched}:
+    some = [("metrics", plan.metrics), ("seeds", plan.seeds), *plan.grid.items()]
+    some += [("search: seeds", search.seeds), *search.grid.items()] if search else []
+    for name, values in some:
+        if not values:
+            raise ValueError(f"{name}: give at least one")
+    for option in {*plan.options, *options, *searched}:
         if option in ("seed", "default_root_dir", "ckpt_path"):
             raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
         if options.count(option) + searched.count(option) > 1:
             raise ValueError(f"{option} stands twice in the grid and the search")
     if len(set(plan.seeds)) < len(plan.seeds):
         raise ValueError(f"seeds: {plan.seeds} has one twice")
-    if search and not (search.grid or (search.space and search.trials) or search.fixed):
+    if search and not (search.grid or (search.space and search.trials > 0) or search.fixed):
         raise ValueError("search: give a grid, a space with trials, or fixed settings")
+    if search and search.top < 1:
+        raise ValueError(f"search: top must be at least 1, got {search.top}")
     if search and search.factors and not search.fixed and len(searched) != 1:
         raise ValueError("search: factors refine a grid of one option")
     for cell in (cells := plan.cells()):
@@ -380,7 +397,10 @@ def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
         raise ValueError(f"{path.name} cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name}: expected keys and values, got {content!r}")
-    base, layer = content.pop("base", None), (content.get("scales") or {}).get(scale) or {}
+    layers = content.get("scales") or {}
+    if not isinstance(layers, dict) or any(not isinstance(x or {}, dict) for x in layers.values()):
+        raise ValueError(f"{path.name}: scales must have names, and keys and values, got {layers}")
+    base, layer = content.pop("base", None), layers.get(scale) or {}
     if base is None:
         return merged(content, layer)
     beside = [path.with_name(f"{base}.yaml"), path.with_name(str(base)), PLANS / f"{base}.yaml"]

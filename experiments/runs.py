@@ -222,7 +222,10 @@ def forget_failures(path: Path, keys: set[str]) -> None:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Write a whole file, under another name first."""
+    """Write a whole file, under another name first; without rows there is no file."""
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
     options, metrics = (
         list(dict.fromkeys(name for row in rows for name in getattr(row, part)))
         for part in ("options", "metrics")

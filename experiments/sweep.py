@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         for each in sweeps:
             each.check()
         failed = sum(each.run(args) for each in sweeps)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -125,7 +125,16 @@ class Sweep:
         self.folder = (args.runs / self.plan.study).resolve()
         self.only = read_only(args.only)
         self.plan.cells(self.only)  # says what is wrong with --only
-        self.plan.options |= dict(_pair(word) for word in _joined(extra))
+        self._add(dict(_pair(word) for word in _joined(extra)))
+
+    def _add(self, extra: dict[str, str]) -> None:
+        """Options for every run, those of the search too."""
+        search, cell = self.plan.search, self.plan.cells()[0]
+        for name in {self.plan.long(name) for name in extra} & {"seed", *cell, *self.plan.searched}:
+            raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
+        self.plan.options |= extra
+        if search:
+            search.options |= extra
 
     def rows(self) -> Rows:
         """What is done."""
@@ -162,7 +171,7 @@ class Sweep:
 
     def run(self, args: argparse.Namespace) -> int:
         """Do what has no row; the number of runs that have failed."""
-        if args.retry_failed:
+        if args.retry_failed and args.engine != "print":
             rows = self.rows()
             runs.forget_failures(self.path, {run.key for run in self.plan.runs(rows, self.only)})
         first = self.pending(self.rows())
@@ -177,10 +186,14 @@ class Sweep:
             self._submit(make_engine(args, self.folder), args.engine)
         rows = self.rows()
         found = [rows.find(run) for run in self.plan.runs(rows, self.only)]
-        failed = [row for row in found if row is not None and not row.finished]
-        done = sum(row is not None for row in found)
-        print(f"{self.plan.name}, {self.plan.scale}: {done} runs done, {len(failed)} failed")
-        return len(failed)
+        failed, left = sum(row is not None and not row.finished for row in found), found.count(None)
+        text = f"{len(found) - left} runs done, {failed} failed"
+        text += f", {left} left to another sweep" if left else ""
+        print(f"{self.plan.name}, {self.plan.scale}: {text}")
+        stuck = [cell for cell in self.plan.cells(self.only) if not self.plan.selected(cell, rows)]
+        if stuck and self.plan.search and not left:
+            print(f"no search run of {stuck[0]} has a finite {self.plan.search.metric}")
+        return failed + left + len(stuck)
 
     def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
@@ -196,27 +209,30 @@ class Sweep:
                     return
                 done = wait(waiting, return_when=FIRST_COMPLETED).done
                 for future in [each for each in waiting if each in done]:  # in order
-                    self.record(waiting.pop(future), future.result(), name, len(waiting))
+                    self.record([(waiting.pop(future), future.result())], name, len(waiting))
         finally:
             engine.stop()
 
-    def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> None:
-        """Write the row of a run that has ended, and print a line."""
-        if outcome.stopped:
-            if outcome.note:
-                print(f"{run.name}: {outcome.note}", flush=True)
-            return
-        row = runs.made(run, outcome.metrics, outcome.note, engine, outcome.device)
-        runs.add(self.path, [row])
+    def record(self, ended: list[tuple[Run, Outcome]], engine: str, left: int) -> None:
+        """Write the rows of runs that have ended, and print a line for each."""
         shown = [self.plan.search.metric] if self.plan.search else []
-        names = list(dict.fromkeys([*shown, *self.plan.metrics]))
-        values = [f"{name} {row.metrics[name]:.4g}" for name in names if name in row.metrics]
-        said = "  ".join(values) if row.finished else f"FAILED: {outcome.note}"
-        print(f"{time.strftime('%H:%M:%S')} {run.name}  {said}  ({left} under way)", flush=True)
-        missing = [name for name in names if row.finished and name not in row.metrics]
-        if missing:
-            text = plans.choices(missing[0], sorted(row.metrics))
-            raise ValueError(f"{run.name} has finished without {missing[0]}; {text}")
+        names, wrong = list(dict.fromkeys([*shown, *self.plan.metrics])), ""
+        for run, outcome in ended:
+            if outcome.stopped:
+                if outcome.note:
+                    print(f"{run.name}: {outcome.note}", flush=True)
+                continue
+            row = runs.made(run, outcome.metrics, outcome.note, engine, outcome.device)
+            runs.add(self.path, [row])
+            values = [f"{name} {row.metrics[name]:.4g}" for name in names if name in row.metrics]
+            said = "  ".join(values) if row.finished else f"FAILED: {outcome.note}"
+            print(f"{time.strftime('%H:%M:%S')} {run.name}  {said}  ({left} under way)", flush=True)
+            missing = [name for name in names if row.finished and name not in row.metrics]
+            if missing:
+                text = plans.choices(missing[0], sorted(row.metrics))
+                wrong = f"{run.name} has finished without {missing[0]}; {text}"
+        if wrong:
+            raise ValueError(wrong)
 
     def _batched(self, most: int) -> None:
         """Train what can start as groups of models, again and again until nothing can."""
@@ -233,11 +249,12 @@ class Sweep:
                 members.append(one)
             groups = batched.groups(members, most)
             for number, group in enumerate(groups):
-                own = [owners[id(one)] for one in group]
                 found = batched.Group(group).train(lambda line: print(line, flush=True))
-                for run, one, metrics in zip(own, group, found, strict=True):
-                    outcome = Outcome(metrics, one.failure, device_name())
-                    self.record(run, outcome, "batched", len(groups) - 1 - number)
+                ended = [
+                    (owners[id(one)], Outcome(metrics, one.failure, device_name()))
+                    for one, metrics in zip(group, found, strict=True)
+                ]
+                self.record(ended, "batched", len(groups) - 1 - number)
 
 
 def make_engine(args: argparse.Namespace, folder: Path) -> Engine:

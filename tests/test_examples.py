@@ -160,6 +160,7 @@ def test_heads_of_the_mechanism_study_change_one_thing(mechanism):
         scores = torch.randn(5, head.num_scores)
         values, gradient = log_probs_and_gradient(head, scores, weights)
         torch.testing.assert_close(values.logsumexp(-1), torch.zeros(5), atol=1e-5, rtol=0)
+        assert head.saturated(scores).shape == scores.shape
         if hasattr(head, "Q"):
             torch.testing.assert_close(values, head.inner.log_probs(scores @ head.Q))
         if name in ("sigmoid-coupled-0", "sigmoid-coupled-1"):

@@ -42,6 +42,10 @@ def write(folder, **keys):
         ({"program": "x.py"}, "either model or program"),
         ({"base": "vae_adm"}, "did you mean vae_adam?"),
         ({"grid": 3}, "grid"),
+        ({"grid": {"head": []}}, "head: give at least one"),
+        ({"options": {"seed": 3}}, "seeds has the seeds"),
+        ({"scales": ["small"]}, "scales must have names"),
+        ({"search": {"space": {"a": {"low": 0, "high": 1, "log": True}}, "trials": 1}}, "low > 0"),
     ],
 )
 def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):

@@ -112,19 +112,6 @@ def test_a_killed_policy_leaves_no_second_curve(options):
     assert_each_once({name: each for name, each in found.items() if name.startswith("fim/")})
 
 
-def test_a_run_that_died_in_its_test_shows_it_once(options):
-    assert run(*options) == 0
-    before = json.loads((FOLDER / "metrics.json").read_text())
-    (FOLDER / "metrics.json").unlink()
-    assert run(*options, "--ckpt_path=last") == 0
-    found = steps()
-    assert_each_once(found)
-    assert len(found["val/loss"]) == 2 and len(found["test/nll"]) == 1
-    after = json.loads((FOLDER / "metrics.json").read_text())
-    tested = [name for name in before if name.startswith(("val/", "test/"))]
-    assert {name: after[name] for name in tested} == {name: before[name] for name in tested}
-
-
 def test_hparams_show_the_run(options):
     assert (
         run(*options, "--seed=7", "--num_latents=4", "--data.seed=3", "--learning_rate=.002") == 0
@@ -137,13 +124,17 @@ def test_hparams_show_the_run(options):
     assert "test/nll" in metrics and "val/loss" not in metrics
 
 
-def test_a_run_that_has_ended_can_be_ended_again(options):
+def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(options):
     assert run(*options) == 0
-    found, kept = steps(), (FOLDER / "metrics.json").read_text()
-    for _ in range(2):
+    found, kept = steps(), json.loads((FOLDER / "metrics.json").read_text())
+    tested = {name: x for name, x in kept.items() if name.startswith(("val/", "test/"))}
+    for died in (False, False, True):
+        if died:
+            (FOLDER / "metrics.json").unlink()
         assert train.main(["--ckpt_path=last", "--model=vae"]) == 0
         assert steps() == found
-        assert (FOLDER / "metrics.json").read_text() == kept
+        again = json.loads((FOLDER / "metrics.json").read_text())
+        assert tested.items() <= again.items() if died else again == kept
 
 
 @pytest.mark.parametrize("other", ["--num_categories=5", "--model.optimizer=sgd"])

@@ -140,6 +140,13 @@ def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         sweep.main(arguments(path, "--retries", "-1"))
     assert sorted(map(len, calls(path))) == [1, 3] and len(rows_of(path)) == 2
+    for _ in range(2):  # no other row
+        assert (
+            sweep.main(
+                arguments(path, "--retry_failed", "--only", "x=-1.0", f"--results={tmp_path}")
+            )
+            == 1
+        )
 
 
 def test_wrong_usage_is_not_tried_again_and_settings_that_failed_are_not_selected(tmp_path):
@@ -173,8 +180,8 @@ def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
     if killed:  # the run goes on without its sweep
         process.kill()
         process.wait(60)
-    assert sweep.main(arguments(path)) == 0
-    assert "another sweep does it" in capsys.readouterr().out and calls(path) == [["new"]]
+    assert sweep.main(arguments(path)) == 1
+    assert "1 left to another sweep" in capsys.readouterr().out and calls(path) == [["new"]]
     gate.touch()
     if killed:
         wait_for(lambda: list((tmp_path / "runs").glob("**/metrics.json")))
@@ -204,6 +211,7 @@ def test_options_after_two_dashes_belong_to_every_run(tmp_path):
     path = write_plan(tmp_path, seeds=[1])
     assert sweep.main([*arguments(path), "--", "--rate", "2", "--more=3"]) == 0
     assert {(r.options["rate"], r.options["more"]) for r in rows_of(path)} == {("2", "3")}
+    assert sweep.main([*arguments(path), "--", "--x=1"]) == 2  # its grid
 
 
 def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ class Linear(Wrapped):
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores of the base head."""
-        return self.inner.saturated(scores @ self.Q)
+        return self.inner.saturated(scores @ self.Q)[..., : self.num_scores]
 
 
 class Haar(Linear, name="softmax-haar"):
