@@ -366,8 +366,6 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"seeds: {plan.seeds} has one twice")
     if search and not (search.grid or (search.space and search.trials > 0) or search.fixed):
         raise ValueError("search: give a grid, a space with trials, or fixed settings")
-    if search and search.top < 1:
-        raise ValueError(f"search: top must be at least 1, got {search.top}")
     if search and search.factors and not search.fixed and len(searched) != 1:
         raise ValueError("search: factors refine a grid of one option")
     for cell in (cells := plan.cells()):

@@ -140,13 +140,8 @@ def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         sweep.main(arguments(path, "--retries", "-1"))
     assert sorted(map(len, calls(path))) == [1, 3] and len(rows_of(path)) == 2
-    for _ in range(2):  # no other row
-        assert (
-            sweep.main(
-                arguments(path, "--retry_failed", "--only", "x=-1.0", f"--results={tmp_path}")
-            )
-            == 1
-        )
+    alone = ["--retry_failed", "--only", "x=-1.0", f"--results={tmp_path}"]
+    assert [sweep.main(arguments(path, *alone)) for _ in range(2)] == [1, 1]
 
 
 def test_wrong_usage_is_not_tried_again_and_settings_that_failed_are_not_selected(tmp_path):
