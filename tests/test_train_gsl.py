@@ -47,6 +47,7 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--estimator local", "'score_function', 'local_expectation'"),
         ("--theta_init [0.3,0.1]", "range within [0, 1], got 0.3, 0.1"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
+        ("--model.in_features 5 --in_features 4", "follows from --data.in_features: set that"),
         ("--batch_size 5000", "more than the 160 items to train on"),
         ("--val_check_interval 0", "val_check_interval must be at least 1"),
     ],
@@ -58,7 +59,7 @@ def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
 
 
 def test_dimensions_of_data_and_model_are_one(workspace, capsys):
-    options = ["--in_features=3", "--model.out_features=1"]
+    options = ["--in_features=3", "--model.in_features=3", "--model.out_features=1"]
     assert run(*workspace, *options) == 0
     assert last(0)["edge_scores"].shape == (12, 12, 1)
     assert last(0)["predictor.weight"].shape == (3, 1)

@@ -98,6 +98,8 @@ class RunCLI(LightningCLI):
         """The command line with full names, after the files of options."""
         names = self.names
         words = list(full_names(names.words, self.short))
+        page = f"--data.help={self.data_path}" if self.data_path else "--data.help"
+        words = [page if word == "--data.help" else word for word in words]
         files = [f"--config={path}" for path in names.configs]
         if self.checkpoint and any(word.startswith("--trainer.max_") for word in words):
             # A length on the command line replaces the one that the run began with.
@@ -293,8 +295,10 @@ def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
             full = short[known]
             if " or " in full:
                 raise ValueError(f"--{typed} is an option of model and data: write --{full}")
-            if full.startswith("data.") and full[5:] != known.removeprefix("model."):
-                raise ValueError(f"--{typed} follows from --{full}: set that")
+            said = re.search(rf"--(data\.)?{full[5:]}[ =](\S+)", " ".join(words))
+            other = known.startswith("model.") and said and said[2] != (value or following)
+            if full.startswith("data.") and (other or full[5:] != known.removeprefix("model.")):
+                raise ValueError(f"--{typed} follows from --{full}: set that, leave this out")
             name = full + name.removeprefix(known)
         yield f"--{name}{plus}{equals}{value}"
 
