@@ -128,8 +128,10 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         what = "it holds more than tensors and plain values"
         raise ValueError(f"checkpoint {path} is refused: {what}") from error
     except Exception as error:
-        what = "is damaged, or not a checkpoint at all"
-        raise ValueError(f"checkpoint {path} {what}: {error}") from error
+        what = f"is damaged, or not a checkpoint at all: {error}"
+        if Path(path).suffix == ".zip":
+            what = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
+        raise ValueError(f"checkpoint {path} {what}") from error
 
 
 class LastCheckpoint(Checkpoint):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,19 @@ def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.
 
 def _modulo(n: int, action: int) -> int:
     return action % n  # not a lambda: environments in other processes are pickled
+
+
+def _processes(spec: Any, makers: list[Any]) -> SubprocVecEnv:
+    """Environments in processes of their own, where Gymnasium may not know them yet."""
+
+    def begin(make: Any) -> Any:  # defined here, it is pickled whole: processes import less
+        if hasattr(os, "setpgrp"):  # not on Windows
+            os.setpgrp()  # Ctrl-C is for the main process, which saves before it ends the others
+        if spec is not None:
+            gymnasium.registry.setdefault(spec.id, spec)
+        return make()
+
+    return SubprocVecEnv([partial(begin, make) for make in makers])
 
 
 def is_atari(name: str) -> bool:
@@ -81,14 +95,12 @@ def make_env(
     """
     if is_atari(env):
         if num_actions is not None or normalize or env_kwargs or subprocesses:
-            raise ValueError(
-                "num_actions, normalize, env_kwargs and subprocesses are for environments other "
-                f"than Atari games, not {env}"
-            )
+            options = "num_actions, normalize, env_kwargs and subprocesses"
+            raise ValueError(f"{options} are for environments other than Atari games, not {env}")
         return make_atari_vec_env(env, num_envs, backend, seed)
     require_at_least(1, num_envs=num_envs)
     wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
-    kind = SubprocVecEnv if subprocesses else None
+    kind: Any = partial(_processes, gymnasium.registry.get(env)) if subprocesses else None
     try:
         made = make_vec_env(
             env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs, vec_env_cls=kind

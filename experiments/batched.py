@@ -73,10 +73,7 @@ class Member:
 def build(arguments: Sequence[str]) -> Member:
     """The model and the data of a command line of ``train.py``."""
     from catnat.cli.lightning import CatnatCLI
-    from catnat.cli.names import read_names
 
-    if (model := read_names(list(arguments)).model) in ("ppo", "a2c"):
-        raise ValueError(f"--engine batched trains LightningModules, not {model}")
     cli = CatnatCLI(list(arguments), run=False)
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
     options["accelerator"] = cli.config.trainer.accelerator

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from experiments.runs import ROOT, Run
 
 JOBS_PER_GPU = 2
-_SAVING = 60  # seconds that runs on a cluster have to save
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class Ray:
         """Take back what has not ended; runs save a checkpoint."""
         for reference in self._waiting:
             self._ray.cancel(reference)
-        self._ray.wait(self._waiting, num_returns=len(self._waiting), timeout=_SAVING)
+        self._ray.wait(self._waiting, num_returns=len(self._waiting), timeout=60)
         self._ray.shutdown()
 
 

@@ -10,7 +10,6 @@ import csv
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -271,8 +270,3 @@ def commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip()
-
-
-def is_finite(row: Row) -> bool:
-    """Whether all metrics are finite."""
-    return all(map(math.isfinite, row.metrics.values()))

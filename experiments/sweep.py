@@ -147,7 +147,7 @@ class Sweep:
     # -- before the first run ------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise a ValueError for options, heads and metrics that ``train.py`` does not know."""
+        """Raise a ValueError for options and heads that ``train.py`` does not know."""
         seen = set()
         for run in [] if self.plan.program else self.pending(self.rows()):
             shape = {**run.options, "seed": 0, "learning_rate": 0}
@@ -157,15 +157,6 @@ class Sweep:
                     check_arguments(run.arguments(self.folder))
                 except ValueError as error:
                     raise ValueError(f"{self.plan.name}: {error}") from error
-        model = self.plan.model or None
-        published = [runs.read(path) for path in (runs.ROOT / "results").glob("*/runs.csv")]
-        same = [row for rows in published for row in rows if row.options.get("model") == model]
-        known = {name for row in same for name in row.metrics}
-        search = self.plan.search
-        for metric in [*self.plan.metrics, *([search.metric] if search else [])]:
-            if known and metric not in known:
-                text = plans.choices(metric, sorted(known))
-                raise ValueError(f"{self.plan.name}: {model} has no metric {metric}; {text}")
 
     # -- doing them ----------------------------------------------------------------------------
 
@@ -238,8 +229,8 @@ class Sweep:
         """Train what can start as groups of models, again and again until nothing can."""
         from experiments import batched
 
-        if self.plan.program:
-            raise ValueError(f"--engine batched needs a model, not a program: {self.plan.program}")
+        if (other := self.plan.program or self.plan.model) in (self.plan.program, "ppo", "a2c"):
+            raise ValueError(f"--engine batched trains LightningModules, not {other}")
         while pending := self.pending(self.rows()):
             owners = {}
             members = []

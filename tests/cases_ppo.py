@@ -34,7 +34,7 @@ class Clock(gymnasium.Env):
         self.t += 1
         return self._show(), float(action == self.t % 3), self.t == 16, False, {}
 
-gymnasium.register("Clock-v0", Clock)
+gymnasium.register("Clock-v0", lambda: Clock())
 """
 
 

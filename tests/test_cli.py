@@ -114,9 +114,12 @@ def test_help_is_a_page_and_with_a_model_all_of_its_options(capsys):
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= 30 and max(map(len, lines)) <= 90
         assert all(name in "\n".join(lines) for name in (*MODELS, *BUILT_IN))
-    assert train.main(["--model=vae", "--help"]) == 0
-    page = capsys.readouterr().out
-    assert all(f"--{x}" in page for x in ("model.num_latents", "print_config"))
+    pages = {"vae": "model.num_latents data.variant print_config",
+             "ppo": "model.n_steps data.env_kwargs trainer.eval_games fisher.seed"}  # fmt: skip
+    for model, options in pages.items():
+        assert train.main([f"--model={model}", "--help"]) == 0
+        page = capsys.readouterr().out
+        assert all(f"--{each}" in page for each in options.split())
     assert train.main(["--version"]) == 0
     assert capsys.readouterr().out == f"catnat {__version__}\n"
 

@@ -114,14 +114,12 @@ def test_cleanrl_clips_values_as_it_clips_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("total", "batch"), [(2000, 256), (50_000, 256), (8_000_000, 1024), (9, 10)]
+    ("total", "batch", "updates"), [(2048, 256, 8), (2000, 256, 8), (50_000, 256, 196), (9, 10, 1)]
 )
-def test_the_schedule_is_cleanrls_where_the_batch_does_not_divide_the_total(total, batch):
-    rate, updates = cleanrl_schedule(1.0, total, batch), max(1, total // batch)
-    for update in {1, 2, updates // 2 + 1, updates}:
-        remaining = 1 - update * batch / total
-        assert rate(remaining) == pytest.approx(max(0.0, 1 - (update - 1) / updates))
-    assert rate(1 - (updates + 1) * batch / total) == 0  # one that CleanRL does not make
+def test_the_rate_falls_also_where_the_batch_does_not_divide_the_total(total, batch, updates):
+    rate = cleanrl_schedule(1.0, total, batch)
+    for update in range(1, updates + 2):  # one more than there are
+        assert rate(1 - update * batch / total) == pytest.approx(1 - (update - 1) / updates)
     assert rate(1.0) == 1
 
 
@@ -136,9 +134,8 @@ LOST = {
 @pytest.mark.parametrize(("head", "name"), every_head_with(*LOST))
 def test_lost_numbers_stop_training(head, name):
     value, what = LOST[name]
-    model = HeadPPO(
-        "MlpPolicy", cartpole(2), policy_kwargs={"head": head}, **(SMALL | {"batch_size": 8})
-    )
+    options = SMALL | {"batch_size": 8, "policy_kwargs": {"head": head}}
+    model = HeadPPO("MlpPolicy", cartpole(2), **options)
     spoil = Spoil(name, value)
     if what is None:
         model.learn(160, spoil)
@@ -179,20 +176,11 @@ def test_bad_options_are_refused():
 @pytest.mark.parametrize("head", [slow("softmax"), "natural"])
 def test_learns(head):
     env = make_vec_env("CartPole-v1", 8, seed=0)
+    rate = cleanrl_schedule(1e-3, 50_000, 256)
     model = HeadPPO(
-        "MlpPolicy",
-        env,
-        learning_rate=cleanrl_schedule(1e-3, 50_000, 256),
-        n_steps=32,
-        batch_size=256,
-        n_epochs=12,
-        gae_lambda=0.8,
-        gamma=0.98,
-        value_loss="cleanrl",
-        policy_kwargs={"head": head},
-        seed=0,
-        device="cpu",
-    )
+        "MlpPolicy", env, rate, n_steps=32, batch_size=256, n_epochs=12, gae_lambda=0.8, gamma=0.98,
+        value_loss="cleanrl", policy_kwargs={"head": head}, seed=0, device="cpu",
+    )  # fmt: skip
     test = make_vec_env("CartPole-v1", 4, seed=9)
     before, _ = evaluate_policy(model, test, 8, deterministic=False)
     after, _ = evaluate_policy(model.learn(8192), test, 8, deterministic=False)

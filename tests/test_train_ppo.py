@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases_cli import one_line
-from cases_fresh import ROOT, one_server, run_fresh
+from cases_fresh import one_server
 from cases_ppo import (
     CLOCK,
     FOLDER,
@@ -22,6 +22,7 @@ from cases_ppo import (
 )
 
 import train
+from catnat.callbacks.sb3_run import RunSB3
 from catnat.cli.rl import RLCLI
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
@@ -131,11 +132,19 @@ def test_options_that_stable_baselines_has(capfd):
 
 
 @one_server
-def test_environments_in_processes_of_their_own():
-    argv = [*QUICK, "--num_envs=2", "--subprocesses=true", "--eval_every=0", "--num_actions=3"]
-    done = run_fresh(ROOT / "train.py", "--model=ppo", *argv)
-    assert done.returncode == 0, done.stderr
-    assert "test/return" in done.stdout
+def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
+    argv = [*clock, "--num_envs=2", "--subprocesses=true", "--eval_every=0", "--num_actions=3"]
+    assert run(*argv) == 0
+
+    def end_one(self):
+        one, two = self.model.env.processes
+        assert os.getpgid(one.pid) == one.pid, "Ctrl-C is not for it"
+        two.kill()
+        return True
+
+    monkeypatch.setattr(RunSB3, "_on_step", end_one)
+    assert run(*argv) == 1
+    assert capfd.readouterr().err.endswith("catnat: the process of an environment has ended\n")
 
 
 @pytest.mark.parametrize(("env", "limits"), [("CliffWalking-v1", (None, 10_000)),

@@ -142,11 +142,9 @@ def test_normalizers_are_kept_also_for_stable_baselines():
     assert train.main(["test", "--model=ppo", "--head=natural", *argv, "--ckpt_path=last"]) == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["--head=sigmoid", "--head_options.amplitude=3", "--env=Acrobot-v1", "--num_actions=18",
-     "--normalize=true"],
-)  # fmt: skip
+@pytest.mark.parametrize("change", ["--head=sigmoid", "--head_options.amplitude=3",
+                                    "--env=Acrobot-v1", "--num_actions=18",
+                                    "--normalize=true"])  # fmt: skip
 def test_a_checkpoint_of_something_else_is_refused(change, trained, capfd):
     before = (trained.parent.parent / "config.yaml").read_text()
     assert run(*QUICK, f"--ckpt_path={trained}", change) == 2
@@ -162,19 +160,20 @@ def trained(tmp_path_factory):
     return root / "ppo/natural/version_0/checkpoints/last.ckpt"
 
 
-def test_a_checkpoint_of_a_vae_is_refused(capfd):
+def test_a_checkpoint_of_a_vae_is_refused_and_a_file_of_stable_baselines(trained, capfd):
     torch.save({"state_dict": {}, "hyper_parameters": {"head": "natural"}}, "vae.ckpt")
-    assert run(*QUICK, "--ckpt_path=vae.ckpt") == 2
-    assert "is one of another model" in one_line(capfd)
+    both = {"vae.ckpt": "one of another model", trained.with_suffix(".zip"): "take the .ckpt"}
+    for path, reason in both.items():
+        assert run(*QUICK, f"--ckpt_path={path}") == 2
+        assert reason in one_line(capfd)
 
 
 def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
     options = ["--learning_rate=1e30", "--total_steps=512", "--save_every=1"]
     assert run(*QUICK, *options, head="softmax") == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(
-        r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo", line
-    )
+    said = r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo"
+    assert re.search(said, line)
     state = last("runs/ppo/softmax/version_0")
     assert all(value.isfinite().all() for value in state["state_dict"].values())
 

@@ -98,6 +98,8 @@ class RunCLI(LightningCLI):
         """The command line with full names, after the files of options."""
         names = self.names
         words = list(full_names(names.words, self.short))
+        page = f"--data.help={self.data_path}" if self.data_path else "--data.help"
+        words = [page if word == "--data.help" else word for word in words]
         files = [f"--config={path}" for path in names.configs]
         if self.checkpoint and any(word.startswith("--trainer.max_") for word in words):
             # A length on the command line replaces the one that the run began with.

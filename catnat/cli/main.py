@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -29,8 +30,8 @@ It is a LightningCLI: what you know of one works here.
   --import MODULE      import it first: heads it defines can be chosen
 
 Full names are --model.X, --data.X, --trainer.X, --fisher.X, --checkpoint.X; the
-first three groups can be left out. ppo and a2c have --env and others. Options
-of a model: {command} --model vae --help; all with their values: --print_config
+first three groups can be left out. Options of a model and of its data or games:
+{command} --model vae --help; all with their values: --print_config
 Runs lie in runs/<model>/<head>/version_<k>: tensorboard --logdir runs"""
 
 
@@ -70,6 +71,9 @@ def _main(argv: list[str]) -> None:
                 if listed := ", ".join(f"{name} {value}" for name, value in usual.items()):
                     print(f"\nDefaults for {games}, in place of those below: {listed}")
             print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
+        with contextlib.suppress(SystemExit):  # where a page of help ends
+            others = "--help" if names.model in RL_MODELS else "--data.help"
+            command_line(names.model)([*words, others])
         words.append(f"--model.help={names.path}")
     elif os.environ.get("LOCAL_RANK", "0") == "0" and not any(
         word.startswith("--print_config") or ".help" in word for word in words

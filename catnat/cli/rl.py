@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import (
-    VecEnv,
-    VecNormalize,
-    sync_envs_normalization,
-)
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize, sync_envs_normalization
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.fisher_monitor_sb3 import write_now
@@ -170,6 +168,14 @@ class RLCLI(RunCLI):
     in_checkpoints = "optimizer"
     of_lightning_cli: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
 
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        try:
+            super().__init__(args, run)
+        except (EOFError, ConnectionError) as error:
+            if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
+                raise  # what reads our output has gone
+            raise ChildProcessError("the process of an environment has ended") from error
+
     # -- from words to objects -----------------------------------------------------------------
 
     def find_classes(self) -> None:
@@ -214,12 +220,11 @@ class RLCLI(RunCLI):
         self.hparams = self.config.model.init_args.as_dict() | self.config.data.as_dict()
         self.title += f" on {self.config.data.env}"
         self.env = self._environments()
-        seen = self.env.observation_space
+        seen, steps = self.env.observation_space, training.total_steps
         policy = "CnnPolicy" if is_image_space(seen) else "MlpPolicy"
         policy = "MultiInputPolicy" if isinstance(seen, spaces.Dict) else policy
         small = training.device == "auto" and policy == "MlpPolicy"
         device = "cpu" if small else training.device  # small networks are faster there
-        steps = training.total_steps
         self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
         self.masked = getattr(self.model, "uses_masks", False)  # A2C does not
         if self.checkpoint:
@@ -227,8 +232,7 @@ class RLCLI(RunCLI):
             self.fisher.load_state_dict(self.checkpoint["fisher"])
             self.env.seed(self.seed + self.step)  # not the games that the run began with
         count, limit = min(training.eval_games, 16), dict(self.config.data.env_kwargs or {})
-        atari = is_atari(self.config.data.env)
-        self.limited = not atari and self.env.get_attr("spec")[0].max_episode_steps is None
+        self.limited = not (is_atari(self.config.data.env) or self.env.env_is_wrapped(TimeLimit)[0])
         if self.limited:
             limit["max_episode_steps"] = _LONGEST_GAME
         self.eval_env = self._environments(num_envs=count, env_kwargs=limit)
@@ -236,8 +240,7 @@ class RLCLI(RunCLI):
         save_every = max(25_000, steps // 100) if save_every is None else save_every
         eval_every = max(steps // 10, 1) if eval_every is None else eval_every
         require_at_least(1, save_every=save_every)
-        place = self.folder.path / "checkpoints"
-        show = training.enable_progress_bar
+        place, show = self.folder.path / "checkpoints", training.enable_progress_bar
         self.callback = RunSB3(
             place, self.hparams, self.fisher, self.evaluate, save_every, eval_every, show
         )
@@ -266,8 +269,7 @@ class RLCLI(RunCLI):
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         begin(self.folder.path, self.options)
-        resumed_at = model.num_timesteps + 1 if self.folder.resumed else None
-        self.writer = open_writer(folder, resumed_at)
+        self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
         model.set_logger(Logger(folder, [_Output(self.writer)]))
         left = max(training.total_steps - model.num_timesteps, 0)
         callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
@@ -293,10 +295,11 @@ class RLCLI(RunCLI):
 
     def close(self) -> None:
         """Give back signals, environments and the folder."""
-        for name in ("callback", "eval_env", "env", "writer"):
-            if hasattr(self, name):
-                with contextlib.suppress(OSError):  # of a process that is gone
-                    getattr(self, name).close()
+        for each in filter(None, map(vars(self).get, ("callback", "eval_env", "env", "writer"))):
+            for process in each.processes if getattr(each, "waiting", False) else ():
+                process.terminate()  # in a step that did not end: closing would wait for it
+            with contextlib.suppress(OSError, EOFError):  # of a process that is gone
+                each.close()
         super().close()
 
     def evaluate(self) -> dict[str, float]:

@@ -41,9 +41,9 @@ def cleanrl_schedule(
     """A learning rate that falls linearly to 0, update by update as in CleanRL.
 
     Stable-Baselines3 counts a rollout as progress before it learns from it. With this schedule the
-    first update has the full rate, and the last update the smallest rate above 0. CleanRL makes
-    ``total_timesteps // batch`` updates; if Stable-Baselines3 makes one more for the remaining
-    steps, the rate of that update is 0.
+    first update has the full rate, and the last update the smallest rate above 0. Where ``batch``
+    does not divide ``total_timesteps``, Stable-Baselines3 makes one update more than CleanRL, and
+    the rate falls over that one, too.
 
     Args:
         learning_rate: rate of the first update.
@@ -55,7 +55,7 @@ def cleanrl_schedule(
     [1.0, 0.75, 0.5, 0.25]
     """
     require_at_least(1, total_timesteps=total_timesteps, batch=batch)
-    rollouts, updates = total_timesteps / batch, max(1, total_timesteps // batch)
+    rollouts, updates = total_timesteps / batch, -(-total_timesteps // batch)  # rounded up
 
     def rate(remaining: float) -> float:
         number = round((1 - remaining) * rollouts)  # number of the update, counted from 1
