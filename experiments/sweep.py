@@ -230,7 +230,7 @@ class Sweep:
         from experiments import batched
 
         if (other := self.plan.program or self.plan.model) in (self.plan.program, "ppo", "a2c"):
-            raise ValueError(f"--engine batched trains LightningModules, not {other}")
+            raise ValueError(f"--engine batched needs a LightningModule, not {other}")
         while pending := self.pending(self.rows()):
             owners = {}
             members = []

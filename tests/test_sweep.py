@@ -295,7 +295,7 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("ray", "Ray"), ("slurm", "submitit"), ("batched", "trains LightningModules, not")],
+    [("ray", "Ray"), ("slurm", "submitit"), ("batched", "a LightningModule, not")],
 )
 def test_an_engine_that_cannot_do_it_is_one_line(name, extra, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray" if name == "ray" else "submitit", None)
