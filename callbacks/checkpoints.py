@@ -129,7 +129,7 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         raise ValueError(f"checkpoint {path} is refused: {what}") from error
     except Exception as error:
         what = f"is damaged, or not a checkpoint at all: {error}"
-        if Path(path).suffix == ".zip":
+        if Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
             what = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
         raise ValueError(f"checkpoint {path} {what}") from error
 

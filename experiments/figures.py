@@ -164,7 +164,7 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
     )
     figure.supxlabel("step", fontsize=9)
     figure.supylabel(_LABELS.get(args.tag, args.tag), fontsize=9)
-    return figure, f"{plan.name}_{plan.scale}_{args.tag.replace('/', '_')}"
+    return figure, "_".join(filter(None, (plan.name, plan.scale, *args.tag.split("/"))))
 
 
 def draw_curves(

@@ -57,7 +57,8 @@ class Space:
 
     def __post_init__(self) -> None:
         """Refuse what nothing can be drawn from."""
-        if self.low > self.high or (self.log and self.low <= 0) or (self.step or 1) <= 0:
+        step = 1 if self.step is None else self.step
+        if not self.low <= self.high < math.inf or (self.log and self.low <= 0) or step <= 0:
             raise ValueError(f"{self}: give low <= high, with log low > 0, and step > 0")
 
     def draw(self, noise: random.Random) -> float:

@@ -214,17 +214,8 @@ def add(path: Path, rows: list[Row]) -> None:
         write(path, kept + rows)
 
 
-def forget_failures(path: Path, keys: set[str]) -> None:
-    """Take the rows of runs out that failed, so that they are run again."""
-    with _locked(path):
-        write(path, [row for row in read(path) if row.finished or row.key not in keys])
-
-
 def write(path: Path, rows: list[Row]) -> None:
-    """Write a whole file, under another name first; without rows there is no file."""
-    if not rows:
-        path.unlink(missing_ok=True)
-        return
+    """Write a whole file, under another name first."""
     options, metrics = (
         list(dict.fromkeys(name for row in rows for name in getattr(row, part)))
         for part in ("options", "metrics")

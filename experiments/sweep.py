@@ -19,6 +19,7 @@ Afterwards: ``python experiments/tables.py vae_adam``.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import signal
 import sys
@@ -37,10 +38,11 @@ from experiments.runs import Rows, Run
 
 ENGINES = ("local", "batched", "ray", "slurm", "print")
 SMOKE = "smoke"  # a scale whose rows are not results
+SET = ("seed", "seed_everything", "default_root_dir", "ckpt_path", "model", "program")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what is missing; 0, 1 (runs failed), 2 (wrong usage) or 130 (interrupted)."""
+    """Do what is missing; 0, 1 (runs failed or are left), 2 (wrong usage) or 130 (interrupted)."""
     argv = sys.argv[1:] if argv is None else argv
     parser, split = build_parser(), argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:split])
@@ -125,20 +127,24 @@ class Sweep:
         self.folder = (args.runs / self.plan.study).resolve()
         self.only = read_only(args.only)
         self.plan.cells(self.only)  # says what is wrong with --only
+        self.again: set[str] = set()  # keys of failed runs that are to be done once more
         self._add(dict(_pair(word) for word in _joined(extra)))
 
     def _add(self, extra: dict[str, str]) -> None:
         """Options for every run, those of the search too."""
-        search, cell = self.plan.search, self.plan.cells()[0]
-        for name in {self.plan.long(name) for name in extra} & {"seed", *cell, *self.plan.searched}:
-            raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
+        search, known = self.plan.search, {*self.plan.cells()[0], *self.plan.searched, *SET}
+        for name in extra:
+            plain = re.sub(r"^(model|trainer|data(?!\.seed))\.", "", name.replace("-", "_"))
+            if self.plan.long(plain) in known:
+                raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
         self.plan.options |= extra
         if search:
             search.options |= extra
 
     def rows(self) -> Rows:
         """What is done."""
-        return Rows(runs.read(self.path), [*self.plan.formerly, self.plan.name])
+        found = [x for x in runs.read(self.path) if x.finished or x.key not in self.again]
+        return Rows(found, [*self.plan.formerly, self.plan.name])
 
     def pending(self, rows: Rows) -> list[Run]:
         """The runs that can start now and have no row."""
@@ -161,10 +167,9 @@ class Sweep:
     # -- doing them ----------------------------------------------------------------------------
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do what has no row; the number of runs that have failed."""
-        if args.retry_failed and args.engine != "print":
-            rows = self.rows()
-            runs.forget_failures(self.path, {run.key for run in self.plan.runs(rows, self.only)})
+        """Do what has no row; how many runs or searches have failed, or are left."""
+        if args.retry_failed:
+            self.again = {row.key for row in runs.read(self.path) if not row.finished}
         first = self.pending(self.rows())
         if args.engine == "print":
             for run in first:
@@ -183,7 +188,7 @@ class Sweep:
         print(f"{self.plan.name}, {self.plan.scale}: {text}")
         stuck = [cell for cell in self.plan.cells(self.only) if not self.plan.selected(cell, rows)]
         if stuck and self.plan.search and not left:
-            print(f"no search run of {stuck[0]} has a finite {self.plan.search.metric}")
+            print(f"no setting of {stuck[0]} has a finite {self.plan.search.metric}")
         return failed + left + len(stuck)
 
     def _submit(self, engine: Engine, name: str) -> None:
@@ -215,6 +220,7 @@ class Sweep:
                 continue
             row = runs.made(run, outcome.metrics, outcome.note, engine, outcome.device)
             runs.add(self.path, [row])
+            self.again.discard(run.key)
             values = [f"{name} {row.metrics[name]:.4g}" for name in names if name in row.metrics]
             said = "  ".join(values) if row.finished else f"FAILED: {outcome.note}"
             print(f"{time.strftime('%H:%M:%S')} {run.name}  {said}  ({left} under way)", flush=True)

@@ -203,7 +203,7 @@ def facts(plan: Plan, cells: list[Cell]) -> list[str]:
         seeds = ", ".join(map(str, plan.search.seeds))
         tried = f"settings with the best {plan.search.metric} in a search with seed {seeds}"
         more = plan.search.options.get("max_steps")
-        said.append(f"The {tried}{f' after {more:,} steps' if more else ''}.")
+        said.append(f"The {tried}{f' after {int(more):,} steps' if more else ''}.")
     text = f"Mean ± standard deviation (with n - 1) over n = {many} runs"
     text += " (the paper's mean, ours minus it). " if plan.paper else ". "
     text += "Bold: the best of its group, and those not significantly different (Welch, also with "

@@ -46,6 +46,7 @@ def write(folder, **keys):
         ({"options": {"seed": 3}}, "seeds has the seeds"),
         ({"scales": ["small"]}, "scales must have names"),
         ({"search": {"space": {"a": {"low": 0, "high": 1, "log": True}}, "trials": 1}}, "low > 0"),
+        ({"search": {"space": {"a": {"low": 0, "high": 1, "step": 0}}, "trials": 1}}, "step > 0"),
     ],
 )
 def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):

@@ -136,6 +136,8 @@ def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     assert "1 of 2 final runs finished, 1 failed" in capsys.readouterr().out
     assert sweep.main(arguments(path)) == 1  # not tried again
     assert sorted(map(len, calls(path))) == [1, 2]
+    assert sweep.main(arguments(path, "--retry_failed", "--engine", "print")) == 0
+    assert capsys.readouterr().out.count("program.py") == 1
     assert sweep.main(arguments(path, "--retry_failed", "--retries", "0")) == 1
     with pytest.raises(SystemExit, match="2"):
         sweep.main(arguments(path, "--retries", "-1"))
@@ -206,7 +208,8 @@ def test_options_after_two_dashes_belong_to_every_run(tmp_path):
     path = write_plan(tmp_path, seeds=[1])
     assert sweep.main([*arguments(path), "--", "--rate", "2", "--more=3"]) == 0
     assert {(r.options["rate"], r.options["more"]) for r in rows_of(path)} == {("2", "3")}
-    assert sweep.main([*arguments(path), "--", "--x=1"]) == 2  # its grid
+    for word in ("--x=1", "--model.x=1", "--ckpt_path=last"):  # its grid, and what a sweep sets
+        assert sweep.main([*arguments(path), "--", word]) == 2
 
 
 def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
 
 
 def test_dimensions_of_data_and_model_are_one(workspace, capsys):
-    options = ["--in_features=3", "--model.in_features=3", "--model.out_features=1"]
+    options = ["--in_features=3", "--model.out_features=1"]
     assert run(*workspace, *options) == 0
     assert last(0)["edge_scores"].shape == (12, 12, 1)
     assert last(0)["predictor.weight"].shape == (3, 1)

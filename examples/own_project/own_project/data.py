@@ -22,12 +22,12 @@ class BarsDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled batches (B, 1, 28, 28)."""
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Batches to select by."""
-        return DataLoader(self.val, self.batch_size)
+        return DataLoader(self.val, batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         """Batches to report."""
-        return DataLoader(self.test, self.batch_size)
+        return DataLoader(self.test, batch_size=self.batch_size)
