@@ -53,6 +53,8 @@ def rotation(size: int, angle: float) -> Tensor:
 
 def paths(num_categories: int) -> Tensor:
     """(K-1, K): -1/2 and +1/2 for leaves left and right of a node, 0 elsewhere; K = 2^H."""
+    if num_categories & (num_categories - 1):
+        raise ValueError(f"num_categories must be a power of 2 here, got {num_categories}")
     rows, width = [], num_categories
     while width > 1:
         for start in range(0, num_categories, width):
