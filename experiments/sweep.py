@@ -134,6 +134,7 @@ class Sweep:
         """Options for every run, those of the search too."""
         search, known = self.plan.search, {*self.plan.cells()[0], *self.plan.searched, *SET}
         for name in extra:
+            # Without its group; data.seed is another option than the seed of a run.
             plain = re.sub(r"^(model|trainer|data(?!\.seed))\.", "", name.replace("-", "_"))
             if self.plan.long(plain) in known:
                 raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")

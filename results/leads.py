@@ -4,10 +4,12 @@ python results/leads.py > results/mechanism/leads.md
 """
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean
+from statistics import mean, variance
 
+import numpy as np
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
@@ -18,6 +20,11 @@ PAIRS = (  # trees and softmax with the same factors; factors; passes; P(node); 
     *(("sigmoid-paths-gradient", "sigmoid"), ("sigmoid-paths-gradient", "softmax-paths")),
     *(("softmax-paths-gated", "softmax-paths"), ("sigmoid-ungated-0.4", "sigmoid")),
     *(("sigmoid-levels", "sigmoid"), ("sigmoid-chain", "sigmoid")),
+    *(
+        (f"sigmoid-{head}", "sigmoid-coupled-0")
+        for head in ("opposed-1", "opposed-0.5", "coupled-0.25", "coupled-0.5", "coupled-2")
+    ),
+    *(("softmax-paths", "sigmoid-coupled-0"), ("sigmoid-opposed-1", "softmax-paths")),
 )
 METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass_fro")
 STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
@@ -122,6 +129,142 @@ def transplants():
             print(f"| {first} | {then} | {ends[0]} | {new[0]} | {new[1]} | {ends[1]} |")
 
 
+SIZES = ("8", "32")  # categories of (10, 8) and (20, 32)
+KINDS = {  # of probing_vae.py: decoder, price of uneven use, draws
+    "nothing": ("plain", "0.0", "1"),
+    "tree": ("tree", "0.0", "1"),
+    "copies": ("copies", "0.0", "1"),
+    "even": ("plain", "1.0", "1"),
+    "8 draws": ("plain", "0.0", "8"),
+}
+DRAWS = ("nothing", "8 draws")
+
+
+def runs_of(**wanted):
+    """{seed: row} of the runs of 60,000 steps with Adam, rate 0.001, and these values."""
+    wanted |= {"max_steps": "60000", "learning_rate": "0.001"}
+    with open(HERE / "mechanism" / "runs.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["optimizer"] != "sgd"]
+    return {row["seed"]: row for row in rows if wanted.items() <= row.items()}
+
+
+def probing(size, head, kind):
+    """{seed: row} of a head with one of KINDS."""
+    names = ("decoder", "even", "draws")
+    wanted = dict(zip(names, KINDS[kind], strict=True))
+    return runs_of(num_categories=size, head=head, plans="probing", **wanted)
+
+
+def values_of(rows, name="test/elbo"):
+    """A metric, by seed."""
+    return [float(rows[seed][name]) for seed in sorted(rows)]
+
+
+def contrast(*parts):
+    """Sum of factor times mean, its 95 % interval and p, with variances of their own (Welch)."""
+    total = sum(factor * mean(values) for factor, values in parts)
+    shares = [(factor**2 * variance(values) / len(values), len(values)) for factor, values in parts]
+    error = sum(share for share, _ in shares) ** 0.5
+    freedom = error**4 / sum(share**2 / (n - 1) for share, n in shares)
+    width = stats.t.ppf(0.975, freedom) * error
+    p = 2 * stats.t.sf(abs(total) / error, freedom)
+    return f"{total:.2f} [{total - width:.2f}, {total + width:.2f}]", p
+
+
+def kinds():
+    """Print how far softmax is behind, with everything that probing_vae.py gives it."""
+    print("\n## Softmax behind sigmoid in ELBO, 60,000 steps, plan probing\n")
+    print("Kept: of its distance to plain sigmoid, with p against one half of it. Uneven: KL minus")
+    print("information, of softmax and sigmoid.\n")
+    print("| K | softmax with | behind plain sigmoid | kept (p) | behind the same | uneven |")
+    print("|---" * 6 + "|")
+    for size in SIZES:
+        sigmoid, softmax = (values_of(probing(size, x, "nothing")) for x in ("sigmoid", "softmax"))
+        for kind in KINDS:
+            rows = [probing(size, head, kind) for head in ("softmax", "sigmoid")]
+            ours, same = (values_of(each) if each else None for each in rows)
+            behind = contrast((1, sigmoid), (-1, ours))[0]
+            kept = (mean(sigmoid) - mean(ours)) / (mean(sigmoid) - mean(softmax))
+            _, p = contrast((0.5, sigmoid), (0.5, softmax), (-1, ours))
+            other = contrast((1, same), (-1, ours))[0] if same else "not run"
+            both = [
+                mean(values_of(each, "test/kl")) - mean(values_of(each, "test/information"))
+                for each in rows
+                if each
+            ]
+            uneven = ", ".join(f"{each:.2f}" for each in both)
+            print(f"| {size} | {kind} | {behind} | {kept:.2f} ({p:.2g}) | {other} | {uneven} |")
+
+
+def steps_to(rows, loss):
+    """When the mean curve of some runs reaches a validation loss."""
+    curve = [-mean(float(row[name]) for row in rows) for name in STEPS]
+    return float(np.interp(-loss, curve, range(5000, 65000, 5000)))
+
+
+def saved(found, seeds):
+    """Steps of each head with one and with eight draws to softmax's last loss with one."""
+    last = mean(float(found["softmax", "nothing"][seed]["val/loss_60000"]) for seed in seeds)
+    return {key: steps_to([rows[seed] for seed in seeds], last) for key, rows in found.items()}
+
+
+def speeds():
+    """Print how many steps eight draws save, to the loss that softmax has at last with one."""
+    print("\n## Eight draws in place of one: steps to softmax's last validation loss with one\n")
+    print("p: of a t-test over seeds of the logarithm of softmax's saving divided by sigmoid's;")
+    print("change: of softmax's distance in ELBO, with p over seeds.\n")
+    print("| K | softmax saves | sigmoid saves | p | softmax's / sigmoid's steps | change (p) |")
+    print("|---" * 6 + "|")
+    for size in SIZES:
+        heads = ("softmax", "sigmoid")
+        found = {(head, draws): probing(size, head, draws) for head in heads for draws in DRAWS}
+
+        def savings(seeds, found=found, heads=heads):
+            at = saved(found, seeds)
+            return [at[head, "nothing"] / at[head, "8 draws"] for head in heads]
+
+        logs = [math.log(first / second) for first, second in map(savings, "123")]
+        at = saved(found, "123")
+        ratios = ", ".join(f"{at['softmax', x] / at['sigmoid', x]:.1f}" for x in DRAWS)
+        elbo = {key: np.array(values_of(rows)) for key, rows in found.items()}
+        one, eight = (elbo["sigmoid", x] - elbo["softmax", x] for x in DRAWS)
+        p, of_change = (stats.ttest_1samp(each, 0).pvalue for each in (logs, one - eight))
+        cells = [size, *(f"{each:.1f}" for each in savings("123")), f"{p:.2f}", ratios]
+        print(f"| {' | '.join(cells)} | {(one - eight).mean():.1f} ({of_change:.2f}) |")
+
+
+def opposites():
+    """Print what the opposite coupling gains over trees with the same size and seed."""
+    print("\n## The opposite coupling minus sigmoid, pairs of a size and a seed\n")
+    print("Three: the mean of sigmoid, coupled-0 and that of plan probing; published: sigmoid.\n")
+    print("| head | over | K | ELBO | NLL, lower by |\n|---|---|---|---|---|")
+    for head, over, sizes in (
+        *((f"sigmoid-opposed-{c}", "three", SIZES) for c in ("0.5", "1")),
+        *(("sigmoid-opposed-0.5", "three", (size,)) for size in SIZES),
+        ("sigmoid-opposed-0.5", "published", SIZES),
+        ("sigmoid-scaled-2", "three", ("8",)), ("sigmoid-scaled-2", "three", ("32",)),
+        ("sigmoid", "coupled-0", ("8",)), ("sigmoid", "coupled-0", ("32",)),
+    ):  # fmt: skip
+        cells = []
+        for name, sign in (("test/elbo", 1), ("test/nll", -1)):
+            pairs = []
+            for size in sizes:
+                mine = {"num_categories": size, "model": "vae"}
+                trees = [runs_of(head="sigmoid-coupled-0", **mine)]
+                trees = [] if over == "published" else trees
+                trees += [] if over == "coupled-0" else [runs_of(head="sigmoid", **mine)]
+                trees += [probing(size, "sigmoid", "nothing")] if over == "three" else []
+                ours = runs_of(head=head, **mine)
+                pairs += [sign * (float(ours[s][name]) - mean(float(x[s][name]) for x in trees))
+                          for s in "123"]  # fmt: skip
+            low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
+            cells.append(f"{mean(pairs):.2f} [{low:.2f}, {high:.2f}]")
+        print(f"| {head} | {over} | {', '.join(sizes)} | {' | '.join(cells)} |")
+
+
 if __name__ == "__main__":
     main()
     transplants()
+    kinds()
+    speeds()
+    opposites()
