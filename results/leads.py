@@ -31,12 +31,18 @@ STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
 SHOWN = (1, 3, 7, 11)  # of STEPS
 
 
+def repeats(row):
+    """Whether a row is one of the pairs that repeat an earlier comparison, see ``repeated``."""
+    coupled = row["head"].startswith(("sigmoid-coupled", "sigmoid-opposed"))
+    return coupled and row["seed"] not in "123"
+
+
 def columns():
     """{column: {head: [values of METRICS and STEPS]}} of the final runs; None where unknown."""
     found = defaultdict(lambda: defaultdict(list))
     with open(HERE / "mechanism" / "runs.csv", newline="") as file:
         for row in csv.DictReader(file):
-            if row["stage"] == "final" and row["model"] == "vae":
+            if row["stage"] == "final" and row["model"] == "vae" and not repeats(row):
                 rate = row["learning_rate"] if row["optimizer"] == "adam" else "own rates"
                 size = f"({row['num_latents']}, {row['num_categories']})"
                 values = [row.get(name) for name in (*METRICS, *STEPS)]
@@ -142,7 +148,7 @@ DRAWS = ("nothing", "8 draws")
 
 def runs_of(**wanted):
     """{seed: row} of the runs of 60,000 steps with Adam, rate 0.001, and these values."""
-    wanted |= {"max_steps": "60000", "learning_rate": "0.001"}
+    wanted = {"max_steps": "60000", "learning_rate": "0.001", "variant": "gray"} | wanted
     with open(HERE / "mechanism" / "runs.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["optimizer"] != "sgd"]
     return {row["seed"]: row for row in rows if wanted.items() <= row.items()}
@@ -262,9 +268,51 @@ def opposites():
         print(f"| {head} | {over} | {', '.join(sizes)} | {' | '.join(cells)} |")
 
 
+def repeated():
+    """Print the same for seeds that were not looked at before, and for binary images, too."""
+    print("\n## The opposite coupling (0.5) minus coupled-0, seeds 4 to 8, pairs of a seed\n")
+    print("| K | images | pairs | ELBO | p | NLL, lower by | p |\n" + "|---" * 7 + "|")
+    variants = ("gray", "binary")
+    each = [((size,), (variant,)) for size in SIZES for variant in variants]
+    for sizes, kinds_of in ((SIZES, variants), *each):
+        cells = []
+        for name, sign in (("test/elbo", 1), ("test/nll", -1)):
+            pairs = []
+            for size in sizes:
+                for variant in kinds_of:
+                    mine = {"num_categories": size, "model": "vae", "variant": variant}
+                    ours, tree = (runs_of(head=f"sigmoid-{head}", **mine)
+                                  for head in ("opposed-0.5", "coupled-0"))  # fmt: skip
+                    pairs += [sign * (float(ours[s][name]) - float(tree[s][name]))
+                              for s in "45678"]  # fmt: skip
+            test = stats.ttest_1samp(pairs, 0)
+            low, high = test.confidence_interval()
+            cells += [f"{mean(pairs):.2f} [{low:.2f}, {high:.2f}]", f"{test.pvalue:.2g}"]
+        words = (", ".join(sizes), ", ".join(kinds_of), str(len(pairs)), *cells)
+        print(f"| {' | '.join(words)} |")
+
+
+def couplings():
+    """Print how far coupled and opposed trees are from the tree, with one and with eight draws."""
+    print("\n## Coupling with one and with eight draws, ELBO minus that of coupled-0, n = 3\n")
+    print("Kept: of the distance with one draw; p: that the distance changes, by Welch.\n")
+    print("| K | head | one draw | eight draws | kept | change | p |\n" + "|---" * 7 + "|")
+    for size in SIZES:
+        tree = [values_of(probing(size, "sigmoid-coupled-0", draws)) for draws in DRAWS]
+        for head in ("sigmoid-coupled-1", "sigmoid-opposed-0.5"):
+            ours = [values_of(probing(size, head, draws)) for draws in DRAWS]
+            both = [contrast((1, a), (-1, b))[0] for a, b in zip(ours, tree, strict=True)]
+            one, eight = (mean(a) - mean(b) for a, b in zip(ours, tree, strict=True))
+            change, p = contrast((1, ours[1]), (-1, tree[1]), (-1, ours[0]), (1, tree[0]))
+            words = (size, head, *both, f"{eight / one:.2f}", change, f"{p:.2g}")
+            print(f"| {' | '.join(words)} |")
+
+
 if __name__ == "__main__":
     main()
     transplants()
     kinds()
     speeds()
     opposites()
+    # repeated()
+    # couplings()
