@@ -22,19 +22,19 @@ PAIRS = (  # trees and softmax with the same factors; factors; passes; P(node); 
     *(("sigmoid-levels", "sigmoid"), ("sigmoid-chain", "sigmoid")),
     *(
         (f"sigmoid-{head}", "sigmoid-coupled-0")
-        for head in ("opposed-1", "opposed-0.5", "coupled-0.25", "coupled-0.5", "coupled-2")
+        for head in ("opposed-1", "opposed-0.5", *(f"coupled-{c}" for c in (0.25, 0.5, 1, 2)))
     ),
-    *(("softmax-paths", "sigmoid-coupled-0"), ("sigmoid-opposed-1", "softmax-paths")),
+    *(("sigmoid-opposed-1", "sigmoid-coupled-1"), ("sigmoid-coupled-1", "softmax-paths")),
 )
 METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass_fro")
 STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
 SHOWN = (1, 3, 7, 11)  # of STEPS
 
 
-def repeats(row):
-    """Whether a row is one of the pairs that repeat an earlier comparison, see ``repeated``."""
+def apart(row):
+    """Whether a row is in a table of its own: few steps, or a pair of ``repeated``."""
     coupled = row["head"].startswith(("sigmoid-coupled", "sigmoid-opposed"))
-    return coupled and row["seed"] not in "123"
+    return row["max_steps"] != "60000" or (coupled and row["seed"] not in "123")
 
 
 def columns():
@@ -42,7 +42,7 @@ def columns():
     found = defaultdict(lambda: defaultdict(list))
     with open(HERE / "mechanism" / "runs.csv", newline="") as file:
         for row in csv.DictReader(file):
-            if row["stage"] == "final" and row["model"] == "vae" and not repeats(row):
+            if row["stage"] == "final" and row["model"] == "vae" and not apart(row):
                 rate = row["learning_rate"] if row["optimizer"] == "adam" else "own rates"
                 size = f"({row['num_latents']}, {row['num_categories']})"
                 values = [row.get(name) for name in (*METRICS, *STEPS)]
@@ -308,11 +308,60 @@ def couplings():
             print(f"| {' | '.join(words)} |")
 
 
+def certainty():
+    """Print how certain coupled heads are early: KL and loss minus those of the tree."""
+    print("\n## Early certainty: minus coupled-0, validation images\n")
+    print("First the runs of 60,000 steps, in pairs of one plan, size, data, draws and seed; then")
+    print("those of certainty.csv (K = 32, n = 3), with p by Welch and by pairs of a seed.\n")
+    print("| head | step | n | KL | p | loss | p |\n" + "|---" * 7 + "|")
+    names = ("plans", "num_categories", "variant", "draws", "seed")
+    found = defaultdict(dict)  # head: {values of names: row}
+    with open(HERE / "mechanism" / "runs.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["val/kl_5000"]:
+                found[row["head"]][tuple(row[name] for name in names)] = row
+    tree = found["sigmoid-coupled-0"]
+    for head in ("sigmoid-coupled-1", "sigmoid-opposed-0.5"):
+        both = [(row, tree[key]) for key, row in found[head].items() if key in tree]
+        for step in (5000, 10000):
+            cells = []
+            for name in (f"val/kl_{step}", f"val/loss_{step}"):
+                test = stats.ttest_1samp([float(a[name]) - float(b[name]) for a, b in both], 0)
+                low, high = test.confidence_interval()
+                cells += [f"{(low + high) / 2:.2f} [{low:.2f}, {high:.2f}]", f"{test.pvalue:.2g}"]
+            print(f"| {head} | {step:,} | {len(both)} | {' | '.join(cells)} |")
+    curves = defaultdict(dict)  # head: {(seed, step): (KL, loss)}
+    with open(HERE / "mechanism" / "certainty.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            values = float(row["val/kl"]), float(row["val/loss"])
+            curves[row["head"]][row["seed"], int(row["step"])] = values
+    for steps in (range(500, 5500, 500), (2000,), (5000,)):
+        for head in ("softmax", "sigmoid-coupled-1", "sigmoid-opposed-0.5"):
+            cells = []
+            for place in (0, 1):
+                first, second = (
+                    [mean(curves[each][seed, step][place] for step in steps) for seed in "123"]
+                    for each in (head, "sigmoid-coupled-0")
+                )
+                text, p = contrast((1, first), (-1, second))
+                cells += [text, f"{p:.2g}, {stats.ttest_rel(first, second).pvalue:.2g}"]
+            words = f"{steps[0]:,}" if len(steps) == 1 else "mean of 500 to 5,000"
+            print(f"| {head} | {words} | 3 | {' | '.join(cells)} |")
+    print("\nKL where the mean validation loss is 150, 140 and 133.2 nats:\n")
+    for head, values in curves.items():
+        steps = sorted({step for _, step in values})
+        kl, loss = ([mean(values[seed, step][place] for seed in "123") for step in steps]
+                    for place in (0, 1))  # fmt: skip
+        at = [np.interp(-x, [-y for y in loss], kl) for x in (150, 140, 133.2)]
+        print(f"- {head}: {', '.join(f'{each:.2f}' for each in at)}")
+
+
 if __name__ == "__main__":
     main()
     transplants()
     kinds()
     speeds()
     opposites()
-    # repeated()
-    # couplings()
+    repeated()
+    couplings()
+    certainty()

@@ -1,48 +1,16 @@
-"""31 verdicts of this folder, computed again from the rows, without code of the project.
+"""36 verdicts of this folder, computed again from the rows, without code of the project.
 
 python results/recompute.py > results/recomputed.md
 """
 
 import csv
-import itertools
 import math
-import statistics
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
+import recompute_mechanism as mechanism
+from rows import HEADS, HERE, cells, mean, p_value, rows
 from scipy import optimize, stats
-
-HERE = Path(__file__).parent
-HEADS = ("softmax", "sigmoid", "natural")
-
-
-def rows(study, **wanted):
-    """Finished rows of a study with these values; a value of None means an empty field."""
-    with open(HERE / study / "runs.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            found = {name: row.get(name) or None for name in wanted}
-            if row["status"] == "finished" and found == wanted:
-                yield row
-
-
-def cells(chosen, names, metric):
-    """Values of a metric by the values of some columns, one for each seed."""
-    groups = defaultdict(dict)
-    for row in chosen:
-        if row[metric]:
-            groups[tuple(row[name] for name in names)][row["seed"]] = float(row[metric])
-    return {key: list(by_seed.values()) for key, by_seed in groups.items()}
-
-
-def mean(values):
-    """Arithmetic mean."""
-    return statistics.fmean(values)
-
-
-def p_value(first, second):
-    """Of Welch's test."""
-    return stats.ttest_ind(first, second, equal_var=False).pvalue
 
 
 def vae_columns():
@@ -121,9 +89,10 @@ def verdicts():
         low, high = stats.ttest_ind(*both, equal_var=False).confidence_interval()
         yield said, f"{mean(both[0]) - mean(both[1]):.1f} [{low:.1f}, {high:.1f}]"
 
-    yield from mechanism_verdicts()
-    yield from coupling_verdicts()
-    yield from draws_verdicts()
+    yield from mechanism.mechanism_verdicts()
+    yield from mechanism.coupling_verdicts()
+    yield from mechanism.draws_verdicts()
+    yield from mechanism.certainty_verdicts()
     yield graph_verdict()
 
     chosen = [row for row in rows("games", env="Breakout", stage="final")
@@ -145,6 +114,28 @@ def verdicts():
         p, p_last = (p_value(*(each[key] for key in keys)) for each in (games, last))
         softmax, natural = (mean(games[key]) for key in keys)
         yield said, f"{softmax:.0f}, {natural:.0f}, p = {p:.3f}; p = {p_last:.3f}"
+    yield breakout_curve_verdict()
+
+
+def breakout_curve_verdict():
+    """Returns in training where runs that are not finished can be compared, too."""
+    returns = defaultdict(lambda: defaultdict(list))
+    with open(HERE / "games" / "breakout_short_curve.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            million = round(int(row["step"]) / 1e6, 2)
+            returns[million][row["head"]].append(float(row["rollout/ep_rew_mean"]))
+    texts = []
+    for million in (7.0, 5.5):
+        both = [returns[million][head] for head in ("natural", "softmax")]
+        test = stats.ttest_ind(*both, equal_var=False)
+        low, high = test.confidence_interval()
+        numbers = f"{mean(both[0]) - mean(both[1]):.0f} [{low:.0f}, {high:.0f}]"
+        texts.append(f"{numbers}, p = {test.pvalue:.3f}, n = {len(both[1])}")
+    return (
+        "there, in training: natural 80 [2, 158] above softmax after 7.00 million steps (n = 3), "
+        "44 [-11, 99] after 5.50, where softmax has four runs",
+        "; ".join(texts),
+    )
 
 
 def sgd_and_longest_verdicts(of_adam):
@@ -254,158 +245,6 @@ def _limit(steps, losses):
     return optimize.curve_fit(curve, steps, gaps, (2, 2, 1), maxfev=20000)[0][0]
 
 
-def first_runs():
-    """Adam at rate 0.001, without the pairs of seeds 4 to 8 that repeat a comparison."""
-    for row in rows("mechanism", stage="final", learning_rate="0.001", optimizer="adam"):
-        coupled = row["head"].startswith(("sigmoid-coupled", "sigmoid-opposed"))
-        if row["seed"] in "123" or not coupled:
-            yield row
-
-
-def mechanism_verdicts():
-    """Shares of sigmoid's lead over softmax in ELBO: three sizes, then SGD at own rates."""
-    names = ("num_latents", "num_categories", "head")
-    adam = list(first_runs())
-    found = cells(adam, names, "test/elbo")
-    sizes = (("10", "8"), ("20", "16"), ("20", "32"))
-
-    def share(head, size, of):
-        base, best = mean(of[*size, "softmax"]), mean(of[*size, "sigmoid"])
-        return (mean(of[*size, head]) - base) / (best - base)
-
-    for head, said in (
-        ("sigmoid-rotated-3", "rotated sigmoid keeps 0.93, 0.85, 0.97 of the lead in ELBO"),
-        (
-            "sigmoid-ungated",
-            "without P(node) sigmoid keeps 0.19, -0.07, -0.09 (p = 0.0003, 0.0009, 0.0006)",
-        ),
-        ("softmax-paths", "softmax over path sums has 0.18, 0.27, 0.46 of it"),
-    ):
-        p = [f"{p_value(found[*size, head], found[*size, 'sigmoid']):.1g}" for size in sizes]
-        shares = ", ".join(f"{share(head, size, found):.2f}" for size in sizes)
-        yield said, f"{shares}; against sigmoid p = {', '.join(p)}"
-    costs = [mean(found[*size, head]) - mean(found[*size, f"{head}-rotated-3"])
-             for size in sizes for head in HEADS[1:]]  # fmt: skip
-    test = stats.ttest_1samp(costs, 0)
-    low, high = test.confidence_interval()
-    yield (
-        "a rotation costs 0.30 [0.09, 0.51] nats on average over six pairs (p = 0.015)",
-        f"{mean(costs):.2f} [{low:.2f}, {high:.2f}], p = {test.pvalue:.3f}",
-    )
-    steps = [f"val/loss_{step}" for step in (5000, 10000, 20000)]
-    early = [cells(adam, names, step) for step in steps]
-    heads = [key for key in early[0] if key[:2] == sizes[2] and mean(found[key]) > -130]
-    final = [mean(found[key]) for key in heads]
-    matches = [stats.pearsonr([-mean(loss[key]) for key in heads], final)[0] for loss in early]
-    yield (
-        "K = 32, 27 heads: the lead after 5, 10 and 20 thousand steps has a correlation of "
-        "0.80, 0.90 and 0.97 with the final lead in ELBO",
-        f"{len(heads)} heads: " + ", ".join(f"{each:.2f}" for each in matches),
-    )
-    nll = cells(adam, names, "test/nll")
-    parts = []
-    for size in sizes:
-        lead, closer = (mean(found[*size, "sigmoid"]) - mean(found[*size, "softmax"]),
-                        mean(nll[*size, "sigmoid"]) - mean(nll[*size, "softmax"]))  # fmt: skip
-        parts.append(f"{(lead + closer) / lead:.2f}")
-    yield "0.43 to 0.47 of sigmoid's lead in ELBO is a tighter bound", ", ".join(parts)
-    ends = sizes[0], sizes[2]
-    for head, said in (
-        ("sigmoid-flat", "without its factors the tree keeps 0.80 and 0.91 (K = 8, 32)"),
-        ("softmax-steep", "softmax with steeper ones has 0.35 and 0.61"),
-        ("softmax-scaled-4", "softmax with larger scores has -0.12 and -0.06"),
-    ):
-        yield said, ", ".join(f"{share(head, size, found):.2f}" for size in ends)
-    kl, known = (cells(adam, names, f"test/{name}") for name in ("kl", "information"))
-    of = [(*size, head) for head in ("softmax", "sigmoid") for size in sizes[1:]]
-    yield (
-        "K = 16, 32: information of softmax's latents 17.7, 17.7, of sigmoid's 17.7, 17.8; "
-        "KL minus information 0.82, 1.10 and 0.35, 0.49",
-        ", ".join(f"{mean(known[key]):.1f}" for key in of)
-        + "; "
-        + ", ".join(f"{mean(kl[key]) - mean(known[key]):.2f}" for key in of),
-    )
-    early = cells(rows("mechanism", plans="probing", max_steps="5000"), ("decoder", "head"),
-                  "test/elbo")  # fmt: skip
-    behind = [mean(early["plain", "sigmoid"]) - mean(early[decoder, "softmax"])
-              for decoder in ("plain", "tree", "copies")]  # fmt: skip
-    yield (
-        "5,000 steps: softmax is 4.2 behind sigmoid, 5.0 with the tree in its decoder, 6.1 with "
-        "copies",
-        ", ".join(f"{each:.2f}" for each in behind),
-    )
-    sgd = cells(rows("mechanism", stage="final", optimizer="sgd"), names, "test/elbo")
-    shares = [share(f"sigmoid-{kind}", sizes[0], sgd) for kind in ("rotated-3", "ungated")]
-    yield (
-        "with plain SGD rotated sigmoid keeps 1.08 of its lead, without P(node) -0.32 of it",
-        ", ".join(f"{each:.2f}" for each in shares),
-    )
-
-
-def coupling_verdicts():
-    """Trees whose splits are coupled as those of softmax (1), more, less, or the other way."""
-    chosen = list(first_runs())
-    names = ("num_latents", "num_categories", "head")
-    elbo = cells(chosen, names, "test/elbo")
-    heads = {0: "sigmoid-coupled-0", 0.25: "sigmoid-coupled-0.25", 0.5: "sigmoid-coupled-0.5",
-             1: "softmax-paths", 2: "sigmoid-coupled-2"}  # fmt: skip
-    points = [(c, value) for c, head in heads.items() for value in elbo["20", "32", head]]
-    line = stats.linregress(*zip(*points, strict=True))
-    means = ", ".join(f"{mean(elbo['20', '32', head]):.1f}" for head in heads.values())
-    yield (
-        "K = 32, coupling 0, 0.25, 0.5, 1, 2: ELBO -103.8, -104.4, -104.4, -106.5, -108.0, "
-        "-2.2 for each unit (p < 0.001)",
-        f"{means}; {line.slope:.1f}, p = {line.pvalue:.1g}",
-    )
-    plain = [row for row in rows("mechanism", plans="probing", max_steps="60000", draws="1")
-             if row["decoder"] == "plain" and row["even"] == "0.0"]  # fmt: skip
-    for coupling, said in (
-        ("0.5", "coupled the other way, -0.5, the tree gains 0.72 [0.37, 1.07] in ELBO and 0.26 "
-                "[0.01, 0.51] in NLL over the mean of three sigmoid runs with its size and seed"),
-        ("1", "and -1: 0.54 [0.21, 0.88], 0.18 [-0.13, 0.49]"),
-    ):  # fmt: skip
-        texts = []
-        for sign, name in ((1, "test/elbo"), (-1, "test/nll")):
-            found = cells([*chosen, *plain], ("num_categories", "plans", "head", "seed"), name)
-            each = []
-            for K, seed in itertools.product(("8", "32"), "123"):
-                trees = [value for key, values in found.items() for value in values
-                         if key in ((K, "mechanism", "sigmoid", seed),
-                                    (K, "mechanism", "sigmoid-coupled-0", seed),
-                                    (K, "probing", "sigmoid", seed))]  # fmt: skip
-                (value,) = found[K, "mechanism", f"sigmoid-opposed-{coupling}", seed]
-                each.append(sign * (value - mean(trees)))
-            low, high = stats.ttest_1samp(each, 0).confidence_interval()
-            texts.append(f"{mean(each):.2f} [{low:.2f}, {high:.2f}]")
-        yield said, f"{', '.join(texts)}, {len(each)} pairs, {len(trees)} runs each"
-
-
-def draws_verdicts():
-    """Eight draws of z for each image in place of one: distances, and steps that are saved."""
-    steps = range(5000, 65000, 5000)
-    names = ("num_categories", "draws", "head")
-    chosen = list(
-        rows("mechanism", plans="probing", max_steps="60000", decoder="plain", even="0.0")
-    )
-    elbo = cells(chosen, names, "test/elbo")
-    losses = [cells(chosen, names, f"val/loss_{step}") for step in steps]
-    distances, saved = [], []
-    for K in ("8", "32"):
-        for draws in ("1", "8"):
-            better, worse = (mean(elbo[K, draws, head]) for head in ("sigmoid", "softmax"))
-            distances.append(f"{better - worse:.1f}")
-        last = mean(losses[-1][K, "1", "softmax"])
-        for head in ("softmax", "sigmoid"):
-            curves = ([-mean(loss[K, draws, head]) for loss in losses] for draws in ("1", "8"))
-            one, eight = (np.interp(-last, curve, steps) for curve in curves)
-            saved.append(f"{one / eight:.1f}")
-    yield (
-        "1 and 8 draws: softmax is 3.4 and 1.8 nats behind at K = 8, 5.1 and 2.1 at K = 32; eight "
-        "save softmax and sigmoid 2.7, 1.8 times the steps to one loss, 3.6 and 2.4 at K = 32",
-        f"{', '.join(distances)}; {', '.join(saved)}",
-    )
-
-
 def graph_verdict():
     """Energy scores at the settings that three selection seeds choose, for each data set."""
     searched = [row for row in rows("graphs", plans="gsl") if row["psi_learning_rate"]]
@@ -445,7 +284,7 @@ def cells_with_settings(chosen, names, stage, metric):
 
 
 if __name__ == "__main__":
-    print("# 31 verdicts, computed again\n")
+    print("# 36 verdicts, computed again\n")
     print(
         "By `python results/recompute.py`, which reads the rows and uses no code of the project.\n"
     )
