@@ -356,6 +356,31 @@ def certainty():
         print(f"- {head}: {', '.join(f'{each:.2f}' for each in at)}")
 
 
+def held_back():
+    """Print softmax's distance to sigmoid where the KL weighs more in the first steps."""
+    print("\n## Certainty held back: (20, 32), 5,000 steps, n = 3\n")
+    print("Weight: of the KL at the first step; it falls to 1 at step 3,000. Kept: of the distance")
+    print("with weight 1, to sigmoid with the same weight, and p of the change.\n")
+    print(
+        "| weight | ELBO of softmax | of sigmoid | distance | kept | p | KL of softmax, sigmoid |"
+    )
+    print("|---" * 7 + "|")
+    plain = {"plans": "probing", "decoder": "plain", "even": "0.0", "draws": "1"}
+    found = {}
+    for weight in ("", "2.0", "4.0"):
+        heads = ("softmax", "sigmoid")
+        rows = [runs_of(head=x, max_steps="5000", early_kl=weight, **plain) for x in heads]
+        ours, tree = found[weight] = [values_of(each) for each in rows]
+        text, _ = contrast((1, tree), (-1, ours))
+        first = found[""]
+        kept = (mean(tree) - mean(ours)) / (mean(first[1]) - mean(first[0]))
+        change = contrast((1, tree), (-1, ours), (-1, first[1]), (1, first[0]))[1] if weight else ""
+        both = ", ".join(f"{mean(values_of(each, 'test/kl')):.1f}" for each in rows)
+        values = [", ".join(f"{x:.1f}" for x in each) for each in (ours, tree)]
+        p = f"{change:.2g}" if weight else ""
+        print(f"| {weight or 1} | {' | '.join(values)} | {text} | {kept:.2f} | {p} | {both} |")
+
+
 if __name__ == "__main__":
     main()
     transplants()
@@ -365,3 +390,4 @@ if __name__ == "__main__":
     repeated()
     couplings()
     certainty()
+    # held_back()

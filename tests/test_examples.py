@@ -113,22 +113,25 @@ def test_a_transplanted_head_begins_with_the_distributions_of_the_old_one(monkey
     assert new.annealed_temperature(0) == model.annealed_temperature(10_000) < 1
 
 
-def test_a_probing_vae_gives_its_decoder_the_tree_and_charges_uneven_use():
+def test_a_probing_vae_gives_its_decoder_the_tree_and_charges_uneven_use_and_early_certainty():
     made = runpy.run_path(str(FOLDER / "mechanism" / "probing_vae.py"))
     for decoder, first in (("tree", [3, 2, 1, 1, 0, 0, 0, 0]), ("copies", [3] + 7 * [0])):
         features = made["category_features"](decoder, 8)
         torch.testing.assert_close(3 * features[0] @ features.T, torch.tensor(first).float())
     images, losses = torch.rand(5, 1, 28, 28), []
-    for even in (0.0, 2.0):
+    options = {"head": "sigmoid", "num_latents": 2, "num_categories": 8}
+    for even, early in ((0.0, 1.0), (2.0, 1.0), (0.0, 3.0)):
         torch.manual_seed(0)
-        model = made["ProbingVAE"]("tree", even, 3, head="sigmoid", num_latents=2, num_categories=8)
+        model = made["ProbingVAE"]("tree", even, 3, early, **options)
         with torch.no_grad():
             model.encoder[-1].weight *= 50
+        model.prepare_step(1500)  # of 3,000: half of the way
         losses.append(model.step_loss(images))
-    mean_q = model(images).probs.mean(0)
+    mean_q, kl = model(images).probs.mean(0), model.kl(model(images)).mean()
     price = 2 * (mean_q * (8 * mean_q).log()).sum()
     assert price > 0.1
     torch.testing.assert_close(losses[1] - losses[0], price, atol=2e-3, rtol=0)
+    torch.testing.assert_close(losses[2] - losses[0], kl, atol=2e-3, rtol=0)
 
 
 def log_probs_and_gradient(head, scores, weights):
