@@ -208,10 +208,16 @@ def steps_to(rows, loss):
     return float(np.interp(-loss, curve, range(5000, 65000, 5000)))
 
 
-def saved(found, seeds):
-    """Steps of each head with one and with eight draws to softmax's last loss with one."""
-    last = mean(float(found["softmax", "nothing"][seed]["val/loss_60000"]) for seed in seeds)
+def steps_of(found, slow, seeds):
+    """Steps of each head with one and with eight draws to a slow head's last loss with one."""
+    last = mean(float(found[slow, "nothing"][seed]["val/loss_60000"]) for seed in seeds)
     return {key: steps_to([rows[seed] for seed in seeds], last) for key, rows in found.items()}
+
+
+def savings(found, heads, seeds):
+    """How many times fewer steps two heads need with eight draws, to the first one's last loss."""
+    at = steps_of(found, heads[0], seeds)
+    return [at[head, "nothing"] / at[head, "8 draws"] for head in heads]
 
 
 def speeds():
@@ -224,161 +230,19 @@ def speeds():
     for size in SIZES:
         heads = ("softmax", "sigmoid")
         found = {(head, draws): probing(size, head, draws) for head in heads for draws in DRAWS}
-
-        def savings(seeds, found=found, heads=heads):
-            at = saved(found, seeds)
-            return [at[head, "nothing"] / at[head, "8 draws"] for head in heads]
-
-        logs = [math.log(first / second) for first, second in map(savings, "123")]
-        at = saved(found, "123")
+        logs = [math.log(a / b) for a, b in (savings(found, heads, seed) for seed in "123")]
+        at = steps_of(found, "softmax", "123")
         ratios = ", ".join(f"{at['softmax', x] / at['sigmoid', x]:.1f}" for x in DRAWS)
         elbo = {key: np.array(values_of(rows)) for key, rows in found.items()}
         one, eight = (elbo["sigmoid", x] - elbo["softmax", x] for x in DRAWS)
         p, of_change = (stats.ttest_1samp(each, 0).pvalue for each in (logs, one - eight))
-        cells = [size, *(f"{each:.1f}" for each in savings("123")), f"{p:.2f}", ratios]
+        cells = [
+            size,
+            *(f"{each:.1f}" for each in savings(found, heads, "123")),
+            f"{p:.2f}",
+            ratios,
+        ]
         print(f"| {' | '.join(cells)} | {(one - eight).mean():.1f} ({of_change:.2f}) |")
-
-
-def opposites():
-    """Print what the opposite coupling gains over trees with the same size and seed."""
-    print("\n## The opposite coupling minus sigmoid, pairs of a size and a seed\n")
-    print("Three: the mean of sigmoid, coupled-0 and that of plan probing; published: sigmoid.\n")
-    print("| head | over | K | ELBO | NLL, lower by |\n|---|---|---|---|---|")
-    for head, over, sizes in (
-        *((f"sigmoid-opposed-{c}", "three", SIZES) for c in ("0.5", "1")),
-        *(("sigmoid-opposed-0.5", "three", (size,)) for size in SIZES),
-        ("sigmoid-opposed-0.5", "published", SIZES),
-        ("sigmoid-scaled-2", "three", ("8",)), ("sigmoid-scaled-2", "three", ("32",)),
-        ("sigmoid", "coupled-0", ("8",)), ("sigmoid", "coupled-0", ("32",)),
-    ):  # fmt: skip
-        cells = []
-        for name, sign in (("test/elbo", 1), ("test/nll", -1)):
-            pairs = []
-            for size in sizes:
-                mine = {"num_categories": size, "model": "vae"}
-                trees = [runs_of(head="sigmoid-coupled-0", **mine)]
-                trees = [] if over == "published" else trees
-                trees += [] if over == "coupled-0" else [runs_of(head="sigmoid", **mine)]
-                trees += [probing(size, "sigmoid", "nothing")] if over == "three" else []
-                ours = runs_of(head=head, **mine)
-                pairs += [sign * (float(ours[s][name]) - mean(float(x[s][name]) for x in trees))
-                          for s in "123"]  # fmt: skip
-            low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
-            cells.append(f"{mean(pairs):.2f} [{low:.2f}, {high:.2f}]")
-        print(f"| {head} | {over} | {', '.join(sizes)} | {' | '.join(cells)} |")
-
-
-def repeated():
-    """Print the same for seeds that were not looked at before, and for binary images, too."""
-    print("\n## The opposite coupling (0.5) minus coupled-0, seeds 4 to 8, pairs of a seed\n")
-    print("| K | images | pairs | ELBO | p | NLL, lower by | p |\n" + "|---" * 7 + "|")
-    variants = ("gray", "binary")
-    each = [((size,), (variant,)) for size in SIZES for variant in variants]
-    for sizes, kinds_of in ((SIZES, variants), *each):
-        cells = []
-        for name, sign in (("test/elbo", 1), ("test/nll", -1)):
-            pairs = []
-            for size in sizes:
-                for variant in kinds_of:
-                    mine = {"num_categories": size, "model": "vae", "variant": variant}
-                    ours, tree = (runs_of(head=f"sigmoid-{head}", **mine)
-                                  for head in ("opposed-0.5", "coupled-0"))  # fmt: skip
-                    pairs += [sign * (float(ours[s][name]) - float(tree[s][name]))
-                              for s in "45678"]  # fmt: skip
-            test = stats.ttest_1samp(pairs, 0)
-            low, high = test.confidence_interval()
-            cells += [f"{mean(pairs):.2f} [{low:.2f}, {high:.2f}]", f"{test.pvalue:.2g}"]
-        words = (", ".join(sizes), ", ".join(kinds_of), str(len(pairs)), *cells)
-        print(f"| {' | '.join(words)} |")
-
-
-def couplings():
-    """Print how far coupled and opposed trees are from the tree, with one and with eight draws."""
-    print("\n## Coupling with one and with eight draws, ELBO minus that of coupled-0, n = 3\n")
-    print("Kept: of the distance with one draw; p: that the distance changes, by Welch.\n")
-    print("| K | head | one draw | eight draws | kept | change | p |\n" + "|---" * 7 + "|")
-    for size in SIZES:
-        tree = [values_of(probing(size, "sigmoid-coupled-0", draws)) for draws in DRAWS]
-        for head in ("sigmoid-coupled-1", "sigmoid-opposed-0.5"):
-            ours = [values_of(probing(size, head, draws)) for draws in DRAWS]
-            both = [contrast((1, a), (-1, b))[0] for a, b in zip(ours, tree, strict=True)]
-            one, eight = (mean(a) - mean(b) for a, b in zip(ours, tree, strict=True))
-            change, p = contrast((1, ours[1]), (-1, tree[1]), (-1, ours[0]), (1, tree[0]))
-            words = (size, head, *both, f"{eight / one:.2f}", change, f"{p:.2g}")
-            print(f"| {' | '.join(words)} |")
-
-
-def certainty():
-    """Print how certain coupled heads are early: KL and loss minus those of the tree."""
-    print("\n## Early certainty: minus coupled-0, validation images\n")
-    print("First the runs of 60,000 steps, in pairs of one plan, size, data, draws and seed; then")
-    print("those of certainty.csv (K = 32, n = 3), with p by Welch and by pairs of a seed.\n")
-    print("| head | step | n | KL | p | loss | p |\n" + "|---" * 7 + "|")
-    names = ("plans", "num_categories", "variant", "draws", "seed")
-    found = defaultdict(dict)  # head: {values of names: row}
-    with open(HERE / "mechanism" / "runs.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["val/kl_5000"]:
-                found[row["head"]][tuple(row[name] for name in names)] = row
-    tree = found["sigmoid-coupled-0"]
-    for head in ("sigmoid-coupled-1", "sigmoid-opposed-0.5"):
-        both = [(row, tree[key]) for key, row in found[head].items() if key in tree]
-        for step in (5000, 10000):
-            cells = []
-            for name in (f"val/kl_{step}", f"val/loss_{step}"):
-                test = stats.ttest_1samp([float(a[name]) - float(b[name]) for a, b in both], 0)
-                low, high = test.confidence_interval()
-                cells += [f"{(low + high) / 2:.2f} [{low:.2f}, {high:.2f}]", f"{test.pvalue:.2g}"]
-            print(f"| {head} | {step:,} | {len(both)} | {' | '.join(cells)} |")
-    curves = defaultdict(dict)  # head: {(seed, step): (KL, loss)}
-    with open(HERE / "mechanism" / "certainty.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            values = float(row["val/kl"]), float(row["val/loss"])
-            curves[row["head"]][row["seed"], int(row["step"])] = values
-    for steps in (range(500, 5500, 500), (2000,), (5000,)):
-        for head in ("softmax", "sigmoid-coupled-1", "sigmoid-opposed-0.5"):
-            cells = []
-            for place in (0, 1):
-                first, second = (
-                    [mean(curves[each][seed, step][place] for step in steps) for seed in "123"]
-                    for each in (head, "sigmoid-coupled-0")
-                )
-                text, p = contrast((1, first), (-1, second))
-                cells += [text, f"{p:.2g}, {stats.ttest_rel(first, second).pvalue:.2g}"]
-            words = f"{steps[0]:,}" if len(steps) == 1 else "mean of 500 to 5,000"
-            print(f"| {head} | {words} | 3 | {' | '.join(cells)} |")
-    print("\nKL where the mean validation loss is 150, 140 and 133.2 nats:\n")
-    for head, values in curves.items():
-        steps = sorted({step for _, step in values})
-        kl, loss = ([mean(values[seed, step][place] for seed in "123") for step in steps]
-                    for place in (0, 1))  # fmt: skip
-        at = [np.interp(-x, [-y for y in loss], kl) for x in (150, 140, 133.2)]
-        print(f"- {head}: {', '.join(f'{each:.2f}' for each in at)}")
-
-
-def held_back():
-    """Print softmax's distance to sigmoid where the KL weighs more in the first steps."""
-    print("\n## Certainty held back: (20, 32), 5,000 steps, n = 3\n")
-    print("Weight: of the KL at the first step; it falls to 1 at step 3,000. Kept: of the distance")
-    print("with weight 1, to sigmoid with the same weight, and p of the change.\n")
-    print(
-        "| weight | ELBO of softmax | of sigmoid | distance | kept | p | KL of softmax, sigmoid |"
-    )
-    print("|---" * 7 + "|")
-    plain = {"plans": "probing", "decoder": "plain", "even": "0.0", "draws": "1"}
-    found = {}
-    for weight in ("", "2.0", "4.0"):
-        heads = ("softmax", "sigmoid")
-        rows = [runs_of(head=x, max_steps="5000", early_kl=weight, **plain) for x in heads]
-        ours, tree = found[weight] = [values_of(each) for each in rows]
-        text, _ = contrast((1, tree), (-1, ours))
-        first = found[""]
-        kept = (mean(tree) - mean(ours)) / (mean(first[1]) - mean(first[0]))
-        change = contrast((1, tree), (-1, ours), (-1, first[1]), (1, first[0]))[1] if weight else ""
-        both = ", ".join(f"{mean(values_of(each, 'test/kl')):.1f}" for each in rows)
-        values = [", ".join(f"{x:.1f}" for x in each) for each in (ours, tree)]
-        p = f"{change:.2g}" if weight else ""
-        print(f"| {weight or 1} | {' | '.join(values)} | {text} | {kept:.2f} | {p} | {both} |")
 
 
 if __name__ == "__main__":
@@ -386,8 +250,3 @@ if __name__ == "__main__":
     transplants()
     kinds()
     speeds()
-    opposites()
-    repeated()
-    couplings()
-    certainty()
-    # held_back()
