@@ -241,3 +241,4 @@ if __name__ == "__main__":
     repeated()
     couplings()
     certainty()
+    held_back()
