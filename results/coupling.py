@@ -184,6 +184,18 @@ def certainty():
                 cells += [text, f"{p:.2g}, {stats.ttest_rel(first, second).pvalue:.2g}"]
             words = f"{steps[0]:,}" if len(steps) == 1 else "mean of 500 to 5,000"
             print(f"| {head} | {words} | {' | '.join(cells)} |")
+    print(
+        "\nOne pass alone: mean of 500 to 5,000 steps minus that of coupled-1, pairs of a seed:\n"
+    )
+    both = curves["sigmoid-coupled-1"]
+    for head in ("softmax-paths-tree-gradient", "sigmoid-paths-gradient"):
+        cells = []
+        for place in (0, 1):
+            pairs = [(s, curves[head][s, step][place] - both[s, step][place])
+                     for s in "123" for step in every]  # fmt: skip
+            text, p, _ = by_seed(pairs)
+            cells.append(f"{text} (p = {p})")
+        print(f"- {head}: KL {cells[0]}, loss {cells[1]}")
     print("\nKL where the mean validation loss is 150, 140 and 133.2 nats (softmax's last), and")
     print(
         "reconstruction, loss minus KL, where the mean KL is 14 nats; minus the tree's by seed:\n"
@@ -233,6 +245,21 @@ def held_back():
         values = [", ".join(f"{x:.1f}" for x in each) for each in (ours, tree)]
         p = f"{change:.2g}" if weight else ""
         print(f"| {weight or 1} | {' | '.join(values)} | {text} | {kept:.2f} | {p} | {both} |")
+    print("\nValidation loss after 10,000 steps, softmax minus sigmoid: weight 1 (runs of 60,000")
+    print("steps), then 4; seeds 1, 2, 3:\n")
+    for weight, steps, name in (("", "60000", "val/loss_10000"), ("4.0", "10000", "val/loss")):
+        ours, tree = (
+            values_of(runs_of(head=x, max_steps=steps, early_kl=weight, **plain), name)
+            for x in ("softmax", "sigmoid")
+        )
+        found[steps] = ours, tree
+        each = ", ".join(f"{a - b:.1f}" for a, b in zip(ours, tree, strict=True))
+        print(f"- {weight or 1}: {contrast((1, ours), (-1, tree))[0]} ({each}); means", end=" ")
+        print(f"{mean(ours):.1f}, {mean(tree):.1f}")
+    (one, first), (four, second) = found["60000"], found["10000"]
+    change, p = contrast((1, four), (-1, second), (-1, one), (1, first))
+    kept = (mean(four) - mean(second)) / (mean(one) - mean(first))
+    print(f"- change {change}, p = {p:.2g}, kept {kept:.2f}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def draw(path):
         axes.set(xlabel=LABELS[across], ylabel=LABELS[up])
         if across != "step":
             axes.invert_xaxis()
-    panels[0, 0].legend(frameon=False, fontsize=8)
+    lines = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", ncols=len(shown), frameon=False, fontsize=8)
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 
