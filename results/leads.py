@@ -32,7 +32,7 @@ SHOWN = (1, 3, 7, 11)  # of STEPS
 
 
 def apart(row):
-    """Whether a row is in a table of its own: few steps, or a pair of ``repeated``."""
+    """Whether a row is in a table of its own: few steps, or a pair of coupling.py."""
     coupled = row["head"].startswith(("sigmoid-coupled", "sigmoid-opposed"))
     return row["max_steps"] != "60000" or (coupled and row["seed"] not in "123")
 
