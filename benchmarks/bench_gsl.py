@@ -30,8 +30,6 @@ from bench_vae import Clock, now
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
-
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import CommunityGraphDataModule
 from catnat.lit_modules import GraphStructureLearner

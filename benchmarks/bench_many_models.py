@@ -1,4 +1,4 @@
-"""Model-steps per second of M models trained as one, by ``experiments/batched.py``.
+"""Model-steps per second of M models trained as one, by ``catnat/sweeps/batched.py``.
 
 python benchmarks/bench_many_models.py --root DATA
 python benchmarks/bench_many_models.py --model gsl --models 100
@@ -7,16 +7,12 @@ python benchmarks/bench_many_models.py --model gsl --models 100
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
-
 from catnat.cuda_graph import StepGraph
-from experiments import batched
+from catnat.sweeps import batched
 
 
 def rate(args: argparse.Namespace, count: int) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,6 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
 
 from catnat.datamodules import make_atari_vec_env
 from catnat.sb3 import HeadActorCriticCnnPolicy, HeadPPO

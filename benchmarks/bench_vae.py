@@ -28,8 +28,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders of the checkout
-
 from catnat.callbacks import FisherMonitor
 from catnat.callbacks.tensorboard import RunLogger
 from catnat.datamodules import MNISTDataModule

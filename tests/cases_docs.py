@@ -15,7 +15,7 @@ from pathlib import Path
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.M | re.S)
 NEEDS = re.compile(r"<!-- needs (\w+) -->")  # what follows needs a package that may be missing
 TITLE = re.compile(r'title="([\w./]+)"')  # of a block that is a file
-PROGRAMS = ("python train.py", "catnat", "python experiments/sweep.py")
+PROGRAMS = ("python train.py", "catnat")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def commands(page: Path) -> list[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Ask a program for its configuration, or parse its options: nothing is trained."""
-    if words[1:2] == ["experiments/sweep.py"]:
+    if words[1:2] == ["sweep"]:
         check_sweep(words[2:])
         return
     import train
@@ -77,7 +77,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_sweep(argv: list[str]) -> None:
-    from experiments import plan, sweep
+    from catnat.sweeps import plan, sweep
 
     given = sweep.build_parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     unknown = [name for name in given.plans if name not in plan.names()]

@@ -59,7 +59,7 @@ def arguments(path, *more):
 
 def start_sweep(path, *more):
     """A sweep in a process of its own."""
-    words = [sys.executable, str(ROOT / "experiments" / "sweep.py"), *arguments(path, *more)]
+    words = [sys.executable, "-m", "catnat", "sweep", *arguments(path, *more)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(words, env=environment, start_new_session=True)
 

@@ -28,13 +28,13 @@ def on_files(files: Files, config: Any) -> Files:
     """Add pages and pictures that lie elsewhere, or are made here."""
     for name, text in {
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
-        "results/results.md": _in_site(ROOT / "results" / "README.md"),
+        "paper/README.md": _in_site(ROOT / "paper" / "README.md"),
         **gallery.pages(CACHE, fast=bool(config.extra["fast"])),
     }.items():
         files.append(File.generated(config, name, content=text))
     made = [*pictures.draw(CACHE / "pictures"), *gallery.files(CACHE)]
     places = {path: path.relative_to(CACHE) for path in made}
-    studies = [*sorted((ROOT / "results").glob("*/*")), ROOT / "results" / "recomputed.md"]
+    studies = [*sorted((ROOT / "paper").glob("*/*")), ROOT / "paper" / "recomputed.md"]
     places |= {path: path.relative_to(ROOT) for path in studies if path.suffix != ".md"}
     reached = InclusionLevel.NOT_IN_NAV  # by links of other pages
     for path, place in places.items():
@@ -47,16 +47,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _in_site(page: Path) -> str:
-    """A page of results/, with links that stay in the site; others become plain text."""
+    """A page of paper/, with links that stay in the site; others become plain text."""
 
     def link(found: re.Match[str]) -> str:
         target = (page.parent / found[2]).resolve()
-        if target == ROOT / "results" / "README.md":
+        if target == ROOT / "paper" / "README.md":
             return f"[{found[1]}](../results.md)"
         if target.is_relative_to(ROOT / "docs"):
             up = "../" * len(page.parent.relative_to(ROOT).parts)
             return f"[{found[1]}]({up}{target.relative_to(ROOT / 'docs')}{found[3] or ''})"
-        inside = target.is_relative_to(ROOT / "results") and target.is_file()
+        inside = target.is_relative_to(ROOT / "paper") and target.is_file()
         return found[0] if inside else found[1]
 
     return _LINK.sub(link, page.read_text())

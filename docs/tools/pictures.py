@@ -11,7 +11,7 @@ from typing import Any
 from cache import fingerprint, is_fresh
 
 K = 8
-COLOURS = {  # those of experiments/figures.py
+COLOURS = {  # those of catnat/sweeps/figures.py
     "softmax": "#0072B2",
     "sparsemax": "#E69F00",
     "sigmoid": "#009E73",

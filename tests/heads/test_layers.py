@@ -1,0 +1,206 @@
+"""Who may import whom: the arrows of the architecture, read from the source with ast.
+
+torch -> catnat -> lit_modules, datamodules, callbacks -> catnat.cli -> catnat.sweeps -> train;
+docs, examples, benchmarks and paper are users, and nothing imports them.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from cases_fresh import one_server, run_fresh
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDES = ("lit_modules", "datamodules", "callbacks")  # links make them packages of catnat
+WALKED = ("catnat", *SIDES, "benchmarks", "examples", "docs", "paper")
+
+# The rooms of the house, and the rooms that each may import from.
+LIBRARY = {"catnat", "catnat.checks", "catnat.sb3", "catnat.jax"}
+CATNAT = LIBRARY | {f"catnat.{side}" for side in SIDES} | {"catnat.cli"}
+KNOWS = {
+    "catnat": {"catnat", "catnat.checks"},
+    "catnat.checks": set(),
+    "catnat.sb3": {"catnat", "catnat.checks", "catnat.sb3"},
+    "catnat.jax": {"catnat.checks", "catnat.jax"},  # which works without torch
+    **{f"catnat.{side}": {*LIBRARY, f"catnat.{side}"} for side in SIDES},
+    "catnat.cli": {*CATNAT, "catnat.sweeps"},  # the command dispatches to both
+    "catnat.sweeps": {*CATNAT, "catnat.sweeps"},
+    "catnat.__main__": {"catnat.cli"},
+    "train": CATNAT,
+    "benchmarks": {*CATNAT, "catnat.sweeps", "benchmarks", "train"},
+    "examples": {*CATNAT, "examples"},
+    "docs": CATNAT,
+    "paper": {*CATNAT, "catnat.sweeps", "paper"},
+    **{side: set() for side in SIDES},  # a second name of catnat.callbacks and the like
+}
+# Beyond the standard library, what a file of the library may import: the longest beginning counts.
+SB3 = {"torch", "stable_baselines3", "gymnasium", "numpy"}
+GUESTS = {
+    "catnat": {"torch"},
+    "catnat.checks": set(),
+    "catnat.metrics": {"torch", "torchmetrics"},
+    "catnat.graphs": {"torch", "torch_geometric"},
+    "catnat.rng": {"torch", "numpy"},
+    "catnat.kernels": {"torch", "triton"},
+    "catnat.sb3": SB3,
+    "catnat.sb3.contrib": {*SB3, "sb3_contrib"},
+    "catnat.jax": {"jax", "numpy"},
+}
+
+
+def imports(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, at any depth; a relative one has its dots.
+
+    Also those under TYPE_CHECKING, unless told not to.
+    """
+    tree = ast.parse(path.read_text(), str(path))
+    blocks = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and _name(n.test) == "TYPE_CHECKING"
+    ]
+    left_out = {id(n) for block in blocks for n in ast.walk(block)} if not for_types else set()
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from ((node.lineno, start + alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
+            names = (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
+            yield from ((node.lineno, str(name)) for name in names)
+
+
+def _name(function: ast.expr) -> str:
+    """The last part of a dotted name: ``import_module`` of ``importlib.import_module``."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def beginning(module: str, names: dict[str, set[str]]) -> str:
+    """The longest of the names that a module has, or begins with; or nothing."""
+    found = [name for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(found, key=len, default="")
+
+
+def allowed(module: str, name: str) -> bool:
+    """Whether a module may import a name."""
+    home, room = beginning(module, KNOWS), beginning(name, KNOWS)
+    if name.startswith("."):
+        return home == "examples"
+    if room:
+        return room in KNOWS[home]
+    if home not in LIBRARY:
+        return True
+    return name.split(".")[0] in GUESTS[beginning(module, GUESTS)] | sys.stdlib_module_names
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every source file under root by the name of its module; a link is not followed."""
+    paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
+    found = {}
+    for path in sorted(path for path in paths if path.exists()):
+        first, *rest = path.relative_to(root).with_suffix("").parts
+        if first != "catnat" or rest[0] not in SIDES:
+            found[".".join(("catnat",) * (first in SIDES) + (first, *rest))] = path
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    """One line for each import under root that breaks a rule."""
+    return [
+        f"{path.relative_to(root)}:{line}: imports {name}"
+        for module, path in modules(root).items()
+        for line, name in imports(path)
+        if not allowed(module, name)
+    ]
+
+
+def test_imports_follow_the_layers():
+    assert violations(ROOT) == []
+
+
+def test_every_folder_with_source_is_walked():
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    files = [line for line in tracked.stdout.splitlines() if (ROOT / line).exists()]
+    tops = {line.split("/")[0] for line in files}
+    assert tops <= {*WALKED, "tests", "train.py", "setup.py"}
+
+
+def test_no_two_modules_import_each_other():
+    paths = {name: path for name, path in modules(ROOT).items() if not name.endswith("__init__")}
+    assert {"catnat.flat_heads", "catnat.callbacks.images", "train"} <= paths.keys()
+    graph = {}
+    for module, path in paths.items():
+        names = [name for _, name in imports(path, for_types=False)]
+        targets = {name if name in paths else name.rpartition(".")[0] for name in names}
+        graph[module] = targets & paths.keys()
+    list(TopologicalSorter(graph).static_order())  # raises CycleError with the modules
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("catnat/heads.py", "import lightning"),
+        ("catnat/heads.py", "def f():\n    import numpy as np"),
+        ("catnat/heads.py", "import datamodules"),
+        ("catnat/heads.py", "from .tree import levels"),
+        ("catnat/__init__.py", "from catnat.sb3 import HeadActorCriticPolicy"),
+        ("catnat/probe.py", "from catnat.callbacks import FisherMonitor"),
+        ("catnat/probe.py", "import importlib\nimportlib.import_module('catnat.cli')"),
+        ("catnat/sb3/policies.py", "import sb3_contrib"),
+        ("catnat/jax/flat_heads.py", "import torch"),
+        ("catnat/jax/flat_heads.py", "from catnat.tree import levels"),
+        ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),
+        ("callbacks/fisher_monitor.py", "from catnat.cli.run_folder import RunFolder"),
+        ("datamodules/mnist.py", "import train"),
+        ("catnat/sweeps/sweep.py", "from benchmarks import bench_vae"),
+        ("examples/quickstart.py", "from benchmarks import bench_vae"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, source):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    (line,) = violations(tmp_path)
+    assert line.startswith(f"{file}:")
+
+
+@one_server
+def test_importing_catnat_stays_light():
+    heavy = {
+        "lightning", "pytorch_lightning", "torchvision", "torchmetrics", "torch_geometric",
+        "stable_baselines3", "gymnasium", "matplotlib", "scipy",
+    }  # fmt: skip
+    code = (
+        f"import sys\nfor name in {heavy!r}: sys.modules.pop(name, None)\n"
+        f"import catnat; catnat.head_names(); print(*sorted(sys.modules.keys() & {heavy!r}))"
+    )
+    out = run_fresh("-c", code)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.split() == []
+
+
+ONE_IDENTITY = """
+import callbacks, datamodules, lit_modules
+import catnat.callbacks, catnat.datamodules, catnat.lit_modules
+
+assert callbacks.FisherMonitor is catnat.callbacks.FisherMonitor
+assert datamodules.MNISTDataModule is catnat.datamodules.MNISTDataModule
+assert lit_modules.DiscreteVAE is catnat.lit_modules.DiscreteVAE
+for name in ("callbacks.checkpoints", "datamodules.mnist", "lit_modules.vae"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"a second {name}")
+"""
+
+
+@one_server
+def test_a_bare_name_gives_the_same_class_or_an_import_error():
+    done = run_fresh("-c", ONE_IDENTITY)
+    assert done.returncode == 0, done.stderr

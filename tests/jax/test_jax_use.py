@@ -1,0 +1,257 @@
+"""The JAX heads in use: samples, the distribution, jit and vmap, errors, the example."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cases import slow
+from cases_fresh import one_server, run_fresh
+from cases_jax import (
+    QUICK,
+    _precision,  # noqa: F401 - a fixture
+    difference,
+    scores_for,
+)
+from scipy import stats
+
+import catnat
+from catnat.jax import Categorical, head_names, make_head
+from catnat.jax.numerics import uniform as accurate_uniform
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -------------------------------------------------------------------- samples and distribution
+
+
+@pytest.mark.parametrize("name", [*QUICK, "mixed"])
+def test_samples_have_the_probabilities(name):
+    head = make_head("sigmoid", 5, mix=0.2) if name == "mixed" else make_head(name, 5)
+    rng = np.random.default_rng(3)
+    scores = (0.7 * rng.standard_normal((2, head.num_scores))).astype(np.float32)
+
+    @jax.jit
+    def compute(scores):
+        return head.sample(jax.random.key(1), scores, (20000,)), head.probs(scores)
+
+    drawn, probs = map(np.asarray, compute(scores))
+    assert drawn.shape == (20000, 2) and drawn.dtype == np.int32
+    for column, p in zip(drawn.T, probs.astype(np.float64), strict=True):
+        counts, possible = np.bincount(column, minlength=5), p > 0
+        assert not counts[~possible].any()
+        if possible.sum() > 1:
+            expected = 20000 * p[possible] / p[possible].sum()
+            assert stats.chisquare(counts[possible], expected).pvalue > 1e-4
+
+
+def test_rare_events_have_their_probability_in_float32():
+    """jax.random.uniform alone would draw a number below 1e-9 with probability 1e-7."""
+    draw = jax.jit(lambda key: accurate_uniform(key, (2**22,), jnp.float32))
+    u = np.asarray(draw(jax.random.key(0)), np.float64)
+    assert u.max() < 1 and not (u[u < 1e-4] % 2.0**-23 == 0).all()
+    assert stats.kstest(u[:20000], "uniform").pvalue > 1e-3
+    assert stats.kstest(u[u < 1e-4] / 1e-4, "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_distribution_is_a_pytree(name):
+    head, other = make_head(name, 5), catnat.make_head(name, 5)
+    q = head(scores_for(head, np.float32))
+    p = head(np.zeros((1, head.num_scores), np.float32))
+    theirs = other(torch.tensor(np.asarray(q.scores)))
+    flat = other(torch.zeros(1, head.num_scores))
+    assert isinstance(q, Categorical)
+    assert (q.batch_shape, q.event_shape, q.dtype) == ((len(q.scores),), (), np.int32)
+    assert q[2:, ...].batch_shape == (len(q.scores) - 2,) and q[0].batch_shape == ()
+
+    @jax.jit
+    def compute(p, q, key):
+        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.prob(q.mode())
+        again = jax.tree.map(lambda x: 2 * x, q)
+        draws = (
+            *q.sample_and_log_prob(seed=3, sample_shape=7),
+            q.sample(seed=key, sample_shape=(7,)),
+        )
+        return numbers, again, jax.vmap(lambda q: q.entropy())(q), draws
+
+    numbers, again, entropies, (drawn, log_prob, same) = compute(p, q, jax.random.key(3))
+    wanted = (
+        torch.distributions.kl_divergence(theirs, flat),
+        torch.distributions.kl_divergence(flat, theirs),
+        theirs.entropy(),
+        theirs.probs,
+        theirs.probs.max(-1).values,
+    )
+    for got, want in zip(numbers, wanted, strict=True):
+        assert difference(got, want) < 2e-6
+    assert isinstance(again, Categorical) and again.head == head
+    assert np.array_equal(again.scores, 2 * np.asarray(q.scores))
+    assert difference(entropies, numbers[2]) < 1e-6
+
+    assert drawn.shape == log_prob.shape == (7, len(q.scores))
+    assert np.array_equal(drawn, same)
+    each = theirs.log_prob(torch.tensor(np.asarray(drawn), dtype=torch.int64))
+    assert difference(log_prob, each) < 2e-6
+
+
+PATHS = [("sigmoid", {}, {}), ("natural", {"tail": 0.05}, {}), ("natural", {}, {"mask": True})]
+
+
+@pytest.mark.parametrize(("name", "options", "more"), PATHS)
+def test_path_estimates_have_the_exact_mean_and_are_never_negative(name, options, more):
+    head, other = make_head(name, 6, **options), make_head("sigmoid", 6)
+    rng = np.random.default_rng(4)
+    mask = np.array([1, 1, 0, 1, 1, 1], bool) if more else None
+    q = head(rng.standard_normal(head.num_scores).astype(np.float32), mask)
+    p = other(rng.standard_normal(other.num_scores).astype(np.float32), mask)
+
+    @jax.jit
+    def compute(q, p):
+        every = jnp.arange(6)
+        estimates = q.path_kl(p, every), q.path_entropy(every)
+        exact = q.kl_divergence(p), q.entropy()
+        of_p = jax.grad(lambda s: (q.probs * q.path_kl(other(s), every)).sum())(p.scores)
+        wanted = jax.grad(lambda s: q.kl_divergence(other(s)))(p.scores)
+        return estimates, exact, q.probs, of_p, wanted
+
+    near = head(q.scores * (1 + 1e-7), mask)
+    assert bool((q.path_kl(near, jnp.arange(6)) >= 0).all()), "in spite of rounding"
+    estimates, exact, probs, of_p, wanted = jax.tree.map(np.asarray, compute(q, p))
+    for each, mean in zip(estimates, exact, strict=True):
+        assert (each[probs > 0] >= -1e-6).all()
+        assert difference((probs * each).sum(), mean) < 2e-6
+    assert difference(of_p, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
+    head = make_head(name, 5)
+    scores, weight = scores_for(head, np.float32)[:6], np.arange(5, dtype=np.float32)
+
+    @jax.jit
+    def compute(scores):
+        def surrogate(s):
+            drawn = head(s).rsample_straight_through(seed=0)
+            return (drawn @ weight).sum(), drawn
+
+        gradient, drawn = jax.grad(surrogate, has_aux=True)(scores)
+        want = jax.grad(lambda s: (head.probs(s) @ weight).sum())(scores)
+        return gradient, want, drawn, head(scores).sample(seed=0)
+
+    gradient, want, drawn, category = map(np.asarray, compute(scores))
+    assert np.array_equal(drawn.argmax(-1), category)
+    assert difference(drawn.sum(-1), np.ones(6)) < 1e-6
+    assert difference(gradient, want) < 1e-6
+
+
+# ------------------------------------------------------------------------------ company in JAX
+
+
+@pytest.mark.parametrize("name", [slow("sparsemax"), "natural"])
+def test_jit_vmap_and_grad_agree_with_plain_calls(name):
+    head = make_head(name, 5)
+    scores = scores_for(head, np.float32)[:4]
+    value = np.arange(4)
+
+    def loss(s, v):
+        return head(s).log_prob(v) + head(s).entropy()
+
+    plain = jax.grad(loss)(scores[0], value[0])
+    got = jax.jit(jax.vmap(jax.grad(loss)))(scores, value)
+    assert difference(got[0], plain, by_row=True) < 2e-6
+    keys = jax.random.split(jax.random.key(0), 4)
+    drawn, one = jax.jit(jax.vmap(head.sample))(keys, scores), jax.jit(head.sample)
+    assert drawn.tolist() == [int(one(k, s)) for k, s in zip(keys, scores, strict=True)]
+    static = jax.jit(lambda head, s: head.probs(s), static_argnums=0)
+    leafless = jax.jit(lambda head, s: head.probs(s))
+    assert np.array_equal(static(head, scores), leafless(head, scores))
+
+
+def test_heads_are_values():
+    head = make_head("natural", 5, tail=0.05, mix=0.01)
+    assert head == make_head("catnat-natural", 5, tail=0.05, mix=0.01)
+    assert head != make_head("natural", 5, tail=0.05)
+    assert head_names() == ("softmax", "sparsemax", "sigmoid", "natural") == catnat.head_names()[:4]
+    assert len({head, pickle.loads(pickle.dumps(head))}) == 1
+    assert jax.tree.leaves(head) == []
+    with pytest.raises(AttributeError):
+        head.mix = 0.5
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_shapes(name):
+    head = make_head(name, 3)
+    shape_of = lambda function, *inputs: jax.eval_shape(function, *inputs).shape  # noqa: E731
+    for shape in ((), (0,), (2, 3)):
+        scores, value = np.zeros((*shape, head.num_scores)), np.zeros((4, *shape), int)
+        assert shape_of(head.log_probs, scores) == (*shape, 3)
+        assert shape_of(head.fisher, scores) == (*shape, head.num_scores, head.num_scores)
+        draw = lambda s: head.sample(jax.random.key(0), s, (4,))  # noqa: E731
+        assert shape_of(draw, scores) == (4, *shape)
+        assert shape_of(head.log_prob, scores, value) == (4, *shape)
+    assert head.log_probs(np.zeros((0, head.num_scores))).shape == (0, 3)
+    assert shape_of(head.log_prob, np.zeros(head.num_scores), 1) == ()
+    column = np.zeros((1, 5, 1), np.uint8)
+    assert shape_of(head.log_prob, np.zeros((1, 2, head.num_scores)), column) == (1, 5, 2)
+
+
+def test_a_million_categories_take_a_path():
+    head = make_head("natural", 10**6, uniform_at_zero=False)
+    scores = jnp.zeros(head.num_scores)
+    drawn = head.sample(jax.random.key(0), scores, (3,))
+    text = str(jax.make_jaxpr(head.log_prob)(scores, drawn))
+    assert len(text.splitlines()) < 200 and "1000000]" not in text
+    assert difference(head.log_prob(scores, drawn), np.full(3, -20 * math.log(2))) < 0.06
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        (("softmx", 4), {}, "unknown head 'softmx'; choose from softmax, sparsemax"),
+        (("softmax", 4), {"tail": 0.1}, "'softmax' has no option 'tail'; its options: mix"),
+        (("natural", 4), {"tail": 0.5}, "tail must be 0 or lie in [1e-30, 0.5), got 0.5"),
+        (("natural", 4), {"order": [0, 1, 1, 2]}, "order must be a permutation of 0..3, got [0, 1"),
+    ],
+)
+def test_wrong_options_are_named(arguments, options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_head(*arguments, **options)
+
+
+def test_wrong_arrays_are_named():
+    head = make_head("natural", 5)
+    q, other = head(jnp.zeros(4)), make_head("natural", 5, order=[1, 0, 2, 3, 4])(jnp.zeros(4))
+    for call, error, said in (
+        (lambda: head(jnp.zeros((2, 7))), ValueError, r"scores must have 4 .* got shape \(2, 7\)"),
+        (lambda: head(jnp.zeros(4), jnp.ones(5)), TypeError, "array of bool, .* got float32"),
+        (lambda: q.path_kl(other, 0), ValueError, "same order"),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+    assert np.isnan(head.inverse(jnp.ones(5))).all()
+    outside = jax.jit(head.log_prob)(jnp.zeros(4), jnp.array([4, 5, -1]))
+    assert np.isnan(outside).tolist() == [False, True, True]
+
+
+@one_server
+@pytest.mark.slow
+def test_jax_and_torch_stay_apart():
+    code = "import sys, catnat.jax; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    code = "import sys, catnat.flat_heads, catnat.losses; print('jax' in sys.modules)"
+    done = run_fresh("-c", code)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

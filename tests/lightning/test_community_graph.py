@@ -1,0 +1,126 @@
+"""The community graph, the pairs generated with it, and what the true model scores."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from catnat.datamodules import CommunityGraphDataModule, community_graph
+from catnat.datamodules.community_graph import community_graph as possible_edges
+from catnat.datamodules.community_graph import num_nodes
+from catnat.graphs import GCN
+
+PAPER = Path(__file__).resolve().parents[2] / "paper" / "paper.json"
+
+
+def ready(**options):
+    data = CommunityGraphDataModule(**{"num_pairs": 100} | options)
+    data.setup()
+    return data
+
+
+def pairs(loader):
+    return [torch.cat(each) for each in zip(*loader, strict=True)]
+
+
+@pytest.mark.parametrize("communities", [1, 4, 7])
+def test_the_graph(communities):
+    graph = possible_edges(communities)
+    assert graph.shape == (num_nodes(communities), num_nodes(communities))
+    assert torch.equal(graph, graph.T) and (graph.diagonal() == 1).all()
+    inside, between = 9 * communities, communities - 1
+    assert graph.sum() == 2 * (inside + between) + 6 * communities
+    for c in range(communities):
+        block = slice(6 * c, 6 * c + 6)
+        assert torch.equal(graph[block, block], possible_edges(1))
+        assert c == 0 or graph[6 * c - 1, 6 * c] == 1
+
+
+def test_102_of_576_entries_as_in_the_paper():
+    data = ready()
+    assert data.edge_probs.shape == (24, 24)
+    assert (data.edge_probs == 0.75).sum() == 102 and (data.edge_probs == 0).sum() == 474
+
+
+@pytest.mark.parametrize(("theta", "scale", "wanted"), [(0.9, None, 1.56), (0.5, None, 2.24),
+                                                        (0.5, 3.0, 3.0)])  # fmt: skip
+def test_psi_has_the_scale(theta, scale, wanted):
+    data = ready(theta=theta, psi_scale=scale)
+    assert data.psi.square().sum(0).mean() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_certain_edges_make_y_a_function_of_x():
+    data = ready(theta=1.0, communities=2, in_features=3, out_features=5)
+    x, y = pairs(data.val_dataloader())
+    assert x.shape == (10, 12, 3)
+    model = GCN(3, 5)
+    model.load_state_dict({"weight": data.psi})
+    assert torch.allclose(y, model(x, data.edge_probs[None])[0], atol=1e-5)
+    assert data.optimal["energy_score"] == pytest.approx(0, abs=1e-4)
+
+
+def test_every_pair_has_a_graph_of_its_own(monkeypatch):
+    """Mean and variance of y given x, over pairs with one x, and in pieces."""
+    monkeypatch.setattr(community_graph, "_AT_ONCE", 300)
+    messages = torch.randn(1, 24, 2)
+    generator = torch.Generator().manual_seed(0)
+    y = community_graph._outputs(messages.expand(4000, 24, 2), possible_edges(4), 0.3, generator)
+    graph = possible_edges(4)
+    assert torch.allclose(y.mean(0), 0.3 * graph @ messages[0], atol=0.12)
+    assert torch.allclose(y.var(0), 0.21 * graph @ messages[0].square(), rtol=0.12)
+
+
+def test_parts_do_not_overlap_and_follow_the_seed():
+    data = ready(num_pairs=105)
+    (val, _), (test, _) = pairs(data.val_dataloader()), pairs(data.test_dataloader())
+    assert len(val) == len(test) == 10 and len(data._parts["train"][0]) == 85
+    everything = torch.cat([data._parts["train"][0], val, test]).flatten(1)
+    assert len(everything.unique(dim=0)) == 105
+    other, _ = pairs(ready(num_pairs=105, seed=1).test_dataloader())
+    assert not torch.equal(test, other)
+
+
+def test_training_batches_are_shuffled_pairs():
+    data = ready(batch_size=20)
+    whole = {tuple(x.flatten().tolist()): y for x, y in zip(*data._parts["train"], strict=True)}
+    loader = data.train_dataloader()
+    draws = iter(loader)
+    batches = [next(draws), *loader.next_batches(2), *draws]
+    assert len(batches) == len(loader) == 4 and not loader.next_batches(2)
+    for x, y in batches:
+        assert x.shape == (20, 24, 4)
+        for one, other in zip(x, y, strict=True):
+            assert torch.equal(whole.pop(tuple(one.flatten().tolist())), other)
+    assert not whole
+
+
+def test_generating_draws_nothing_from_the_noise_of_a_run():
+    before = torch.get_rng_state()
+    assert ready().optimal == ready().optimal
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_wrong_options():
+    for options, reason in (
+        ({"theta": 0.0}, r"theta must lie in \(0, 1\], got 0.0"),
+        ({"communities": 0}, "communities must be positive, got 0"),
+        ({"num_pairs": 9}, "at least 10, got 9"),
+        ({"psi_scale": -1.0}, "psi_scale must be positive"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            CommunityGraphDataModule(**options)
+
+
+# -- the paper -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theta", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_the_true_model_scores_what_the_papers_does(monkeypatch, theta):
+    monkeypatch.setattr(community_graph, "_PASSES", 2)
+    rows = json.loads(PAPER.read_text())["gsl"]
+    (paper,) = (r for r in rows if r["theta_star"] == theta and r["head"] == "optimal")
+    optimal = ready(theta=theta, num_pairs=10_000).optimal
+    assert optimal["energy_score_2x"] == pytest.approx(paper["energy_score"]["mean"], rel=0.02)
+    assert optimal["pp_mae"] == pytest.approx(paper["pp_mae"]["mean"], rel=0.02)
+    assert optimal["pp_mse"] == pytest.approx(paper["pp_mse"]["mean"], rel=0.02)

@@ -1,0 +1,85 @@
+"""What TensorBoard shows of a run: its tags, each explained, and what the pictures show."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases_callbacks import quiet_trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from catnat import make_head
+from catnat.callbacks import Figures, FisherMonitor
+from catnat.callbacks.images import add_image, fisher_picture
+from catnat.callbacks.tensorboard import RunLogger
+from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
+
+
+@pytest.mark.parametrize("kind", ["vae", "graph"])
+def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tmp_path, data):
+    if kind == "vae":
+        model = DiscreteVAE("natural", 3, 8, nll_samples=2)
+        batches = MNISTDataModule(str(data), batch_size=5, download=False)
+        pictures = {"fim/picture", "images/prior", "images/reconstructions", "latents/usage"}
+    else:
+        model = GraphStructureLearner("softmax", 6, test_passes=1)
+        batches = CommunityGraphDataModule(communities=1, num_pairs=120)
+        batches.batch_size = 8
+        pictures = {"fim/picture", "graph/theta"}
+    logger = RunLogger(tmp_path, name="", version="run")
+    callbacks = [FisherMonitor(), Figures()]
+    trainer = quiet_trainer(max_steps=12, logger=logger, callbacks=callbacks, val_check_interval=6)
+    trainer.fit(model, datamodule=batches)
+    trainer.test(model, datamodule=batches, verbose=False)
+    found = EventAccumulator(str(tmp_path / "run"), {"images": 0}).Reload()
+    tags = found.Tags()
+    assert set(tags["images"]) == pictures
+    assert [each.step for each in found.Images("fim/picture")] == [0, 10, 11]
+    shown = {tag for tag in tags["scalars"] if not tag.endswith("/loss")} - {"hp_metric"}
+    assert min(tag for tag in shown if tag.startswith("fim")) == "fim/off_diagonal_mass"
+    explained = (Path(__file__).parents[2] / "docs/tags.md").read_text()
+    for tag in shown | pictures:
+        name = tag.partition("/")[2]
+        assert f"`{tag}`" in explained or f"(val, test)/{name}`" in explained, tag
+
+
+# -- pictures -------------------------------------------------------------------------------------
+
+
+def test_pictures_have_one_color_scale_up_to_a_quarter():
+    head = make_head("softmax", 4)
+    one, other, large = (fisher_picture(x * torch.eye(4), head, "") for x in (0.2, 0.1, 0.4))
+    assert one.shape == other.shape == (400, 460, 3) and one.dtype == torch.uint8
+    assert not torch.equal(one, other)
+    assert torch.equal(one[:, -90:], other[:, -90:]), "the color bars agree"
+    assert not torch.equal(one[:, -90:], large[:, -90:]), "an entry is beyond the scale"
+
+
+def test_red_is_positive_blue_is_negative():
+    G = torch.zeros(100, 100)
+    G[50, 25], G[10, 90] = -0.25, 0.25
+    pixels = fisher_picture(G, make_head("softmax", 100), "").int()[:, :370]
+    red, blue = pixels[..., 0], pixels[..., 2]
+    (below, left), *_ = (blue > red + 60).nonzero().tolist()
+    (above, right), *_ = (red > blue + 60).nonzero().tolist()
+    assert above < below and left < right
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_arrives_as_it_was_given(channels, tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="", version="run")
+    image = torch.rand(5, 7, channels)
+    add_image([logger], "fim/picture", lambda: image, 3)
+    add_image([logger], "fim/picture", lambda: (image * 255).round().byte(), 4)
+    add_image([CSVLogger(tmp_path)], "fim/picture", lambda: pytest.fail("nobody looks at it"), 5)
+    logger.experiment.close()
+    found = EventAccumulator(str(tmp_path / "run")).Reload().Images("fim/picture")
+    assert [each.step for each in found] == [3, 4]
+    want = (image.expand(5, 7, 3) * 255).round().byte().numpy()
+    for each in found:
+        pixels = np.array(Image.open(io.BytesIO(each.encoded_image_string)).convert("RGB"))
+        assert np.array_equal(pixels, want)

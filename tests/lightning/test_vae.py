@@ -1,0 +1,422 @@
+"""The VAEs: losses and gradients against oracles, the recipe step by step, test metrics."""
+
+import math
+import re
+import runpy
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import slow
+from cases_callbacks import quiet_trainer
+from lightning.pytorch import Callback
+from torch import nn
+
+from catnat import head_names
+from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat.lit_modules.vae import Estimator
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODELS = [DiscreteVAE, MLPDiscreteVAE]
+
+
+@pytest.fixture(scope="module")
+def x():
+    """A few images that compress well: four shapes, (16, 1, 28, 28)."""
+    shapes = torch.zeros(4, 1, 28, 28)
+    for i, shape in enumerate(shapes):
+        shape[:, 7 * i : 7 * i + 7] = 0.9
+    return shapes.repeat(4, 1, 1, 1)
+
+
+def trainer(steps=3, **options):
+    return quiet_trainer(max_steps=steps, max_epochs=-1, **options)
+
+
+class Batches:
+    """A loader; Lightning would take a list for several."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def fit(model, x, steps=3, **options):
+    run = trainer(steps, **options)
+    run.fit(model, Batches(x))
+    return run
+
+
+def evaluated(model, x, batch_size=6):
+    run = trainer()
+    run.test(model, Batches(*x.split(batch_size)), verbose=False)
+    return {name: value.item() for name, value in run.callback_metrics.items()}
+
+
+# -- what is learned -----------------------------------------------------------------------
+
+
+def losses_of(model, x, steps):
+    """The losses of all steps of a run."""
+    losses = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            losses.append(outputs["loss"].item())
+
+    run = fit(model, x, steps, callbacks=[Record()])
+    assert run.global_step == len(losses) == steps
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [*((DiscreteVAE, head) for head in head_names()), (MLPDiscreteVAE, "natural")],
+)
+def test_every_head_learns(kind, head, x):
+    model = kind(head, num_latents=4, num_categories=5, learning_rate=3e-3)
+    losses = losses_of(model, x, steps=40)
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_every_estimator_trains_the_encoder_and_gumbel_is_the_default(estimator, x):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = DiscreteVAE("natural", num_latents=4, learning_rate=3e-3, **options)
+        before = model.encoder[0].weight.detach().clone()
+        losses = losses_of(model, x, steps=30)
+        assert not torch.equal(model.encoder[0].weight, before)
+        return losses
+
+    losses = trained(estimator=estimator)
+    assert losses[-1] < 0.8 * losses[0]
+    assert estimator != "gumbel" or losses == trained()
+
+
+@pytest.mark.parametrize("head", head_names())
+def test_the_loss_is_reconstruction_plus_kl(head, x):
+    model = DiscreteVAE(head, num_latents=3, num_categories=6).eval()
+    q = model(x)
+    torch.manual_seed(5)
+    loss = model.loss(x, q)
+    torch.manual_seed(5)
+    z = q.rsample(estimator="gumbel")
+    assert set(z.unique().tolist()) == {0.0, 1.0}
+    pixels = model.decode(z).sigmoid()
+    bce = F.binary_cross_entropy(pixels, x, reduction="sum") / len(x)
+    p = q.probs.double()
+    kl = (torch.special.xlogy(p, p) + p * math.log(6)).sum() / len(x)
+    torch.testing.assert_close(loss, (bce + kl).float())
+
+
+def test_training_is_zero_grad_backward_clip_step(x):
+    """Lightning's loop against one written out, bit for bit."""
+    torch.manual_seed(0)
+    model = DiscreteVAE("sigmoid", lr_decay=0.5, lr_decay_steps=2, temperature_steps=2,
+                        temperature_rate=0.1)  # fmt: skip
+    torch.manual_seed(0)
+    twin = DiscreteVAE("sigmoid")
+    torch.manual_seed(1)
+    run = fit(model, x, steps=5)
+    assert run.callback_metrics["train/temperature"] == pytest.approx(math.exp(-0.4))
+    assert run.progress_bar_metrics.keys() == {"train/loss"}
+
+    torch.manual_seed(1)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, fused=True)
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 1e-3 * 0.5 ** (step // 2)
+        temperature = max(math.exp(-0.1 * (step // 2 * 2)), 0.5)
+        optimizer.zero_grad()
+        twin.temperature.set(temperature)
+        loss = twin.step_loss(x)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        assert norm > 1, "or clipping would go untested"
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("clip", "trainers"), [(1.0, None), (0.25, None), (0.0, None), (1.0, 0.5)])
+def test_the_gradient_is_clipped(clip, trainers, x):
+    norms = []
+
+    class Norm(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            grads = [p.grad.flatten() for p in module.parameters()]
+            norms.append(torch.cat(grads).norm().item())
+
+    fit(DiscreteVAE("softmax", gradient_clip=clip), x, steps=1, callbacks=[Norm()],
+        gradient_clip_val=trainers)  # fmt: skip
+    limit = trainers or clip
+    assert norms[0] == pytest.approx(limit, rel=1e-3) if limit else norms[0] > 2
+
+
+def test_an_encoder_with_another_number_of_scores_is_named(x):
+    class Wide(DiscreteVAE):
+        def make_networks(self, num_scores, num_inputs):
+            _, decoder = super().make_networks(num_scores, num_inputs)
+            return nn.Sequential(nn.Flatten(), nn.Linear(784, 2 * num_scores)), decoder
+
+    with pytest.raises(ValueError, match=r"140 scores for an image; 10 latents of 7 .* need 70"):
+        Wide("natural")(x)
+
+
+@pytest.mark.parametrize("model", [DiscreteVAE, MLPDiscreteVAE])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (3, 28, 28), (28, 28)])
+def test_images_of_another_size_are_named(model, shape):
+    with pytest.raises(ValueError, match=re.escape("(B, 1, 28, 28), got (8, " + str(shape)[1:])):
+        fit(model(), torch.rand(8, *shape), steps=1)
+
+
+BASELINES = {"constant": {"baseline_value": 540.0}, "others": {"baseline": "leave-one-out"}}
+
+
+@pytest.mark.parametrize(
+    ("head", "baseline"),
+    [
+        *(("natural", baseline) for baseline in ("constant", "others")),
+        *(slow(head, "others") for head in head_names() if head != "natural"),
+    ],
+)
+def test_the_score_function_gradient_is_unbiased(head, baseline, x):
+    """Against the gradient of the ELBO summed over all K^N latents."""
+    K, x = 3, x[:2]
+    options = {"num_categories": K, "num_samples": 20_000} | BASELINES[baseline]
+    model = MLPDiscreteVAE(head, num_latents=2, **options)
+    latents = torch.cartesian_prod(torch.arange(K), torch.arange(K))  # (9, 2)
+    z = F.one_hot(latents, K).float()[:, None].expand(-1, len(x), -1, -1)  # (9, B, 2, 3)
+    parameters = list(model.encoder[-1].parameters())
+
+    q = model(x)
+    probs = (z * q.probs).sum(-1).prod(-1)  # (9, B)
+    exact = ((probs * model.reconstruction(x, z)).sum(0) + model.kl(q)).mean()
+    expected = torch.autograd.grad(exact, parameters)
+    estimate = model.loss(x, model(x))
+    found = torch.autograd.grad(estimate, parameters)
+    assert estimate.item() == pytest.approx(exact.item(), rel=1e-3)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.1)
+
+
+def test_the_constant_baseline_enters_the_gradient_and_not_the_value(x):
+    def loss_and_gradient(value):
+        torch.manual_seed(0)
+        model = MLPDiscreteVAE("softmax", baseline_value=value)
+        q = model(x)
+        torch.manual_seed(1)
+        loss = model.loss(x, q)
+        return loss.item(), torch.autograd.grad(loss, model.encoder[-1].bias)[0]
+
+    (low, at_zero), (high, at_125) = loss_and_gradient(0.0), loss_and_gradient(125.0)
+    assert low == high
+    assert not torch.allclose(at_zero, at_125)
+
+
+# -- one step is device work alone ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["softmax", "sigmoid", "natural"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_reads_nothing_back_from_the_device(kind, head):
+    """On the meta device there is nothing to read: .item() or a branch on a value would raise."""
+    model = kind(head).to("meta")
+    loss = model.step_loss(torch.zeros(4, 1, 28, 28, device="meta"))
+    loss.backward()
+    assert loss.shape == ()
+
+
+# -- evaluation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_test_metrics_agree_with_enumeration(kind, x):
+    torch.manual_seed(3)
+    K, model = 4, kind("natural", num_latents=1, num_categories=4, nll_samples=512)
+    with torch.no_grad():
+        model.encoder[-1].weight.mul_(20)
+        model.decoder[0].weight.mul_(20)
+    found = evaluated(model, x)
+    model.eval()
+    with torch.no_grad():
+        q = model(x)
+        z = torch.eye(K)[:, None, None].expand(-1, len(x), 1, K)
+        reconstruction = model.reconstruction(x, z)  # (K, B)
+        nll = -(-reconstruction).logsumexp(0).mean() + math.log(K)
+        elbo = -(q.probs[:, 0].t() * reconstruction).sum(0).mean() - model.kl(q).mean()
+    assert reconstruction.std(0).mean() > 0.3, "or anything would pass"
+    assert found["test/nll"] == pytest.approx(nll.item(), abs=0.1)
+    assert found["test/elbo"] == pytest.approx(elbo.item(), abs=0.1)
+    assert found["test/kl"] == pytest.approx(model.kl(q).mean().item(), rel=1e-4)
+    assert found["test/nll"] < -found["test/elbo"]
+
+
+def test_agrees_with_the_model_in_plain_torch(x):
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "paper" / "vae" / "plain_vae.py"))
+    model, plain = DiscreteVAE("softmax", 3, 4), benchmark["VAE"](3, 4)
+    for name in ("encoder", "decoder"):
+        getattr(plain, name).load_state_dict(getattr(model, name).state_dict())
+    found = evaluated(model, x)
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        q, z = model(x), torch.eye(4)[torch.randint(4, (len(x), 3))]
+        assert torch.allclose(plain.log_q(x), q.logits, atol=1e-6)
+        assert torch.allclose(plain.distortion(z, x), model.reconstruction(x, z), rtol=1e-5)
+        assert found["test/nll"] == pytest.approx(plain.nll(x).mean().item(), abs=0.2)
+        elbo = torch.stack([plain.elbo(x) for _ in range(200)]).mean().item()
+        assert found["test/elbo"] == pytest.approx(elbo, abs=0.2)
+
+
+def test_the_table_of_the_paper_leaves_out_most_of_the_prior(x):
+    found = evaluated(MLPDiscreteVAE("softmax", num_latents=30, num_categories=32), x)
+    gap = found["test/elbo_table"] - found["test/elbo"]
+    assert gap == pytest.approx(30 * math.log(32) * 127 / 128, rel=1e-4)
+    assert "test/elbo_table" not in evaluated(DiscreteVAE("softmax", nll_samples=1), x)
+
+
+def test_collapse_and_saturation_are_told(x):
+    model = DiscreteVAE("natural", nll_samples=4)
+    weight = model.encoder[-1].weight.detach().clone()
+    with torch.no_grad():
+        model.encoder[-1].weight.zero_()
+        model.encoder[-1].bias.zero_()
+    dead = evaluated(model, x)
+    assert (dead["test/collapsed"], dead["test/saturated"]) == (1, 0)
+    assert dead["test/kl"] == pytest.approx(0, abs=1e-5)
+    with torch.no_grad():
+        model.encoder[-1].bias[: 7 * 5].fill_(10)  # 5 of 10 latents
+    same = evaluated(model, x)  # far from the prior, but the same for every image
+    assert (same["test/collapsed"], same["test/saturated"]) == (1, 0.5)
+    assert same["test/kl"] > 5
+    with torch.no_grad():
+        model.encoder[-1].weight.copy_(100 * weight)
+    alive = evaluated(model, x)
+    assert alive["test/collapsed"] == 0
+
+
+@pytest.mark.parametrize("head", ["softmax", "sparsemax", "natural"])
+def test_information_is_that_of_the_latents_about_the_image(x, head):
+    model = DiscreteVAE(head, num_latents=3, num_categories=5, nll_samples=1)
+    with torch.no_grad():
+        model.encoder[-1].weight *= 1000
+    found = evaluated(model, x, batch_size=7)
+    model.eval()
+    with torch.no_grad():
+        p = model(x).probs.double()  # (B, N, K)
+    want = (torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum((1, 2)).mean()).item()
+    assert want > 0.1
+    assert found["test/information"] == pytest.approx(want, rel=1e-4)
+
+
+def test_the_likelihood_decodes_a_bounded_number_of_images_at_once(x):
+    model = DiscreteVAE("softmax", nll_samples=512)
+    sizes = []
+    model.decoder.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    evaluated(model, x.repeat(2, 1, 1, 1), batch_size=20)
+    assert max(sizes) <= 512 and sum(sizes) == 32 * 512
+
+
+def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):
+    model, run = DiscreteVAE("softmax"), trainer()
+    model.on_validation_epoch_start = lambda: None  # a subclass may have its own
+
+    def validated(*batches):
+        run.validate(model, Batches(*batches), verbose=False)
+        return dict(run.callback_metrics)
+
+    validated(x[:3])
+    before = torch.get_rng_state()
+    first = validated(x[:12], x[12:])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == validated(x[:12], x[12:])
+    assert first.keys() == {"val/loss", "val/elbo", "val/kl"}
+    model.eval()
+    assert first["val/kl"] == pytest.approx(model.kl(model(x)).mean().item(), rel=1e-5)
+    assert first["val/loss"] == pytest.approx(-first["val/elbo"].item(), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_pictures_change_nothing(kind, x):
+    model = kind()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for picture in (model.reconstruct(x), model.sample_prior(3)):
+        assert picture.shape[1:] == (1, 28, 28) and not picture.requires_grad
+        assert 0 <= picture.min() <= picture.max() <= 1
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model.reconstruct(x), model.reconstruct(x.double()))
+    assert not torch.equal(model.sample_prior(3), model.sample_prior(3))
+
+
+# -- seams -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_subclasses_override_scores_and_loss(kind, x):
+    called = set()
+
+    class Mine(kind):
+        def __init__(self, width: int = 16, **options):
+            super().__init__(**options)
+            self.body = torch.nn.Linear(784, width)
+            self.tail = torch.nn.Linear(width, self.num_latents * self.head.num_scores)
+
+        def scores(self, batch):
+            called.add("scores")
+            hidden = self.body(batch.flatten(1)).relu()
+            return self.tail(hidden).reshape(len(batch), self.num_latents, -1)
+
+        def loss(self, batch, q):
+            called.add("loss")
+            return super().loss(batch, q) + 0 * sum(p.sum() for p in self.encoder.parameters())
+
+    model = Mine(width=8, head="natural", num_latents=3)
+    before = model.tail.weight.detach().clone()
+    fit(model, x)
+    assert called == {"scores", "loss"}
+    assert not torch.equal(model.tail.weight, before)
+    assert (model.hparams["width"], model.hparams["num_latents"]) == (8, 3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_images_of_float64_with_labels_are_taken(kind, x):
+    model = kind(num_latents=2, num_categories=3)
+    torch.manual_seed(0)
+    loss = model.step_loss([x.double(), torch.arange(len(x))])
+    torch.manual_seed(0)
+    assert loss.dtype == torch.float32 and torch.equal(loss, model.step_loss(x))
+
+
+def test_the_range_of_every_batch_is_checked_on_the_cpu(x):
+    run = trainer(steps=-1)
+    with pytest.raises(ValueError, match=r"images must lie in \[0, 1\], got values from 0 to"):
+        run.fit(DiscreteVAE(num_latents=2, num_categories=2), Batches(x, x, 3 * x))
+    assert run.global_step == 2, "the first two batches were right"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DiscreteVAE, {"optimizer": "adamw"}, "'adamw'; choose from adam, sgd"),
+        (DiscreteVAE, {"estimator": "gumble"}, "'gumble'; choose from gumbel, straight-through"),
+        (DiscreteVAE, {"num_latents": 0}, "num_latents must be positive, got 0"),
+        (DiscreteVAE, {"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        (DiscreteVAE, {"gradient_clip": -1.0}, "gradient_clip must be at least 0, got -1"),
+        (DiscreteVAE, {"head": "softmax", "head_options": {"amplitude": 1.0}}, "'amplitude'"),
+        (MLPDiscreteVAE, {"baseline": "mean"}, "'mean'; choose from constant, leave-one-out"),
+        (MLPDiscreteVAE, {"baseline": "leave-one-out"}, "num_samples >= 2, got 1"),
+    ],
+)
+def test_wrong_options_are_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)

@@ -1,0 +1,205 @@
+"""Many models trained as one: the same steps as each model alone, whatever the model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from catnat import make_head
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
+from catnat.lit_modules.step_module import StepModule
+from catnat.sweeps import batched
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Points(LightningDataModule):
+    """Twelve points with labels, in a fixed order."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        noise = torch.Generator().manual_seed(0)
+        x = scale * torch.randn(12, 5, generator=noise)
+        self.points = TensorDataset(x, torch.arange(12) % 4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.points, batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.points, batch_size=12)
+
+    test_dataloader = val_dataloader
+
+
+class Classifier(StepModule):
+    """A model of a user: two layers, a batch norm, a head, a decaying learning rate."""
+
+    def __init__(self, learning_rate: float, optimizer: str = "Adam", clip: float = 0.0) -> None:
+        super().__init__(gradient_clip=clip)
+        self.head = make_head("natural", 4)
+        # No bias before the batch norm: its gradient is 0 but for rounding, which Adam would scale.
+        first = nn.Linear(5, 6, bias=False)
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.learning_rate, self.optimizer = learning_rate, optimizer
+
+    def step_loss(self, batch: Any) -> Tensor:
+        x, label = batch
+        return -self.head(self.layers(x) * self.frozen).log_prob(label).mean()
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
+        kind = getattr(torch.optim, self.optimizer)
+        optimizer = self.make_optimizer(kind, parameters, lr=self.learning_rate, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        plan = {"scheduler": scheduler, "interval": "step"}
+        if self.optimizer == "SGD":
+            return [optimizer], [plan]
+        return {"optimizer": optimizer, "lr_scheduler": plan}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.step_loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/loss", self.step_loss(batch))
+
+
+def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
+    model, data = Classifier(rate, **options), Points(scale)
+    return batched.member(model, data, seed, trainer, options, {"scale": scale})
+
+
+def alone(one: batched.Member) -> StepModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {name: one.options[name] for name in ("max_steps", "accelerator")}
+        Trainer(**options, enable_checkpointing=False, **QUIET).fit(one.model, datamodule=one.data)
+    return one.model
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "AdamW"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=cuda)])
+def test_models_learn_what_each_would_learn_alone(
+    optimizer: str, clip: float, accelerator: str
+) -> None:
+    def members() -> list[batched.Member]:
+        options = {"optimizer": optimizer, "clip": clip}
+        settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
+        made = [classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings]
+        for one in made:
+            one.options["accelerator"] = accelerator
+        return made
+
+    together = members()
+    found = batched.Group(together).train(lambda line: None)
+    for one, other, metrics in zip(together, members(), found, strict=True):
+        expected, is_now = alone(other).state_dict(), one.model.state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert metrics["val/loss"] == pytest.approx(metrics["test/loss"])
+        assert metrics["fim/off_diagonal_mass"] == pytest.approx(0)
+        assert [step for step, _ in one.curve] == [3, 6, 7]
+
+
+def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
+    members = [classifier(seed, rate) for seed in (1, 2) for rate in (0.1, 0.2)]
+    members.append(classifier(1, 0.1, clip=1.0))
+    assert [len(each) for each in batched.groups(members, 3)] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("option", ["accumulate_grad_batches=2", "precision=64-true",
+                                    "max_epochs=1", "trainer.callbacks+=Timer"])  # fmt: skip
+def test_what_a_group_would_not_do_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"takes no {option.split('.')[-1][:8]}"):
+        batched.build(["--model=vae", "--max_steps=2", f"--{option}"])
+    one = classifier(1, 0.1, optimizer="SGD")
+    optimizers, (plan,) = one.model.configure_optimizers()
+    one.model.configure_optimizers = lambda: (optimizers, [plan["scheduler"]])  # by epochs
+    with pytest.raises(ValueError, match="Classifier may have one optimizer, and schedulers"):
+        batched.Group([one])
+
+
+def test_a_model_that_diverges_fails_alone() -> None:
+    members = [classifier(1, 0.1), classifier(2, 1e30)]
+    members[1].model.layers[0].weight.data.fill_(torch.nan)
+    found = batched.Group(members).train(lambda line: None)
+    assert found[0] and not members[0].failure
+    assert not found[1] and members[1].failure
+
+
+# -- our models, a step as one ---------------------------------------------------------------------
+
+
+IMAGES = torch.rand(8, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+PAIRS = (torch.randn(5, 6, 4), torch.randn(5, 6, 2))
+GRAPHS = (torch.rand(32, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.3).float()
+MODELS: dict[str, tuple[Any, ...]] = {
+    "vae": (DiscreteVAE, (3, 4), {}, IMAGES),
+    "mlp-vae": (MLPDiscreteVAE, (3, 4), {}, IMAGES),
+    "leave-one": (MLPDiscreteVAE, (3, 4), {"baseline": "leave-one-out", "num_samples": 3}, IMAGES),
+    "gsl": (GraphStructureLearner, (6,), {}, PAIRS),
+    "gsl, local": (GraphStructureLearner, (6,), {"estimator": "local_expectation"}, PAIRS),
+}
+
+
+@pytest.mark.parametrize("head", ["softmax", "sparsemax", "sigmoid", "natural"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> None:
+    kind, sizes, options, batch = MODELS[name]
+    models = [kind(head, *sizes, **options) for _ in range(2)]
+    stack = batched.Stack(models, torch.device("cpu"), 10)
+    before = {name: each.detach().clone() for name, each in stack.parameters.items()}
+    torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stack.prepare_step(0)
+            losses = stack.step(batch, one_batch=True)
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    assert losses.shape == (2,) and losses.isfinite().all() and losses[0] != losses[1]
+    assert all((each != before[name]).any() for name, each in stack.parameters.items())
+    counted = [each for key, each in stack.buffers.items() if "num_batches" in key]
+    assert all(each.tolist() == [1, 1] for each in counted) and len(counted) in (0, 3)
+
+
+class Smooth(DiscreteVAE):
+    """Without noise."""
+
+    def loss(self, batch: Any, q: Any) -> Tensor:
+        return (self.reconstruction(batch, q.probs) + self.kl(q)).mean()
+
+
+@pytest.mark.parametrize("kind", [Smooth, GraphStructureLearner])
+def test_gradients_and_batch_norms_are_those_of_each_model_alone(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("catnat.lit_modules.graph.sample_graphs", lambda theta, n: GRAPHS[:n])
+    options, batch, atol = ((3, 4), IMAGES, 1e-4) if kind is Smooth else ((6,), PAIRS, 1e-6)
+    models = [kind("sigmoid", *options) for _ in range(3)]
+    for each in models:
+        each.gradient_clip = 0
+    alone = copy.deepcopy(models)
+    stack = batched.Stack(models, torch.device("cpu"), 10)
+    losses = stack.step(batch, one_batch=True)
+    for loss, ours, theirs in zip(losses, models, alone, strict=True):
+        expected = theirs.step_loss(batch)
+        expected.backward()
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert other.grad.any()
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=atol, msg=name)
+        for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

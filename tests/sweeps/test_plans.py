@@ -1,0 +1,139 @@
+"""Plans: what a file may say, and our own plans against the command line, the paper and rows."""
+
+import json
+
+import pytest
+import yaml
+
+from catnat.sweeps import plan, runs, sweep, tables
+
+WHOLE = {
+    "title": "T", "study": "s", "model": "vae", "grid": {"head": ["softmax"]},
+    "metrics": {"a/b": {}},
+}  # fmt: skip
+
+
+def write(folder, **keys):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(WHOLE | keys))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"modell": "vae"}, "there is no key modell; did you mean model?"),
+        ({"search": {"gird": {"lr": [1]}}}, "there is no key gird; did you mean grid?"),
+        ({"search": 3}, "search"),
+        ({"seeds": ["one"]}, "seeds"),
+        ({"seeds": [1, 1]}, "has one twice"),
+        ({"metrics": {"a/b": {"beter": "lower"}}}, "beter"),
+        ({"metrics": {"a/b": {"better": "less"}}}, "less"),
+        ({"columns": ["heat"]}, "columns: heat is not in the grid; did you mean head?"),
+        ({"search": {"grid": {"head": ["a"]}}}, "head stands twice"),
+        ({"search": {}}, "give a grid"),
+        ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
+        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers, not ['b']"),
+        ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
+        ({"grid": {"a b": [[1, 2, 3]]}}, "a b: [1, 2, 3] is not a list of 2 values"),
+        ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} stands twice"),
+        ({"search": {"fixed": {"lr": {"natural": 1}}}}, "no value for head softmax"),
+        ({"grid": {"seed": [1, 2]}}, "seeds has the seeds"),
+        ({"program": "x.py"}, "either model or program"),
+        ({"base": "vae_adm"}, "did you mean vae_adam?"),
+        ({"grid": 3}, "grid"),
+        ({"grid": {"head": []}}, "head: give at least one"),
+        ({"options": {"seed": 3}}, "seeds has the seeds"),
+        ({"scales": ["small"]}, "scales must have names"),
+        ({"search": {"space": {"a": {"low": 0, "high": 1, "log": True}}, "trials": 1}}, "low > 0"),
+        ({"search": {"space": {"a": {"low": 0, "high": 1, "step": 0}}, "trials": 1}}, "step > 0"),
+    ],
+)
+def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):
+    assert sweep.main([write(tmp_path, **keys), "--engine", "print"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [", "\x00"])
+def test_a_file_that_is_not_a_plan_is_one_line(text, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert sweep.main([str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["vae_adm"], ["vae_adam", "--scale", "smal"]])
+def test_unknown_plans_and_scales_name_the_closest(words, capsys):
+    assert sweep.main(words) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
+    path = tmp_path / "mine.yaml"
+    scales = {"small": {"options": {"max_steps": 7}, "grid": {"variant": None}}}
+    path.write_text(yaml.safe_dump({"base": "vae_adam", "title": "Mine", "scales": scales,
+                                    "columns": [], "seeds": [7], "options": {"max_steps": 9},
+                                    "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
+                                    }))  # fmt: skip
+    found, base = plan.load(str(path)), plan.load("vae_adam")
+    assert found.title == "Mine" and found.scale == "small"
+    assert found.options == base.options | {"max_steps": 7}
+    assert "variant" not in found.grid and found.seeds == [7] and found.columns == []
+    assert found.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
+    assert found.search.options == base.search.options
+    assert plan.load(str(path), "long").options["max_steps"] == 9
+    assert plan.scales(str(path)) == plan.scales("vae_adam")
+
+
+@pytest.mark.parametrize("name", plan.names())
+def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(name):
+    for found in (plan.load(name, scale) for scale in plan.scales(name)):
+        for cell in found.cells():
+            for metric, described in found.metrics.items():
+                has = tables.paper_mean(found, cell, metric) is not None
+                assert has == (described.paper is not None and found.paper is not None), cell
+        names = [run.name for run in found.runs(runs.Rows([]))]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", plan.names())
+def test_train_takes_the_options_of_our_plans(name):
+    found = plan.load(name, "smoke")
+    (run, *_) = found.runs(runs.Rows([]))
+    sweep.check_arguments(run.arguments(runs.ROOT))
+
+
+# -- published rows --------------------------------------------------------------------------------
+
+PUBLISHED = {  # by plan and scale: final runs that have rows, of all
+    ("vae_adam", "small"): (216, 216), ("vae_adam", "recipe"): (48, 48),
+    ("vae_adam", "long"): (16, 16), ("mlp_vae", "small"): (18, 18),
+    ("gsl", "paper"): (200, 200), ("gsl", "fixed"): (20, 20),
+    ("gsl_local", "small"): (100, 100), ("gsl_local", "dead"): (20, 20),
+    ("gsl_tail", "paper"): (50, 50), ("gsl_tail", "rates"): (120, 120),
+    ("ppo_breakout", "small"): (6, 6), ("ppo_seaquest", "small"): (4, 6),
+    ("ppo_cartpole", "small"): (24, 24), ("ppo_cartpole", "seeds"): (12, 12),
+    ("ppo_cartpole", "tail"): (60, 60),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", PUBLISHED)
+def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
+    found = plan.load(*which)
+    rows = runs.Rows(runs.read(runs.path_of(found.study, runs.ROOT / "results")), [found.name])
+    finals = [run for cell in found.cells() for run in found.final_runs(cell, rows)]
+    done = sum(rows.find(run) is not None for run in finals)
+    assert (done, len(finals)) == PUBLISHED[which]
+
+
+@pytest.mark.parametrize(
+    ("study", "count"), [("vae", 1201), ("graphs", 1153), ("games", 107), ("language_model", 97)]
+)
+def test_every_published_run_has_one_row(study, count):
+    rows = runs.read(runs.path_of(study, runs.ROOT / "results"))
+    assert len(rows) >= count
+    assert all(row.finished and row.metrics and row.about["plans"] for row in rows)
+    keys = [(row.key, json.dumps(row.metrics, sort_keys=True)) for row in rows]
+    engines = [row.about.get("engine", "") + row.about.get("device", "") for row in rows]
+    assert len(set(zip(keys, engines, strict=True))) == len(rows)

@@ -1,0 +1,168 @@
+"""Tables, tests and figures from rows."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import scipy.stats
+from cases_sweep import arguments, write_plan
+from torch.utils.tensorboard import SummaryWriter
+
+from catnat.sweeps import figures, plan, runs, significance, tables
+
+HEADS = ("softmax", "sigmoid", "natural")
+NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2],
+       "natural": [100.1, 100.5, 100.6]}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A plan with rows: three heads, two sizes of which one has no rows."""
+    keys = {"grid": {"size": [8, 16], "head": list(HEADS)}, "seeds": [1, 2, 3], "columns": ["size"]}
+    path = write_plan(tmp_path, **keys, names={"size": "K"}, options={"x": 1})
+    found = plan.load(str(path))
+    rows = []
+    for head, values in NLL.items():
+        for seed, value in enumerate(values, 1):
+            run = found.run({"size": 8, "head": head}, {}, seed, "final")
+            rows.append(runs.made(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
+    runs.add(runs.path_of("tiny", tmp_path / "results"), rows)
+    return path
+
+
+def table(path, capsys, *more):
+    assert tables.main(arguments(path, *more)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
+    text = table(path, capsys)
+    assert "| softmax | 104.500 ± 0.500 | — |" in text
+    assert "| sigmoid | **100.200 ± 0.200** | — |" in text
+    assert "| natural | **100.400 ± 0.265** | — |" in text
+    assert "| 8 | softmax | 104.500 ± 0.500 |  | 3 | 1 collapsed |" in text
+    assert "0 of 3" in text
+
+
+def test_a_table_in_latex(path, capsys):
+    text = table(path, capsys, "--format", "latex")
+    assert r"sigmoid & $\mathbf{100.200 \pm 0.200}$" in text and r"\bottomrule" in text
+
+
+def test_a_study_has_the_tables_of_its_plans_and_others_are_one_line(capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    assert tables.main(["games"]) == 0
+    assert capsys.readouterr().out.count("\n## ") >= 4
+    assert tables.main(["gamez"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_published_numbers_come_from_rows(capsys, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    assert tables.main(["vae_adam", "--scale", "small"]) == 0
+    text = capsys.readouterr().out
+    assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **97.0 ± 0.3** (97.6, -0.6) |" in text
+    assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
+
+
+def test_values_may_be_lists_null_and_words(tmp_path, capsys):
+    for values, order in (([[1, 2], [3]], "[1, 2] | K = [3]"), ([3, None, 1], "1 | K = 3 | K")):
+        path = write_plan(tmp_path, grid={"K": values}, columns=["K"])
+        assert f"| K = {order}" in table(path, capsys)
+    for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
+        path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
+        found = plan.load(str(path))
+        rows = [runs.made(run, {"val/loss": 1.0}) for run in found.runs(runs.Rows([]))]
+        (cell,) = tables.cells_of(found, runs.Rows(rows), {})
+        assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
+    assert tables.main(arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
+    assert "x.md" in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_path):
+    file = tmp_path / "results" / "tiny" / "runs.csv"
+    file.write_text(file.read_text().replace("104.5", "x"))
+    assert tables.main(arguments(path)) == 2
+    assert "runs.csv, line 4" in capsys.readouterr().err
+
+
+# -- significance ----------------------------------------------------------------------------------
+
+
+def test_welch_and_its_interval_are_scipy_s():
+    a, b = [1.0, 2.0, 4.0], [2.0, 5.0, 9.0, 1.0]
+    expected = scipy.stats.ttest_ind(a, b, equal_var=False)
+    assert significance.welch(a, b) == pytest.approx(expected.pvalue)
+    low, high = significance.interval(a, b)
+    assert low < -23 / 12 < high
+    assert significance.interval([1.0, 2.0, 3.0])[0] == pytest.approx(
+        2 - 4.3027 / math.sqrt(3), rel=1e-3
+    )
+    assert significance.welch([1.0], b) is None
+    assert significance.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_holm_multiplies_by_the_number_of_tests_that_are_left():
+    assert significance.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([[1.0, 1.1, 0.9], [5.0, 5.1, 4.9], [1.05, 1.15, 0.95]], [True, False, True]),
+        ([[1.0, 1.1, 0.9], [1.0, 50.0, 99.0]], [True, False]),  # its own spread hides it
+        ([[1.0, math.nan], [2.0, 2.1]], [False, True]),
+        ([[1.0, 2.0], []], [False, False]),  # nothing to compare with
+        ([[1.0], [2.0]], [True, False]),
+    ],
+)
+def test_bold_is_the_best_and_what_is_not_significantly_different(samples, expected):
+    assert significance.bold(significance.compare(samples, "lower")) == expected
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def test_every_head_has_one_color():
+    colors = [figures.color(each, ["a", "b"]) for each in (*HEADS, "a", "b")]
+    assert len(set(colors)) == len(colors)
+    assert figures.color("sigmoid-rotated") == figures.color("sigmoid")
+
+
+def test_bars_of_rows_and_their_lead_over_a_baseline(path, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures.Axes, "barh", lambda self, x, y, **k: drawn.append((y, k["xerr"])))
+    words = ["bars", *arguments(path), "--out", str(tmp_path / "f")]
+    assert figures.main([*words, "--only", "K=8"]) == 0
+    assert [y for y, _ in drawn] == pytest.approx([104.5, 100.2, 100.4])
+    drawn.clear()
+    assert figures.main([*words, "--only", "K=8", "--baseline", "head=softmax"]) == 0
+    assert [y for y, _ in drawn] == pytest.approx([4.3, 4.1])
+    low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
+    assert drawn[0][1] == [[pytest.approx(4.3 - low)], [pytest.approx(high - 4.3)]]
+    assert list((tmp_path / "f").glob("*.png")) and list((tmp_path / "f").glob("*.pdf"))
+    assert figures.main([*words, "--baseline", "head=other"]) == 2
+    with pytest.raises(SystemExit):
+        figures.main(["bars", str(path), str(path)])  # one plan at a time
+
+
+def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
+    words = ["curves", *arguments(path), "--out", str(tmp_path / "f")]
+    assert figures.main(words) == 2
+    assert "has val/elbo" in capsys.readouterr().err
+    found = plan.load(str(path))
+    run = found.run({"size": 8, "head": "natural"}, {}, 1, "final")
+    with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name / "version_0")) as writer:
+        for step in range(4):
+            writer.add_scalar("val/elbo", -step, step)
+    steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
+    assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
+    assert figures.main(words) == 0 and figures.main([*words, "--only", "seed=2"]) == 2
+
+
+def test_the_page_of_recomputed_verdicts_follows_from_the_rows():
+    page = Path(__file__).parents[2] / "paper" / "recomputed.md"
+    done = subprocess.run([sys.executable, page.with_name("recompute.py")], stdout=-1, text=True)
+    assert done.stdout == page.read_text()
