@@ -63,16 +63,17 @@ def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
     exact, (saturated, free) = diagnostics[:, :-2], diagnostics[:, -2:].unbind(-1)
     if head.fisher_is_diagonal:
-        mass = frobenius = 0 * exact.sum(-1)  # NaN stays NaN
+        mass = mass_l1 = 0 * exact.sum(-1)  # NaN stays NaN
         condition = condition_of_spectrum(exact)
     else:
         G = matrix_of(head, diagnostics)
-        mass, frobenius = off_diagonal_mass(G), off_diagonal_mass(G, "fro")
+        mass = off_diagonal_mass(G, "fro")
+        mass_l1 = off_diagonal_mass(G)
         condition = condition_number(G)
     values = {"fim/off_diagonal_mass": mass, "fim/saturated": saturated / free.clamp_min(1e-30)}
     if head.num_scores > 1:  # otherwise these are constant
-        values["fim/off_diagonal_mass_fro"] = frobenius
         values["fim_spectrum/condition_number"] = condition
+        values["fim/off_diagonal_mass_l1"] = mass_l1
     columns = (column.tolist() for column in values.values())
     return [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -90,7 +91,7 @@ def sampled_sums(pairs: Tensor) -> Tensor:
     return torch.stack((off_diagonal_mass((one + other) / 2), off, total), -1)
 
 
-def sampled_row(sums: list[float], mass: float, off: float, total: float) -> Row:
+def sampled_row(sums: list[float], mass_l1: float, off: float, total: float) -> Row:
     """Add the :func:`sampled_sums` of a step to the sums of a run; the values of the step's tags.
 
     The off-diagonal share is the ratio of the sums of all steps, where earlier ones count less. A
@@ -101,9 +102,9 @@ def sampled_row(sums: list[float], mass: float, off: float, total: float) -> Row
         sums[:] = _MEMORY * sums[0] + off, _MEMORY * sums[1] + total
         share = sums[0] / sums[1] if sums[1] else 0.0
     return {
-        "fim_sampled/off_diagonal_mass": mass,
-        "fim_sampled/off_diagonal_mass_fro": 0.0 if share < 0 else share**0.5,
+        "fim_sampled/off_diagonal_mass": 0.0 if share < 0 else share**0.5,
         "fim_sampled/off_diagonal_share": share,
+        "fim_sampled/off_diagonal_mass_l1": mass_l1,
     }
 
 

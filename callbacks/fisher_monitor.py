@@ -27,31 +27,31 @@ class FisherMonitor(Callback):
     G is the mean of the exact Fisher matrices over the batch (all ranks together, and all batches
     whose gradients are accumulated) and over the latents of a step. The tags:
 
-    - ``fim/off_diagonal_mass``: sum_{i!=j} |G_ij| / sum_ij |G_ij|, with the expectation over
-      categories in closed form and over the data empirical. Exactly 0 for catnat; 1/2 for softmax
-      whatever the scores, because the rows of its G sum to zero;
-    - ``fim/off_diagonal_mass_fro``: the same ratio of Frobenius norms, which differs between
-      scores for softmax, too;
+    - ``fim/off_diagonal_mass``: sqrt(sum_{i!=j} G_ij^2 / sum_ij G_ij^2), the share of G's Frobenius
+      norm off the diagonal, with the expectation over categories in closed form and over the data
+      empirical. Exactly 0 for catnat;
     - ``fim/saturated``: share of the scores in a flat region, where they get no gradient. Scores
       that a mask decides do not count;
     - ``fim/picture``: G as a picture, red positive, blue negative, with the levels of the tree of a
       catnat head. It is drawn at steps 0, 10, 100, 1000 and so on, and after the last step, with
       one color scale for all matrices whose entries are at most 1/4;
     - ``fim_spectrum/condition_number``: largest over smallest eigenvalue of G on its support;
-    - ``fim_sampled/off_diagonal_mass_fro``: the Frobenius ratio again, from ``num_samples``
+    - ``fim_sampled/off_diagonal_mass``: the Frobenius share again, from ``num_samples``
       categories drawn at each row of every step, without the closed form; it is the root of the
       next tag, or 0 where that is negative;
-    - ``fim_sampled/off_diagonal_share``: an estimate of the square of the Frobenius ratio. Half of
+    - ``fim_sampled/off_diagonal_share``: an estimate of the square of the Frobenius share. Half of
       the draws of a step give one estimate A of G, the others another one B. The sums
       sum_{i!=j} A_ij B_ij and sum_ij A_ij B_ij have no floor from noise. Both are added up over
       the steps, where a step counts half as much 34 observed steps later, and then divided. So
       the share converges to 0 for catnat, also for small batches, and to the square of the exact
       ratio for softmax. For sparsemax it is too small: rare categories make up most of its G, and
       are hardly ever drawn;
-    - ``fim_sampled/off_diagonal_mass``: the l1 ratio of the mean of A and B of this step. The noise
-      of the draws gives even a diagonal G a floor, which falls with the number of draws (rows times
-      samples): about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8 and a
-      hundred rows of zero scores. Use it to compare with other implementations that draw.
+    - ``fim/off_diagonal_mass_l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij|. It is 1/2 for softmax,
+      whatever the scores, because the rows of its G sum to zero: it says nothing about the model;
+    - ``fim_sampled/off_diagonal_mass_l1``: the l1 share of the mean of A and B of this step. The
+      noise of the draws gives even a diagonal G a floor, which falls with the number of draws (rows
+      times samples): about 0.2 at 2 draws a row, 0.034 at 64, 0.004 at 4096, for natural with K = 8
+      and a hundred rows of zero scores. Use it to compare with other implementations that draw.
 
     A 1 x 1 matrix has the first tag, ``fim/saturated`` and the picture alone: the others would be
     constant. A model with several heads gets the head's name in the tag, ``fim/<name>/...``.

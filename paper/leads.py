@@ -26,7 +26,7 @@ PAIRS = (  # trees and softmax with the same factors; factors; passes; P(node); 
     ),
     *(("sigmoid-opposed-1", "sigmoid-coupled-1"), ("sigmoid-coupled-1", "softmax-paths")),
 )
-METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass_fro")
+METRICS = ("test/nll", "test/elbo", "test/information", "test/kl", "fim/off_diagonal_mass")
 STEPS = tuple(f"val/loss_{step}" for step in range(5000, 65000, 5000))
 SHOWN = (1, 3, 7, 11)  # of STEPS
 

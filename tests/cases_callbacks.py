@@ -10,12 +10,12 @@ from catnat import make_head
 
 TAGS = (
     "fim/off_diagonal_mass",
-    "fim/off_diagonal_mass_fro",
     "fim/saturated",
-    "fim_sampled/off_diagonal_mass",
-    "fim_sampled/off_diagonal_mass_fro",
-    "fim_sampled/off_diagonal_share",
     "fim_spectrum/condition_number",
+    "fim/off_diagonal_mass_l1",
+    "fim_sampled/off_diagonal_mass",
+    "fim_sampled/off_diagonal_share",
+    "fim_sampled/off_diagonal_mass_l1",
 )
 
 

@@ -50,7 +50,7 @@ _STYLE: dict[Any, Any] = {
 _LABELS = {
     "val/elbo": "validation ELBO (nats)",
     "test/nll": "test NLL (nats)",
-    "fim/off_diagonal_mass_fro": "off-diagonal Fisher mass",
+    "fim/off_diagonal_mass": "off-diagonal Fisher mass",
     "fim/saturated": "share of saturated scores",
     "rollout/ep_rew_mean": "return, last 100 games",
 }
