@@ -20,9 +20,10 @@ from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, Las
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least
-from catnat.cli.command import RunCLI, arguments, short_names
-from catnat.cli.names import DATA, RECIPES, Recipe, load
-from catnat.cli.run_folder import begin, write_hparams_of
+from catnat.cli.end_of_run import write_hparams_of
+from catnat.cli.folder import begin
+from catnat.cli.options import DATA, RECIPES, Recipe, load
+from catnat.cli.run import RunCLI, arguments, short_names
 
 
 class CatnatCLI(RunCLI):

@@ -10,7 +10,7 @@ from typing import Any
 
 from catnat import __version__
 from catnat.cli.errors import is_mistake, one_line, own_error
-from catnat.cli.names import DATA, MODELS, RL_MODELS, command_words, load, read_names
+from catnat.cli.options import DATA, MODELS, RL_MODELS, command_words, load, read_names
 
 COMMANDS = ("sweep", "status", "tables", "figures")  # modules of catnat.sweeps
 _PAGE = """\

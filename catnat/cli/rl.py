@@ -1,7 +1,7 @@
 """Training with Stable-Baselines3: a policy with a categorical head, in Atari and Gymnasium.
 
 A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and a name in
-``names.RL_MODELS``.
+``options.RL_MODELS``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from catnat.callbacks.fisher_monitor_sb3 import write_now
 from catnat.callbacks.sb3_run import RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.command import RunCLI, arguments, short_names
-from catnat.cli.names import RECIPES, Recipe, load
-from catnat.cli.run_folder import begin
+from catnat.cli.folder import begin
+from catnat.cli.options import RECIPES, Recipe, load
+from catnat.cli.run import RunCLI, arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule

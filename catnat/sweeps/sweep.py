@@ -270,7 +270,7 @@ def check_arguments(arguments: list[str]) -> None:
 
     from catnat.cli.errors import one_line
     from catnat.cli.main import command_line
-    from catnat.cli.names import read_names
+    from catnat.cli.options import read_names
 
     try:
 

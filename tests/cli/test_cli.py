@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 import train
 from catnat import __version__
 from catnat.cli.lightning import CatnatCLI, default_interval
-from catnat.cli.names import MODELS
+from catnat.cli.options import MODELS
 from catnat.head import _REGISTRY
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")

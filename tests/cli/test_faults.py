@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from catnat.callbacks.checkpoints import AtomicCheckpointIO
-from catnat.cli.run_folder import RunFolder
+from catnat.cli.folder import RunFolder
 from catnat.lit_modules import DiscreteVAE
 
 FOLDER = Path("runs/vae/natural/version_0")

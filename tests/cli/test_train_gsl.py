@@ -10,7 +10,7 @@ from cases_cli import ROOT, one_line
 from cases_fresh import one_server, run_fresh
 
 import train
-from catnat.cli.run_folder import warnings_of
+from catnat.cli.end_of_run import warnings_of
 
 
 @pytest.fixture

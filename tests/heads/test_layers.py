@@ -155,7 +155,7 @@ def test_no_two_modules_import_each_other():
         ("catnat/jax/flat_heads.py", "import torch"),
         ("catnat/jax/flat_heads.py", "from catnat.tree import levels"),
         ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),
-        ("callbacks/fisher_monitor.py", "from catnat.cli.run_folder import RunFolder"),
+        ("callbacks/fisher_monitor.py", "from catnat.cli.folder import RunFolder"),
         ("datamodules/mnist.py", "import train"),
         ("catnat/sweeps/sweep.py", "from benchmarks import bench_vae"),
         ("examples/quickstart.py", "from benchmarks import bench_vae"),

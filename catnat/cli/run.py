@@ -18,9 +18,17 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
+from catnat.cli.end_of_run import show_metrics, silence
 from catnat.cli.errors import is_mistake, one_line
-from catnat.cli.names import Recipe, command_words, import_module, read_names, read_yaml, record_of
-from catnat.cli.run_folder import RunFolder, show_metrics, silence
+from catnat.cli.folder import RunFolder
+from catnat.cli.options import (
+    Recipe,
+    command_words,
+    import_module,
+    read_names,
+    read_yaml,
+    record_of,
+)
 from catnat.flat_heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
