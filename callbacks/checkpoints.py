@@ -1,137 +1,29 @@
-"""Checkpoints that survive a kill at any moment, and stopping on a signal without losing work."""
+"""The checkpoints of a run, best.ckpt and last.ckpt, and stopping without losing work."""
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
 import signal
-import threading
-import zipfile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from catnat.callbacks.files import AtomicCheckpointIO, load_checkpoint, write_whole
+from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.checks import require_at_least
 from catnat.rng import random_states, set_random_states
 
-
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file; a reader never sees a part of it, and a failure leaves what was there before.
-
-    Args:
-        path: of the file; its folder is made if there is none.
-        content: all of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:  # a full disk does not say of which file
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
-    """Raised after a signal, once everything is saved."""
-
-    def __init__(self, signum: int, step: int, path: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
-        self.signum, self.step, self.path = signum, step, path
-
-
-class StopSignals:
-    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-        self._handlers: dict[int, Any] = {}
-
-    def listen(self) -> None:
-        """Start to handle signals if this is the main thread: Python allows it nowhere else."""
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                if signum := getattr(signal, name, None):  # Windows has no SIGHUP
-                    before = signal.signal(signum, self._ask_to_stop)
-                    self._handlers.setdefault(signum, before)
-
-    def give_back(self) -> None:
-        """Put back the handlers that were there before."""
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
-        self._handlers, self.signum = {}, 0
-
-    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signum = signum
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames; reads tensors and plain values, never code.
-
-    Lightning's own writer goes through the system's temporary folder, and moving a file from
-    there to another disk is a copy that a kill can cut short.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
-        """Save a checkpoint; if that fails, the file that was there before is untouched."""
-        content = io.BytesIO()
-        torch.save(checkpoint, content)
-        content.seek(0)
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(content):
-            raise ValueError(
-                f"checkpoint {path} could not be read back: it holds {', '.join(sorted(unsafe))}; "
-                "keep numbers, strings, lists, dictionaries and tensors in hyperparameters and in "
-                "the state of callbacks, or leave a hyperparameter out with "
-                "save_hyperparameters(ignore=...)"
-            )
-        write_whole(Path(path), content.getbuffer())
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
-    ) -> dict[str, Any]:
-        """Load with ``weights_only=True``, whatever the argument says."""
-        return load_checkpoint(path, map_location)
-
-
-def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load a checkpoint: tensors and plain values, never code.
-
-    The checksums of the archive are compared first: a flipped bit does not become a weight.
-
-    Raises:
-        ValueError: of one line, if the file is damaged, or not a checkpoint.
-    """
-    content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
-    try:
-        with zipfile.ZipFile(content) as archive:
-            if name := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-        content.seek(0)
-        return dict(torch.load(content, map_location=map_location, weights_only=True))
-    except pickle.UnpicklingError as error:
-        what = "it holds more than tensors and plain values"
-        raise ValueError(f"checkpoint {path} is refused: {what}") from error
-    except Exception as error:
-        what = f"is damaged, or not a checkpoint at all: {error}"
-        if Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
-            what = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
-        raise ValueError(f"checkpoint {path} {what}") from error
+__all__ = [
+    "AtomicCheckpointIO",
+    "BestCheckpoint",
+    "LastCheckpoint",
+    "StopSignals",
+    "Stopped",
+    "load_checkpoint",
+    "write_whole",
+]
 
 
 class LastCheckpoint(Checkpoint):
@@ -200,11 +92,12 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
-        step, loop = trainer.global_step, trainer.fit_loop
+        step = trainer.global_step
+        loop = trainer.fit_loop
         assert loop._data_fetcher is not None
-        # Not with the gradients of some batches only, which a checkpoint does not hold.
-        whole = not loop.epoch_loop._should_accumulate()
-        self._stop = whole and self._any_rank_asked(trainer)
+        # Not with the gradients of a part of the batches, which a checkpoint does not hold.
+        step_is_complete = not loop.epoch_loop._should_accumulate()
+        self._stop = step_is_complete and self._any_rank_asked(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
         if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # Lightning's own rule
@@ -283,8 +176,8 @@ class BestCheckpoint(ModelCheckpoint):
         if self.monitor in trainer.callback_metrics:
             super().on_validation_end(trainer, pl_module)
         elif self.monitor != "val/loss" and not trainer.sanity_checking:
-            there = ", ".join(trainer.callback_metrics)
-            rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {there}")
+            logged = ", ".join(trainer.callback_metrics)
+            rank_zero_warn(f"no best.ckpt: the model logs no {self.monitor!r}, but {logged}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember the value of the file in this folder."""

@@ -12,8 +12,9 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, Stopped, StopSignals, write_whole
+from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
+from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.callbacks.tensorboard import progress_line
 from catnat.sb3.run_state import state_of
 

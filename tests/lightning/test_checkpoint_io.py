@@ -12,12 +12,9 @@ import pytest
 import torch
 from cases_callbacks import Small, fit, loader
 
-from catnat.callbacks.checkpoints import (
-    AtomicCheckpointIO,
-    LastCheckpoint,
-    Stopped,
-    load_checkpoint,
-)
+from catnat.callbacks import LastCheckpoint
+from catnat.callbacks.files import AtomicCheckpointIO, load_checkpoint
+from catnat.callbacks.signals import Stopped
 
 
 class Color(enum.Enum):

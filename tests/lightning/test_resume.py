@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from catnat.callbacks import LastCheckpoint
-from catnat.callbacks.checkpoints import Stopped
+from catnat.callbacks.signals import Stopped
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 

@@ -1,0 +1,49 @@
+"""Stopping a run on a signal, after its work is saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
+    """Raised after a signal, once everything is saved."""
+
+    def __init__(self, signum: int, step: int, path: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum = signum
+        self.step = step
+        self.path = path
+
+
+class StopSignals:
+    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._handlers: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Start to handle signals if this is the main thread: Python allows it nowhere else."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in _STOPPING:
+            if signum := getattr(signal, name, None):
+                handler = signal.signal(signum, self._ask_to_stop)
+                self._handlers.setdefault(signum, handler)
+
+    def give_back(self) -> None:
+        """Put back the earlier handlers."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+        self.signum = 0
+
+    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signum = signum
