@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _TYPE_CHECKING:
     from catnat import estimators, fisher, losses
     from catnat.distributions import HeadCategorical, HeadOneHotCategorical
-    from catnat.flat_heads import SoftmaxHead, SparsemaxHead, head_names, make_head
+    from catnat.flat_heads import SoftmaxHead, SparsemaxHead
     from catnat.head import CategoricalHead
+    from catnat.heads import head_names, make_head
     from catnat.mixed_head import MixedHead
     from catnat.probe import HeadProbe
     from catnat.tree_heads import CatnatHead, NaturalHead, SigmoidHead
@@ -45,8 +46,9 @@ __all__ = [
 ]
 _HOMES = {
     "distributions": ("HeadCategorical", "HeadOneHotCategorical"),
-    "flat_heads": ("SoftmaxHead", "SparsemaxHead", "head_names", "make_head"),
+    "flat_heads": ("SoftmaxHead", "SparsemaxHead"),
     "head": ("CategoricalHead",),
+    "heads": ("head_names", "make_head"),
     "mixed_head": ("MixedHead",),
     "probe": ("HeadProbe",),
     "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
@@ -59,7 +61,7 @@ def __getattr__(name: str) -> object:
 
     if name in ("estimators", "fisher", "losses"):
         return import_module(f"catnat.{name}")
-    home = next((each for each, names in _HOMES.items() if name in names), None)
+    home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'catnat' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"catnat.{home}"), name)

@@ -223,7 +223,7 @@ class HeadCategorical(Categorical):
         if self._source is None:
             return None
         head, scores = self._source
-        return head._path_logs(scores, head._checked_value(value))
+        return head._path_logs(scores, head.checked_value(value))
 
     @property
     def _leaves(self) -> tuple[int, Any]:

@@ -1,19 +1,13 @@
-"""Softmax and sparsemax, heads with one score per category, and heads by their names."""
+"""Softmax and sparsemax, the heads with one score per category."""
 
 from __future__ import annotations
-
-import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from catnat.checks import require_choice, require_within
-from catnat.head import _ALIASES, _REGISTRY, CategoricalHead
+from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import sparsemax_log_probs
-from catnat.mixed_head import MixedHead
 from catnat.numerics import LOG_ZERO, floored, safe_log
-from catnat.tree_heads import NaturalHead, SigmoidHead
 
 
 class SoftmaxHead(CategoricalHead, name="softmax"):
@@ -150,69 +144,3 @@ def _centered(x: Tensor, inside: Tensor) -> Tensor:
     x = torch.where(inside, x, 0.0)
     mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
     return torch.where(inside, x - mean, 0.0)
-
-
-_BUILT_IN = (SoftmaxHead.name, SparsemaxHead.name, SigmoidHead.name, NaturalHead.name)
-
-
-def head_names() -> tuple[str, ...]:
-    """Names of all registered heads: the four of the paper, then others in order of definition.
-
-    >>> from catnat import head_names
-    >>> head_names()[:4]
-    ('softmax', 'sparsemax', 'sigmoid', 'natural')
-    """
-    return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTRY)))
-
-
-def head_option_names() -> set[str]:
-    """Names of the options that some registered head takes in :func:`make_head`."""
-    return {"mix"}.union(*map(_options_of, _REGISTRY.values()))
-
-
-def _options_of(cls: type[CategoricalHead]) -> list[str]:
-    return list(inspect.signature(cls).parameters)[1:]
-
-
-def make_head(
-    head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
-) -> CategoricalHead:
-    """Build a head by its name, or check that a given head has the right number of categories.
-
-    Args:
-        head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
-        num_categories: K >= 2.
-        mix: share of the uniform distribution in the head's, for any head, in [0, 1). Above 0 the
-            head is a :class:`~catnat.mixed_head.MixedHead`.
-        options: options of the named head, such as ``amplitude`` for natural.
-
-    >>> from catnat import make_head
-    >>> make_head("softmax", 8)
-    SoftmaxHead(num_categories=8, num_scores=8)
-    """
-    require_within(0, 1, "[)", mix=mix)
-    made = _make(head, num_categories, options)
-    return MixedHead(made, mix) if mix else made
-
-
-def _make(
-    head: str | CategoricalHead, num_categories: int, options: dict[str, Any]
-) -> CategoricalHead:
-    if isinstance(head, CategoricalHead):
-        if options:
-            raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
-        if head.num_categories != num_categories:
-            raise ValueError(
-                f"head has {head.num_categories} categories, {num_categories} are needed"
-            )
-        return head
-    name = _ALIASES.get(head, head)
-    require_choice(head_names(), head=name)
-    cls = _REGISTRY[name]
-    known = _options_of(cls)
-    kinds = [each.kind for each in inspect.signature(cls).parameters.values()]
-    unknown = sorted(set(options) - set(known))
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        choices = ", ".join([*known, "mix"])
-        raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
-    return cls(num_categories, **options)

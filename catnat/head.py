@@ -28,8 +28,8 @@ from catnat.numerics import (
     take,
 )
 
-_REGISTRY: dict[str, type[CategoricalHead]] = {}
-_ALIASES: dict[str, str] = {}
+REGISTRY: dict[str, type[CategoricalHead]] = {}
+ALIASES: dict[str, str] = {}
 
 
 class CategoricalHead(nn.Module, ABC):
@@ -68,13 +68,13 @@ class CategoricalHead(nn.Module, ABC):
         if name is None:
             return
         for each in (name, *aliases):
-            known = _REGISTRY.get(_ALIASES.get(each, each))
+            known = REGISTRY.get(ALIASES.get(each, each))
             # The same class again is not an error: a cell of a notebook may run twice.
             if known is not None and _identity(known) != _identity(cls):
                 raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
         cls.name = name
-        _REGISTRY[name] = cls
-        _ALIASES.update(dict.fromkeys(aliases, name))
+        REGISTRY[name] = cls
+        ALIASES.update(dict.fromkeys(aliases, name))
 
     def __init__(self, num_categories: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class CategoricalHead(nn.Module, ABC):
         A value that is not a category is a ValueError on the CPU. Elsewhere, and under
         torch.compile and torch.func, its log-probability is NaN.
         """
-        return self._log_prob(self._checked(scores), self._checked_value(value))
+        return self._log_prob(self._checked(scores), self.checked_value(value))
 
     def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """:meth:`log_prob` of checked scores and values."""
@@ -298,7 +298,7 @@ class CategoricalHead(nn.Module, ABC):
         if not scores.is_floating_point():
             raise ValueError(f"scores must be floating point, got {scores.dtype}")
 
-    def _checked_value(self, value: Tensor, name: str = "value") -> Tensor:
+    def checked_value(self, value: Tensor, name: str = "value") -> Tensor:
         """Categories as int64, after checking them where that does not wait for a device."""
         index = value.long()
         if can_branch_on(value) and value.numel():

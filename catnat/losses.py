@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from catnat.checks import require_at_least, require_choice, require_within
-from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
+from catnat.heads import make_head
 from catnat.numerics import at_least_float32, exp_of_log_probs
 
 
@@ -248,7 +248,7 @@ class HeadNLL(nn.Module):
             loss = -_weighted(q.logits * smooth, self.weight).sum(-1)
             return reduced(loss, None, self.reduction)
         ignored = target == self.ignore_index
-        label = self.head._checked_value(torch.where(ignored, 0, target), "target")
+        label = self.head.checked_value(torch.where(ignored, 0, target), "target")
         impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
         label = torch.where(impossible, 0, label)
         loss = torch.where(impossible, torch.nan, -q.log_prob(label))

@@ -29,7 +29,7 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -111,3 +111,27 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
     level = torch.arange((K - 1).bit_length(), device=leaf.device)
     parent = heap >> (level + 1)
     return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0
+
+
+def walk_down(
+    num_categories: int,
+    start: Tensor,
+    goes_right: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """One leaf for each walk from the root, (*) int64; -1 where a score on the way was NaN.
+
+    Args:
+        num_categories: K.
+        start: any tensor with the shape (*) and the device of the walks.
+        goes_right: from the indices of the nodes' scores, (*), and the level, 0 at the root:
+            whether each walk goes right, and whether it is lost because of a NaN. Walks that have
+            ended before the last level ask for node 0, and their answer does not count.
+    """
+    heap = torch.ones_like(start, dtype=torch.int64)
+    lost = torch.zeros_like(start, dtype=torch.bool)
+    for level in range((num_categories - 1).bit_length()):
+        inside = heap < num_categories
+        right, is_nan = goes_right(torch.where(inside, heap - 1, 0), level)
+        heap = torch.where(inside, 2 * heap + right, heap)
+        lost = lost | (inside & is_nan)
+    return torch.where(lost, -1, heap - num_categories)

@@ -82,7 +82,7 @@ class CatnatHead(CategoricalHead):
         self._is_centered = not own and self.center == 0 and even
         self._ordering(torch.empty(0))  # before anything is traced
         for dtype in () if own else (torch.float32, torch.float64):
-            self._constants(torch.empty(0, dtype=dtype))
+            self.constants(torch.empty(0, dtype=dtype))
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
@@ -93,7 +93,7 @@ class CatnatHead(CategoricalHead):
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
-        return self._from_leaves(tree_log_probs(scores, self.activation, self._constants(scores)))
+        return self._from_leaves(tree_log_probs(scores, self.activation, self.constants(scores)))
 
     def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         """A split with one empty side goes to the other; a node without leaves is never reached.
@@ -125,11 +125,11 @@ class CatnatHead(CategoricalHead):
     def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         if not self._has_paths:
             return super()._log_prob(scores, value)
-        return tree_log_prob(scores, self._leaf_of(value), self.activation, self._constants(scores))
+        return tree_log_prob(scores, self._leaf_of(value), self.activation, self.constants(scores))
 
     def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         leaf = self._leaf_of(value)
-        return tree_path_logs(scores, leaf, self.activation, self._constants(scores))
+        return tree_path_logs(scores, leaf, self.activation, self.constants(scores))
 
     def _sample(
         self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
@@ -138,7 +138,7 @@ class CatnatHead(CategoricalHead):
             return super()._sample(scores, sample_shape, generator)
         height = self.num_scores.bit_length()
         uniforms = uniform((*sample_shape, *scores.shape[:-1], height), scores, generator)
-        leaf = tree_sample(scores, uniforms, self.activation, self._constants(scores))
+        leaf = tree_sample(scores, uniforms, self.activation, self.constants(scores))
         if can_branch_on(leaf) and bool((leaf < 0).any()):
             raise ValueError("there is no category to sample where a score is nan")
         return _looked_up(leaf, self._ordering(leaf)[1])
@@ -146,13 +146,13 @@ class CatnatHead(CategoricalHead):
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
         scores = self._checked(scores)
-        logs = self.activation.log_activation(scores, self._constants(scores))
+        logs = self.activation.log_activation(scores, self.constants(scores))
         return exp_of_log_probs(path_sums(*logs)[0])
 
     def information(self, scores: Tensor) -> Tensor:
         """Fisher information a'^2 / (a (1 - a)) of each split alone, (*, S) -> (*, S)."""
         scores = self._checked(scores)
-        return self.activation.information(scores, self._constants(scores))
+        return self.activation.information(scores, self.constants(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """The score of every node from the probabilities of its two subtrees; 0 if both are 0.
@@ -171,7 +171,7 @@ class CatnatHead(CategoricalHead):
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
         scores = self._checked(scores)
-        fused = tree_fisher(scores, self.activation, self._constants(scores))
+        fused = tree_fisher(scores, self.activation, self.constants(scores))
         if fused is not None:
             return fused
         return self.node_probs(scores) * self.information(scores)
@@ -233,7 +233,7 @@ class CatnatHead(CategoricalHead):
         symmetric = not isinstance(self.activation, CustomActivation)  # a(0) = 1/2 exactly
         return torch.where(shares == 0.5, 0.0, x) if symmetric else x
 
-    def _constants(self, scores: Tensor) -> Tensor | None:
+    def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores, or None."""
         if self._is_centered:
             return None
@@ -343,7 +343,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
-        distance, _ = self.activation.distance(scores, self._constants(scores))
+        distance, _ = self.activation.distance(scores, self.constants(scores))
         return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
 
     def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from catnat.checks import checked_order, require_at_least, require_choice, require_within
 from catnat.distributions import path_entropy, path_kl
-from catnat.flat_heads import make_head
 from catnat.head import CategoricalHead
+from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
+from catnat.kernels.reference import constants_at, path_logs
 from catnat.losses import reduced
 from catnat.numerics import at_least_float32, can_branch_on, uniform
-from catnat.tree import leaf_paths, levels
+from catnat.tree import walk_down
 from catnat.tree_heads import CatnatHead
 
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
@@ -115,7 +116,7 @@ class TreeLinear(nn.Embedding):
 
         ``value`` is broadcast against the leading dimensions of ``hidden``.
         """
-        hidden, value = self._checked(hidden), self.head._checked_value(value)
+        hidden, value = self._checked(hidden), self.head.checked_value(value)
         shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
         hidden = hidden.expand(*shape, -1).reshape(-1, self.in_features)
         return self._log_prob(hidden, value.expand(shape).reshape(-1)).view(shape)
@@ -146,7 +147,7 @@ class TreeLinear(nn.Embedding):
         if some:  # rows that do not count are not even read
             rows, target = rows[counts], target[counts]
         ignored = target == ignore_index
-        label = self.head._checked_value(torch.where(ignored, 0, target), "target")
+        label = self.head.checked_value(torch.where(ignored, 0, target), "target")
         loss = torch.where(ignored, 0.0, -self._log_prob(rows, label))
         if some:
             loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
@@ -160,20 +161,19 @@ class TreeLinear(nn.Embedding):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf."""
-        hidden, K = self._checked(hidden), self.num_categories
+        hidden = self._checked(hidden)
         states = hidden.detach().reshape(-1, self.in_features)
         rows = torch.arange(len(states), device=states.device).repeat(math.prod(sample_shape))
-        heap = torch.ones_like(rows)
-        broken = torch.zeros_like(rows, dtype=torch.bool)
-        for _ in levels(K):
-            inner = heap < K
-            right = self._log_right(states, rows, torch.where(inner, heap - 1, 0)).double()
-            u = uniform(right.shape, right, generator)
-            heap = torch.where(inner, 2 * heap + (u < right.exp()).long(), heap)
-            broken |= right.isnan()
+
+        def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
+            right = self._log_right(states, rows, nodes).double()
+            return uniform(right.shape, right, generator) < right.exp(), right.isnan()
+
+        leaf = walk_down(self.num_categories, rows, goes_right)
+        broken = leaf < 0
         if can_branch_on(broken) and bool(broken.any()):
             raise ValueError("scores must be numbers to draw samples, got NaN")
-        leaf = torch.where(broken, 0, heap - K)
+        leaf = torch.where(broken, 0, leaf)
         drawn = leaf if self.classes is None else self.classes[leaf]
         return torch.where(broken, -1, drawn).view(*sample_shape, *hidden.shape[:-1])
 
@@ -205,7 +205,7 @@ class TreeLinear(nn.Embedding):
 
     def _path_logs(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to classes, and of the other sides, (*, H) each."""
-        hidden, value = self._checked(hidden), self.head._checked_value(value)
+        hidden, value = self._checked(hidden), self.head.checked_value(value)
         shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
         leaf = (value if self.order is None else self.order[value]).expand(shape).reshape(-1)
         rows = hidden.expand(*shape, -1).reshape(-1, self.in_features)
@@ -266,7 +266,7 @@ class TreeLinear(nn.Embedding):
         given, fused = (hidden, self.weight, self.bias, leaf), self._fused(hidden)
         if fused is None:
             return self._by_paths(*given, self.sparse)
-        constants = self.head._constants(hidden.new_empty(0, dtype=torch.float32))
+        constants = self.head.constants(hidden.new_empty(0, dtype=torch.float32))
         out: Tensor = fused.log_prob(*given, self.head.activation, constants, self._by_paths)
         return out
 
@@ -295,16 +295,20 @@ class TreeLinear(nn.Embedding):
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, leaf: Tensor, sparse: bool
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to leaves, and of the other sides, (M, H) each."""
-        nodes, bits, inside = leaf_paths(leaf, self.num_categories)  # (M, H)
-        with torch.autocast(hidden.device.type, enabled=False):
-            rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
-            scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
-            if bias is not None:
+
+        def scores_at(nodes: Tensor) -> Tensor:  # (M, H)
+            with torch.autocast(hidden.device.type, enabled=False):
+                rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
+                scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
+                if bias is None:
+                    return scores
                 biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
-                scores = scores + biases.view_as(nodes).to(scores.dtype)
-        left, right = self._log_activation(scores, nodes)
-        step, aside = torch.where(bits, right, left), torch.where(bits, left, right)
-        return torch.where(inside, step, 0.0), torch.where(inside, aside, 0.0)
+                return scores + biases.view_as(nodes).to(scores.dtype)
+
+        head, K = self.head, self.num_categories
+        constants = head.constants(at_least_float32(hidden[:0]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return path_logs(scores_at, leaf, K, head.activation, constants)
 
     @torch.no_grad()
     def _log_right(self, hidden: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -323,9 +327,8 @@ class TreeLinear(nn.Embedding):
     def _log_activation(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
         with torch.autocast(scores.device.type, enabled=False):
-            constants = self.head._constants(scores)
-            known = None if constants is None else constants[:, nodes]
-            return self.head.activation.log_activation(scores, known)
+            constants = constants_at(self.head.constants(scores), nodes)
+            return self.head.activation.log_activation(scores, constants)
 
     # -- what comes in and goes out ----------------------------------------------------------------
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.activations import CustomActivation
-from catnat.head import _REGISTRY
+from catnat.head import REGISTRY
 from catnat.kernels import dispatch
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case that runs with ``-m slow`` alone."""
 
 # The heads that the package defines; a test elsewhere may have registered others.
-HEADS = tuple(n for n in head_names() if _REGISTRY[n].__module__.partition(".")[0] == "catnat")
+HEADS = tuple(n for n in head_names() if REGISTRY[n].__module__.partition(".")[0] == "catnat")
 OPTIONS = {"natural-tail": ("natural", {"tail": 0.05})}  # by a name of the tests
 GRID = (*HEADS, *OPTIONS)
 """What every test of heads takes: names for :func:`make`."""
@@ -37,7 +37,7 @@ def make(name: str, K: int, **options: float | bool) -> CategoricalHead:
     return make_head(head, K, **fixed, **options)
 
 
-CATNAT = tuple(n for n in HEADS if issubclass(_REGISTRY[n], CatnatHead))
+CATNAT = tuple(n for n in HEADS if issubclass(REGISTRY[n], CatnatHead))
 TREES = tuple(n for n in GRID if isinstance(make(n, 2), CatnatHead))
 FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).activation, CustomActivation))
 """Trees with closed forms, which the kernels hold too."""

@@ -29,7 +29,7 @@ from catnat.cli.options import (
     read_yaml,
     record_of,
 )
-from catnat.flat_heads import head_names, head_option_names, make_head
+from catnat.heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))

@@ -6,12 +6,14 @@ are differentiable any number of times: a derivative of a kernel's gradient goes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from catnat.activations import Activation
 from catnat.numerics import LOG_ZERO, safe_log, take
-from catnat.tree import leaf_paths, path_sums
+from catnat.tree import leaf_paths, path_sums, walk_down
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
@@ -31,12 +33,31 @@ def tree_log_prob(
 def tree_path_logs(
     scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """:func:`path_logs` of scores (*, K-1), which broadcast with the leaves."""
+    K = scores.shape[-1] + 1
+    return path_logs(lambda node: take(scores, node), leaf, K, activation, constants)
+
+
+def path_logs(
+    scores_at: Callable[[Tensor], Tensor],
+    leaf: Tensor,
+    num_categories: int,
+    activation: Activation,
+    constants: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the child that a path takes and of the other one, from the leaf up.
 
-    (*, K-1) and (*) -> (*, H) each; where a path has no node, 0 and LOG_ZERO.
+    (*) -> (*, H) each; where a path has no node, 0 and LOG_ZERO.
+
+    Args:
+        scores_at: the scores of nodes, from their indices, (*, H) -> (*, H).
+        leaf: the end of each path, (*).
+        num_categories: K.
+        activation: how a score divides the probability of its node.
+        constants: ``activation.node_constants`` of all nodes, (R, K-1), or None.
     """
-    node, right_hand, inside = leaf_paths(leaf, scores.shape[-1] + 1)
-    left, right = activation.log_activation(take(scores, node), _at(constants, node))
+    node, right_hand, inside = leaf_paths(leaf, num_categories)
+    left, right = activation.log_activation(scores_at(node), constants_at(constants, node))
     taken, other = torch.where(right_hand, right, left), torch.where(right_hand, left, right)
     return torch.where(inside, taken, 0.0), torch.where(inside, other, LOG_ZERO)
 
@@ -48,23 +69,18 @@ def tree_sample(
 
     -1 where a score on the way is NaN.
     """
-    K = scores.shape[-1] + 1
-    heap = torch.ones(uniforms.shape[:-1], dtype=torch.int64, device=scores.device)
-    lost = torch.zeros_like(heap, dtype=torch.bool)
-    for level in range(uniforms.shape[-1]):
-        inside = heap < K
-        node = torch.where(inside, heap - 1, 0)[..., None]
-        left, _ = activation.log_activation(take(scores, node), _at(constants, node))
-        left = left[..., 0].double()
+
+    def goes_right(node: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        score = take(scores, node[..., None])[..., 0]
+        left, _ = activation.log_activation(score, constants_at(constants, node))
         # u < 1 always, and 0 <= u: a split that is certain always goes its way.
-        child = 2 * heap + (uniforms[..., level] >= left.exp())
-        heap = torch.where(inside, child, heap)
-        lost = lost | (inside & left.isnan())
-    return torch.where(lost, -1, heap - K)
+        return uniforms[..., level] >= left.double().exp(), left.isnan()
+
+    return walk_down(scores.shape[-1] + 1, uniforms[..., 0], goes_right)
 
 
-def _at(constants: Tensor | None, node: Tensor) -> Tensor | None:
-    """The constants of some nodes, (R, S) and (*, H) -> (R, *, H)."""
+def constants_at(constants: Tensor | None, node: Tensor) -> Tensor | None:
+    """The constants of some nodes, (R, S) and (*) -> (R, *)."""
     if constants is None:
         return None
     return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)

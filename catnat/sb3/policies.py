@@ -19,7 +19,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from catnat.checks import require_choice, require_name
-from catnat.flat_heads import make_head
+from catnat.heads import make_head
 from catnat.sb3.action_distributions import (
     HeadDistribution,
     HeadMultiDistribution,

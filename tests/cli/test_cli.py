@@ -17,7 +17,7 @@ import train
 from catnat import __version__
 from catnat.cli.lightning import CatnatCLI, default_interval
 from catnat.cli.options import MODELS
-from catnat.head import _REGISTRY
+from catnat.head import REGISTRY
 
 BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -226,7 +226,7 @@ def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
             assert train.main([option, "--head=mine_cli", *workspace]) == 0
             assert Path(f"runs/vae/mine_cli/version_{version}/checkpoints/last.ckpt").exists()
     finally:
-        _REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
+        REGISTRY.pop("mine_cli", None)  # other tests go by the names that are registered
 
 
 def test_a_run_that_leaves_nothing(workspace, capfd):

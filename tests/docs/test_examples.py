@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from catnat import SigmoidHead, make_head
-from catnat.head import _REGISTRY
+from catnat.head import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -86,12 +86,12 @@ def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
 @pytest.fixture
 def mechanism():
     """The heads of the study by name, registered for the length of a test."""
-    before = dict(_REGISTRY)
+    before = dict(REGISTRY)
     runpy.run_path(str(FOLDER / "mechanism" / "mechanism_heads.py"))
-    names = [name for name in _REGISTRY if name not in before]
+    names = [name for name in REGISTRY if name not in before]
     yield {name: make_head(name, 8) for name in names}
     for name in names:
-        del _REGISTRY[name]
+        del REGISTRY[name]
 
 
 def test_a_transplanted_head_begins_with_the_distributions_of_the_old_one(monkeypatch):

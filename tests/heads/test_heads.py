@@ -22,7 +22,7 @@ from cases import (
 )
 
 from catnat import CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
-from catnat.head import _ALIASES, _REGISTRY
+from catnat.head import ALIASES, REGISTRY
 
 # ------------------------------------------------------------------------ names and options
 
@@ -68,8 +68,8 @@ def test_a_subclass_registers_itself():
             class Other(SigmoidHead, name="mine"):
                 """Takes a name that is taken."""
     finally:
-        _REGISTRY.pop("mine")
-        _ALIASES.pop("my-own")
+        REGISTRY.pop("mine")
+        ALIASES.pop("my-own")
 
 
 @pytest.mark.parametrize("name", GRID)

@@ -196,7 +196,7 @@ def test_a_certain_split_goes_its_way_whatever_the_noise(name, K, dtype):
         scores = torch.randn(K - 1, dtype=dtype)
         for node, bit in leaf_path(k, K):
             scores[node] = torch.inf if bit else -torch.inf
-        drawn = tree_sample(scores, noise, head.activation, head._constants(scores))
+        drawn = tree_sample(scores, noise, head.activation, head.constants(scores))
         assert drawn.tolist() == [k] * 3
 
 
@@ -206,7 +206,7 @@ def test_a_nan_on_the_path_gives_no_category(name, dtype):
     head = make_head(name, 5)
     scores = torch.zeros(2, 4, dtype=dtype)
     scores[1, 0] = torch.nan
-    drawn = tree_sample(scores, uniforms(2, 3), head.activation, head._constants(scores))
+    drawn = tree_sample(scores, uniforms(2, 3), head.activation, head.constants(scores))
     assert drawn[0] >= 0 and drawn[1] == -1
     with pytest.raises(ValueError, match="there is no category to sample"):
         head.sample(scores)
@@ -221,7 +221,7 @@ def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
 
     def all_three():
         out = head.log_prob(scores, value)
-        drawn = tree_sample(scores, noise, head.activation, head._constants(scores))
+        drawn = tree_sample(scores, noise, head.activation, head.constants(scores))
         return out, drawn, *torch.autograd.grad(out.sum(), scores)
 
     alone = all_three()

@@ -37,7 +37,7 @@ def test_kernels_agree_with_float64(name: str, K: int) -> None:
         assert got.isfinite().all()
         if name in ("sigmoid", "natural"):  # rounding is relative to what is added up
             left, right = subtree_sums(grad.abs().double())
-            slopes = slopes_of(head.activation, exact.detach(), head._constants(exact))
+            slopes = slopes_of(head.activation, exact.detach(), head.constants(exact))
             size = left * slopes[0] + right * slopes[1]
         else:
             size = want.abs().amax(-1, keepdim=True) * K
@@ -72,8 +72,8 @@ def test_the_path_kernels_agree_with_float64(name: str, K: int) -> None:
         assert not got[want == 0].any()
     height = (K - 1).bit_length()
     noise = torch.rand(500, 3, height, dtype=torch.float64, device="cuda")
-    ours = tree_sample(scores, noise, head.activation, head._constants(scores))
-    theirs = tree_sample(exact, noise, head.activation, head._constants(exact))
+    ours = tree_sample(scores, noise, head.activation, head.constants(scores))
+    theirs = tree_sample(exact, noise, head.activation, head.constants(exact))
     assert (ours == theirs).float().mean() > 0.99 and ours.min() >= 0 and ours.max() < K
     wrong = head.log_prob(scores, torch.tensor([-1, 0, K], device="cuda"))
     assert wrong.isnan().tolist() == [True, False, True]

@@ -26,7 +26,7 @@ def test_tree_kernels_agree_with_plain_torch(name, K):
     head = make(name, K)
     scores = awkward_scores(37, K - 1, 0.05).requires_grad_()
     exact = scores.detach().double()
-    constants, plain = head._constants(exact), head._constants(scores)
+    constants, plain = head.constants(exact), head.constants(scores)
     got = out = tree_log_probs(scores, head.activation, plain)
     want = reference.tree_log_probs(exact, head.activation, constants)
     assert torch.equal(got < LOG_ZERO / 2, want < LOG_ZERO / 2) or name != "natural"
@@ -136,12 +136,12 @@ def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, 
         for row, node in enumerate((0, 1, K // 2 - 1, K // 2, K - 2)):
             scores[row, node] = math.copysign(torch.nan, (-1) ** row)
         given, exact = scores.clone().requires_grad_(), scores.double()
-        out = tree_log_probs(given, head.activation, head._constants(given))
-        want = reference.tree_log_probs(exact, head.activation, head._constants(exact))
+        out = tree_log_probs(given, head.activation, head.constants(given))
+        want = reference.tree_log_probs(exact, head.activation, head.constants(exact))
         assert torch.equal(out.isnan(), want.isnan()), K
         (back,) = torch.autograd.grad(out, given, grad)
         assert torch.equal(back.isnan(), scores.isnan()), K
-        fisher = tree_fisher(scores, head.activation, head._constants(scores))
+        fisher = tree_fisher(scores, head.activation, head.constants(scores))
         assert torch.equal(fisher.isnan(), head.fisher_diagonal(exact).isnan()), K
 
 

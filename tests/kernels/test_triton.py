@@ -30,8 +30,8 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         scores, grad = 2 * torch.randn(9, K - 1), torch.randn(9, K)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         exact = scores.double().requires_grad_()
-        out = tree_log_probs(scores.requires_grad_(), head.activation, head._constants(scores))
-        want = reference.tree_log_probs(exact, head.activation, head._constants(exact))
+        out = tree_log_probs(scores.requires_grad_(), head.activation, head.constants(scores))
+        want = reference.tree_log_probs(exact, head.activation, head.constants(exact))
         assert ((out - want).abs() <= 2e-6 * (1 + want.abs())).all(), (name, K)
         (got,) = torch.autograd.grad(out, scores, grad)
         want = torch.autograd.grad(want, exact, grad.double())[0]
@@ -40,7 +40,7 @@ for K in (2, 3, 5, 8, 18, 32, 100):
         edges = torch.randn(6, K - 1)
         edges[0, 0] = edges[1, -1] = torch.nan
         edges[2, 0], edges[3, -1], edges[4], edges[5] = torch.inf, -torch.inf, torch.inf, 1e38
-        given = (edges.requires_grad_(), head.activation, head._constants(edges))
+        given = (edges.requires_grad_(), head.activation, head.constants(edges))
         grad = torch.randn(6, K)
         same = dict(rtol=1e-5, atol=1e-5, equal_nan=True)
         out = tree_log_probs(*given)
@@ -62,10 +62,10 @@ for K in (2, 3, 5, 18, 32, 1000):
         scores, leaf, grad = 2 * torch.randn(7, K - 1), torch.randint(K, (3, 7)), torch.randn(3, 7)
         scores[0, 0], scores[1, 0], scores[2, 0], scores[3, 0] = 3.15, -3.2, 0.0, 3.1415925
         leaf[0, :4] = torch.tensor([0, K - 1, -1, K])
-        exact, given = scores.double(), (head.activation, head._constants(scores))
+        exact, given = scores.double(), (head.activation, head.constants(scores))
         exact.requires_grad_()
         out = tree_log_prob(scores.requires_grad_(), leaf, *given)
-        want = reference.tree_log_prob(exact, leaf, head.activation, head._constants(exact))
+        want = reference.tree_log_prob(exact, leaf, head.activation, head.constants(exact))
         assert want[0, 2:4].isnan().all() and want.isnan().sum() == 2
         near = (out - want).abs() <= 3e-6 * (1 + want.abs())
         assert (near | (out.isnan() & want.isnan())).all(), (name, K)

@@ -1,0 +1,73 @@
+"""The registry of heads: :func:`make_head` builds a head by its name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from catnat.checks import require_choice, require_within
+from catnat.flat_heads import SoftmaxHead, SparsemaxHead
+from catnat.head import ALIASES, REGISTRY, CategoricalHead
+from catnat.mixed_head import MixedHead
+from catnat.tree_heads import NaturalHead, SigmoidHead
+
+_BUILT_IN = (SoftmaxHead.name, SparsemaxHead.name, SigmoidHead.name, NaturalHead.name)
+
+
+def head_names() -> tuple[str, ...]:
+    """Names of all registered heads: the four of the paper, then others in order of definition.
+
+    >>> from catnat import head_names
+    >>> head_names()[:4]
+    ('softmax', 'sparsemax', 'sigmoid', 'natural')
+    """
+    return tuple(dict.fromkeys((*_BUILT_IN, *REGISTRY)))
+
+
+def head_option_names() -> set[str]:
+    """Names of all options of :func:`make_head`, of any registered head."""
+    return {"mix"}.union(*(_parameters(cls) for cls in REGISTRY.values()))
+
+
+def make_head(
+    head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
+) -> CategoricalHead:
+    """Build a head by its name, or check that a finished head has the right number of categories.
+
+    Args:
+        head: a name from :func:`head_names`, an alias such as ``"catnat-natural"``, or a head.
+        num_categories: K >= 2.
+        mix: share of the uniform distribution in the head's, for any head, in [0, 1). Above 0 the
+            head is a :class:`~catnat.mixed_head.MixedHead`.
+        options: options of the named head, such as ``amplitude`` for natural.
+
+    >>> from catnat import make_head
+    >>> make_head("softmax", 8)
+    SoftmaxHead(num_categories=8, num_scores=8)
+    """
+    require_within(0, 1, "[)", mix=mix)
+    if not isinstance(head, CategoricalHead):
+        head = _build(head, num_categories, options)
+    elif options:
+        raise ValueError(f"options {sorted(options)} given with a finished head {head!r}")
+    elif head.num_categories != num_categories:
+        raise ValueError(f"head has {head.num_categories} categories, {num_categories} are needed")
+    return MixedHead(head, mix) if mix else head
+
+
+def _build(head: str, num_categories: int, options: dict[str, Any]) -> CategoricalHead:
+    name = ALIASES.get(head, head)
+    require_choice(head_names(), head=name)
+    parameters = _parameters(REGISTRY[name])
+    takes_any = any(kind == inspect.Parameter.VAR_KEYWORD for kind in parameters.values())
+    unknown = sorted(set(options) - set(parameters))
+    if unknown and not takes_any:
+        choices = ", ".join([*parameters, "mix"])
+        raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
+    return REGISTRY[name](num_categories, **options)
+
+
+def _parameters(cls: type[CategoricalHead]) -> dict[str, Any]:
+    """Names and kinds of the options of a head, which follow ``num_categories``."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    return {parameter.name: parameter.kind for parameter in parameters[1:]}
