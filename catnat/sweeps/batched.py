@@ -264,6 +264,7 @@ class Group:
         which = [list(self.data).index(each.same_data) for each in members]
         self.which = torch.tensor(which, device=self.device)
         self.stack = Stack([each.model for each in members], self.device, self.max_steps)
+        self._writers: dict[Path, Any] = {}  # of event files, by the folder of a run
 
     def train(self, say: Callable[[str], None]) -> list[Metrics]:
         """Train to the end, then test every model; the metrics of each, none of one given up."""
@@ -286,6 +287,7 @@ class Group:
                 for one, loss in zip(self.members, losses.tolist(), strict=True):
                     found = self._evaluated(self.trainer.validate, one)
                     one.curve.append((done, {"train/loss": loss, **found}))
+                    self._log(one, done, one.curve[-1][1])
                 self.stack.attach()
                 since, spent = done, time.monotonic()
         return [self._tested(one) for one in self.members]
@@ -325,18 +327,26 @@ class Group:
         found = last | tested | fisher_diagnostics(one.model, batch)
         if one.folder is not None:
             self._write(one, one.folder, found)
+            self._writers.pop(one.folder).close()
         source = getattr(self.data[one.same_data], "hparams", {}).get("source")
         return found | ({"data_source": source} if source else {})
 
-    def _write(self, one: Member, folder: Path, metrics: Metrics) -> None:
-        """What ``train.py`` would leave of a run: curves, weights and metrics."""
+    def _log(self, one: Member, step: int, values: Metrics) -> None:
+        """Write points of the curves at once: a group that is stopped keeps what it has seen."""
         from torch.utils.tensorboard import SummaryWriter
 
+        if one.folder is None:
+            return
+        if one.folder not in self._writers:
+            self._writers[one.folder] = SummaryWriter(str(one.folder / "version_0"))
+        for name, value in values.items():
+            self._writers[one.folder].add_scalar(name, value, step)
+        self._writers[one.folder].flush()
+
+    def _write(self, one: Member, folder: Path, metrics: Metrics) -> None:
+        """What ``train.py`` would leave of a run that has ended: weights and metrics."""
+        self._log(one, self.max_steps, metrics)
         version = folder / "version_0"
-        with SummaryWriter(str(version)) as writer:
-            for step, values in (*one.curve, (self.max_steps, metrics)):
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
         path = version / "checkpoints" / "final.ckpt"
         path.parent.mkdir(exist_ok=True)
         self.trainer.save_checkpoint(path, weights_only=True)
