@@ -79,10 +79,10 @@ def check_command(words: list[str]) -> None:
 def check_sweep(argv: list[str]) -> None:
     from catnat.sweeps import plan, sweep
 
-    given = sweep.build_parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    unknown = [name for name in given.plans if name not in plan.names()]
-    if unknown and not all(Path(name).is_file() for name in unknown):
-        raise SystemExit(f"sweep.py {shlex.join(argv)}: no such table")
+    args = sweep.build_parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
+    for name in args.plans:
+        if not Path(name).is_file():  # written by the page, otherwise in the repository
+            plan.find_file(name, Path(__file__).parent.parent)
 
 
 def main(what: str, pages: list[str]) -> None:

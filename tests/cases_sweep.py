@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+PLANS = sorted((ROOT / "paper" / "plans").glob("*.yaml"))
 
 # A run leaves a checkpoint, waits for the gate to open if it has one, then writes its numbers.
 PROGRAM = """\
@@ -52,7 +53,7 @@ def write_plan(folder, **keys):
 
 
 def arguments(path, *more):
-    """Words for sweep.py, status.py and tables.py."""
+    """Words for the commands sweep, status and tables."""
     folder = path.parent
     return [str(path), "--results", str(folder / "results"), "--runs", str(folder / "runs"), *more]
 

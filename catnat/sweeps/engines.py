@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from catnat.sweeps.runs import ROOT, Run
+from catnat.sweeps.runs import Run
 
 JOBS_PER_GPU = 2
 
@@ -154,7 +154,8 @@ class Local:
             return Outcome(stopped=True)
         slot = self._slots.get()
         try:
-            return execute(run.command(folder), folder, self.retries, slot, self._started)
+            environment = run.environment | slot
+            return execute(run.command(folder), folder, self.retries, environment, self._started)
         finally:
             self._slots.put(slot)
 
@@ -199,10 +200,9 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ValueError("--engine ray needs Ray: pip install 'catnat[sweep]'") from error
-        paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+            raise ValueError("--engine ray needs Ray: pip install \"catnat[sweep]\"") from error
         try:
-            ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": paths})
+            ray.init(address=address, log_to_driver=False)
         except ConnectionError as error:
             raise ValueError(f"--address {address}: {str(error).splitlines()[0]}") from error
         if gpus is None:
@@ -213,7 +213,8 @@ class Ray:
 
     def submit(self, run: Run, folder: Path) -> Future[Outcome]:
         """Give a run to the cluster."""
-        reference = self._remote.remote(run.command(folder), folder, self.retries)
+        command = run.command(folder)
+        reference = self._remote.remote(command, folder, self.retries, run.environment)
         self._waiting.append(reference)
         future: Future[Outcome] = reference.future()
         return future
@@ -243,7 +244,7 @@ class Slurm:
         try:
             import submitit
         except ImportError as error:
-            raise ValueError("--engine slurm needs submitit, in 'catnat[sweep]'") from error
+            raise ValueError("--engine slurm needs submitit: pip install \"catnat[sweep]\"") from error
 
         class Task(submitit.helpers.Checkpointable):  # type: ignore[misc]
             """Submitted again when its time is up, a run resumes from its checkpoint."""
@@ -258,10 +259,11 @@ class Slurm:
 
     def submit(self, run: Run, folder: Path) -> Future[Outcome]:
         """Submit a job as soon as there are fewer than ``jobs``."""
-        return self.pool.submit(self._wait, run.command(folder), folder)
+        return self.pool.submit(self._wait, run, folder)
 
-    def _wait(self, command: list[str], folder: Path) -> Outcome:
-        job = self._executor.submit(self._task, command, folder, self.retries)
+    def _wait(self, run: Run, folder: Path) -> Outcome:
+        command = run.command(folder)
+        job = self._executor.submit(self._task, command, folder, self.retries, run.environment)
         self._jobs.append(job)
         try:
             outcome: Outcome = job.result()

@@ -1,8 +1,8 @@
 """Figures of plans, as PNG and PDF.
 
-    catnat figures curves vae_adam --tag val/elbo         # from the folders of runs
-    catnat figures bars vae_adam --metric test/nll        # from rows
-    catnat figures bars mechanism.yaml --baseline head=softmax rotation=0.0
+    catnat figures curves plan.yaml --tag val/elbo         # from the folders of runs
+    catnat figures bars plan.yaml --metric test/nll        # from rows
+    catnat figures bars plan.yaml --baseline head=softmax
 
 ``--out`` is the folder they are written to (default: figures).
 """
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             figure, name = args.draw(args)
         except (OSError, ValueError) as error:
-            print(f"figures.py: {error}", file=sys.stderr)
+            print(f"catnat figures: {error}", file=sys.stderr)
             return 2
         for path in (args.out / f"{name}.png", args.out / f"{name}.pdf"):
             figure.savefig(path, dpi=200)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """One command for each kind of figure."""
     description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("figures.py", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("catnat figures", description=description, allow_abbrev=False)
     kinds = parser.add_subparsers(required=True, metavar="FIGURE")
     for name, draw, text in (
         ("curves", curves, "a scalar over training, mean and spread over seeds"),

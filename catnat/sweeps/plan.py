@@ -1,7 +1,8 @@
-"""A plan: which runs a table consists of. ``paper/plans/<name>.yaml``, or any YAML file.
+"""A plan: which runs a table consists of. Any YAML file.
 
-A plan is read into :class:`Plan`, whose attributes are its keys. ``base`` names a plan that it
-changes, at the same scale (null takes a key away), ``scales`` has versions of it by name.
+A plan is read into :class:`Plan`, whose attributes are its keys. ``base`` names the file of a plan
+that it changes, at the same scale (null takes a key away), ``scales`` has versions of it by name.
+Files and folders in a plan are relative to the plan's own folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from jsonargparse import ArgumentError, ArgumentParser, get_loader
 from catnat.checks import did_you_mean
 from catnat.sweeps.runs import Rows, Run
 
-PLANS = Path(__file__).resolve().parents[2] / "paper" / "plans"
 Options = dict[str, Any]
 Value = str | Any  # Any alone would read quoted text as YAML once more
 Better = Literal["lower", "higher"] | None
@@ -103,8 +103,15 @@ class Search:
 
 @dataclass
 class Paper:
-    """Which table of paper.json the plan's cells stand beside, and its names for our options."""
+    """Published numbers, which are shown beside ours.
 
+    Attributes:
+        file: a JSON file of tables.
+        table: its table for this plan.
+        keys: its names for our options.
+    """
+
+    file: str
     table: str
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -115,7 +122,10 @@ class Plan:
 
     Attributes:
         title: of the table.
-        study: the folder of results that its rows lie in.
+        study: the rows are in <results>/<study>/runs.csv.
+        results: the folder of all studies; "" is the folder results in the working directory.
+        path: folders of modules that ``model`` and the option ``import`` name. The plan's folder
+            and the working directory are searched in any case.
         model: what ``train.py --model`` takes.
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
             its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
@@ -141,6 +151,8 @@ class Plan:
     grid: dict[str, list[Value]]
     model: str = ""
     program: str = ""
+    results: str = ""
+    path: list[str] = field(default_factory=list)
     options: dict[str, Value] = field(default_factory=dict)
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
@@ -188,7 +200,7 @@ class Plan:
         own = self.search.options if self.search and stage == "search" else {}
         what = {"program": self.program} if self.program else {"model": self.model}
         options = {**what, **self.options, **cell, **settings, **own, "seed": seed}
-        return Run(options, self.name, stage)
+        return Run(options, self.name, stage, tuple(self.path))
 
     # -- the stages of a cell ------------------------------------------------------------------
 
@@ -303,22 +315,17 @@ def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def names() -> list[str]:
-    """The plans that come with the project."""
-    return sorted(path.stem for path in PLANS.glob("*.yaml"))
-
-
 def scales(name: str) -> list[str]:
     """The scales of a plan."""
-    return list(_read(_find(name)).get("scales") or {"": {}})
+    return list(_read(find_file(name)).get("scales") or {"": {}})
 
 
 def load(name: str, scale: str | None = None) -> Plan:
-    """A plan by name or file, at a scale (default: small, else its first).
+    """A plan by its file, at a scale (default: small, else its first).
 
     A ValueError says in one line what is wrong.
     """
-    path = _find(name)
+    path = find_file(name)
     known = scales(name)
     scale = scale or ("small" if "small" in known else known[0])
     if scale not in known:
@@ -328,6 +335,7 @@ def load(name: str, scale: str | None = None) -> Plan:
     try:
         plan = _parsed(content)
         plan.name, plan.scale = path.stem, scale
+        plan.path.append(str(path.parent.resolve()))
         _check(plan)
     except (ValueError, ArgumentError) as error:
         raise ValueError(f"{path.name}, scale {scale}: {_one_line(error)}") from error
@@ -381,11 +389,14 @@ def _check(plan: Plan) -> None:
             raise ValueError(f"search: factors refine numbers, not {tried}")
 
 
-def _find(name: str) -> Path:
-    path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else PLANS / f"{name}.yaml"
-    if not path.is_file():
-        raise ValueError(f"there is no plan {name}; {choices(name, names())}; or a YAML file")
-    return path
+def find_file(name: str, folder: Path = Path()) -> Path:
+    """The file of a plan: in a folder or its folder plans, with or without the ending .yaml."""
+    places = [folder, folder / "plans"]
+    for path in (place / f"{name}{ending}" for place in places for ending in ("", ".yaml")):
+        if path.is_file():
+            return path
+    stems = sorted(path.stem for place in places for path in place.glob("*.yaml"))
+    raise ValueError(f"there is no plan {name}; {choices(name, [*stems, 'a YAML file'])}")
 
 
 def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
@@ -399,14 +410,31 @@ def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
     layers = content.get("scales") or {}
     if not isinstance(layers, dict) or any(not isinstance(x or {}, dict) for x in layers.values()):
         raise ValueError(f"{path.name}: scales must have names, and keys and values, got {layers}")
+    for part in (content, *layers.values()):
+        _resolve_files(part or {}, path.parent.resolve())
     base, layer = content.pop("base", None), layers.get(scale) or {}
     if base is None:
         return merged(content, layer)
-    beside = [path.with_name(f"{base}.yaml"), path.with_name(str(base)), PLANS / f"{base}.yaml"]
-    found = next((each for each in beside if each.is_file() and each not in above), None)
-    if found is None or found == path:
-        raise ValueError(f"{path.name}: there is no base {base!r}; {choices(str(base), names())}")
-    return merged(merged(_read(found, scale, (*above, path)), content), layer)
+    try:
+        below = find_file(str(base), path.parent).resolve()
+    except ValueError as error:
+        raise ValueError(f"{path.name}, base: {error}") from error
+    chain = (*above, path.resolve())
+    if below in chain:
+        raise ValueError(f"{path.name}: base {base} leads back to itself")
+    return merged(merged(_read(below, scale, chain), content), layer)
+
+
+def _resolve_files(content: Options, folder: Path) -> None:
+    """Make files and folders that a plan names absolute."""
+    if isinstance(content.get("path"), str):
+        content["path"] = [content["path"]]
+    if isinstance(content.get("path"), list):
+        content["path"] = [str((folder / str(name)).resolve()) for name in content["path"]]
+    paper = content.get("paper")
+    for part, key in ((content, "results"), (paper if isinstance(paper, dict) else {}, "file")):
+        if isinstance(part.get(key), str):
+            part[key] = str((folder / part[key]).resolve())
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "train.py"
-RESULTS = Path("paper")
+from catnat import __version__
+
 OBSERVING = {  # options that do not change what is learned, nor how it is tested
     *("accelerator", "capture", "device", "enable_progress_bar", "eval_every"),
     "log_every_n_steps",
@@ -35,17 +34,19 @@ _DEFAULTS = {"head_options.tail": "0"}  # options that say what is the case with
 
 @dataclass(frozen=True)
 class Run:
-    """One command: of ``train.py``, or of a program of the plan's own.
+    """One command: ``catnat`` with options, or a program of the plan's own.
 
     Attributes:
         options: all of them, the model and the seed too.
         plan: the plan that it belongs to.
         stage: "search" or "final".
+        path: folders of modules that the options name.
     """
 
     options: dict[str, Any]
     plan: str
     stage: str
+    path: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse options that would be taken for other columns of a row."""
@@ -67,14 +68,23 @@ class Run:
         return f"{text}-{hashlib.sha1(self.key.encode()).hexdigest()[:10]}"
 
     def arguments(self, folder: Path) -> list[str]:
-        """The words for ``train.py``, or for the plan's own program."""
-        every = {**self.options, "default_root_dir": folder, "program": None}
-        return [f"--{name}={text_of(x)}" for name, x in every.items() if x is not None]
+        """The options as words."""
+        options = {**self.options, "default_root_dir": folder, "program": None}
+        modules = options.pop("import", None) or []
+        modules = modules if isinstance(modules, list) else [modules]
+        words = [f"--{name}={text_of(x)}" for name, x in options.items() if x is not None]
+        return [*words, *(f"--import={module}" for module in modules)]
 
     def command(self, folder: Path) -> list[str]:
         """The whole command."""
-        program = str(self.options.get("program", TRAIN)).split()
+        program = str(self.options.get("program", "-m catnat")).split()
         return [sys.executable, *program, *self.arguments(folder)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the process that does the run."""
+        folders = [os.environ.get("PYTHONPATH", ""), *self.path]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 @dataclass
@@ -173,11 +183,6 @@ def _canonical(text: str) -> str:
 # -- the file --------------------------------------------------------------------------------------
 
 
-def path_of(study: str, results: Path = RESULTS) -> Path:
-    """The file of a study."""
-    return results / study / "runs.csv"
-
-
 def read(path: Path) -> list[Row]:
     """The rows of a file, none if there is no file."""
     if not path.is_file():
@@ -257,7 +262,10 @@ def made(
 
 
 def commit() -> str:
-    """The commit of the checkout, with + if files have been changed; empty outside of git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    """The commit of the working directory, with + if files have been changed; else our version."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=7"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # git is not installed
+        return f"catnat-{__version__}"
+    return done.stdout.strip() or f"catnat-{__version__}"

@@ -1,7 +1,7 @@
 """How far plans are.
 
-catnat status vae_adam --scale small
-catnat status gsl gsl_local --cells        # each cell
+catnat status plan.yaml --scale small
+catnat status plans/*.yaml --cells        # each cell
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from catnat.sweeps.sweep import Sweep, add_plan_options
 def main(argv: list[str] | None = None) -> int:
     """Print it."""
     description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("status.py", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("catnat status", description=description, allow_abbrev=False)
     add_plan_options(parser)
     parser.add_argument("--cells", action="store_true", help="a line for each cell")
     args = parser.parse_args(argv)
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.plans:
             print("\n".join(lines(Sweep(name, args), args.cells)))
     except ValueError as error:
-        print(f"status.py: {error}", file=sys.stderr)
+        print(f"catnat status: {error}", file=sys.stderr)
         return 2
     return 0
 

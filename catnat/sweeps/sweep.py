@@ -1,19 +1,18 @@
 r"""Do the runs of a plan that have no row in results/<study>/runs.csv yet.
 
-    catnat sweep vae_adam --scale small --jobs 12     # processes of this machine
-    catnat sweep path/to/mine.yaml                    # a plan of your own
-    catnat sweep vae_adam --engine batched            # many models as one
-    catnat sweep gsl --engine ray --address auto --gpus_per_run 0.1
-    catnat sweep gsl --engine slurm --slurm slurm_partition=gpu gpus_per_node=1
-    catnat sweep gsl --engine print | xargs -d '\n' -n 1 -P 8 sh -c
-    catnat sweep vae_adam --only head=natural,softmax N=10 -- --root DATA
-    catnat status vae_adam
+    catnat sweep plan.yaml --scale small --jobs 12     # processes of this machine
+    catnat sweep plan.yaml --engine batched            # many models as one
+    catnat sweep plan.yaml --engine ray --address auto --gpus_per_run 0.1
+    catnat sweep plan.yaml --engine slurm --slurm slurm_partition=gpu gpus_per_node=1
+    catnat sweep plan.yaml --engine print | xargs -d '\n' -n 1 -P 8 sh -c
+    catnat sweep plan.yaml --only head=natural,softmax N=10 -- --root DATA
+    catnat status plan.yaml
 
 The same command continues after an interruption, here or on another machine that has the rows: runs
 with a row are not repeated, interrupted ones resume from their last checkpoint, and batched groups
 begin anew. A cell has up to three stages: a search, a refined one, then all seeds; cells do not
 wait for each other.
-Afterwards: ``catnat tables vae_adam``.
+Afterwards: ``catnat tables plan.yaml``.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
             each.check()
         failed = sum(each.run(args) for each in sweeps)
     except (OSError, ValueError) as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
+        print(f"catnat sweep: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("sweep.py: interrupted; the same command continues", file=sys.stderr)
+        print("catnat sweep: interrupted; the same command continues", file=sys.stderr)
         return 130
     return min(1, failed)
 
@@ -62,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
-        "sweep.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        "catnat sweep", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     add_plan_options(parser)
     text = "processes of this machine, many models as one, Ray, SLURM; print shows the commands"
@@ -82,12 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_plan_options(parser: argparse.ArgumentParser, count: int | str = "+") -> None:
     """The options by which so many plans, and their rows, are found."""
-    text = f"{', '.join(plans.names())}; or a YAML file"
+    text = "a YAML file, or its name in this folder or in the folder plans"
     parser.add_argument("plans", nargs=count, metavar="PLAN", help=text)
     parser.add_argument("--scale", help="of the plan (default: small, or its first)")
     text = "a part of the plan: values of its grid, or seed=1,2 for final runs"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
-    parser.add_argument("--results", type=Path, help="folder of the rows (default results)")
+    text = "folder of the rows (default: as the plan says, else results)"
+    parser.add_argument("--results", type=Path, help=text)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder (default runs)")
 
 
@@ -119,9 +119,11 @@ class Sweep:
 
     def __init__(self, name: str, args: argparse.Namespace, extra: Sequence[str] = ()) -> None:
         self.plan = plans.load(name, args.scale)
-        smoke = self.plan.scale == SMOKE
-        results = args.results or (args.runs / "results" if smoke else runs.RESULTS)
-        self.path = runs.path_of(self.plan.study, results)
+        results = args.results or Path(self.plan.results or "results")
+        if self.plan.scale == SMOKE and not args.results:
+            results = args.runs / "results"
+        self.path = results / self.plan.study / "runs.csv"
+        sys.path += [folder for folder in self.plan.path if folder not in sys.path]
         self.folder = (args.runs / self.plan.study).resolve()
         self.only = read_only(args.only)
         self.plan.cells(self.only)  # says what is wrong with --only
@@ -152,7 +154,7 @@ class Sweep:
     # -- before the first run ------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise a ValueError for options and heads that ``train.py`` does not know."""
+        """Raise a ValueError for options and heads that ``catnat`` does not know."""
         seen = set()
         for run in [] if self.plan.program else self.pending(self.rows()):
             shape = {**run.options, "seed": 0, "learning_rate": 0}
@@ -172,7 +174,8 @@ class Sweep:
         first = self.pending(self.rows())
         if args.engine == "print":
             for run in first:
-                print(shlex.join(run.command(self.folder / run.name)))
+                variables = [f"{name}={shlex.quote(x)}" for name, x in run.environment.items()]
+                print(*variables, shlex.join(run.command(self.folder / run.name)))
             return 0
         print(f"{self.plan.name}, {self.plan.scale}: {len(first)} runs can start", flush=True)
         if args.engine == "batched":
@@ -265,7 +268,7 @@ def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raise a ValueError if ``train.py`` would refuse these options."""
+    """Raise a ValueError if ``catnat`` would refuse these options."""
     from jsonargparse import ArgumentError
 
     from catnat.cli.errors import one_line

@@ -1,9 +1,8 @@
 """Make tables from the rows in results/<study>/runs.csv.
 
-    catnat tables vae_adam                       # a plan, as Markdown
-    catnat tables vae_adam --scale rates --format latex
-    catnat tables vae                            # all tables of a study
-    catnat tables vae --out results/vae/tables.md
+    catnat tables plan.yaml                       # as Markdown
+    catnat tables plan.yaml --scale rates --format latex
+    catnat tables plans/*.yaml --scale all --out tables.md    # all scales that have rows
 
 Cells without rows stay in, and empty.
 """
@@ -22,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from catnat.sweeps import plan as plans
-from catnat.sweeps import runs
 from catnat.sweeps.plan import Options, Plan
 from catnat.sweeps.runs import Row, Rows
 from catnat.sweeps.significance import SIGNIFICANT, bold, compare, deviation
 from catnat.sweeps.sweep import SMOKE, Sweep, add_plan_options
 
-PAPER = Path(__file__).resolve().parents[2] / "paper" / "paper.json"
 MISSING = "—"
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 _ESCAPES = {
@@ -40,7 +37,7 @@ _ESCAPES = {
 def main(argv: list[str] | None = None) -> int:
     """Print tables, or write them to a file."""
     description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("tables.py", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("catnat tables", description=description, allow_abbrev=False)
     add_plan_options(parser)
     parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
     parser.add_argument("--out", type=Path, help="file (default: print)")
@@ -50,28 +47,24 @@ def main(argv: list[str] | None = None) -> int:
         write = args.out.write_text if args.out else sys.stdout.write
         write(text)
     except (OSError, ValueError) as error:
-        print(f"tables.py: {error}", file=sys.stderr)
+        print(f"catnat tables: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def tables_of(name: str, args: argparse.Namespace) -> list[str]:
-    """The tables of a plan, or of all plans of a study."""
+    """The table of a plan; at scale "all" one for each scale that has rows."""
     draw = {"markdown": markdown, "latex": latex}[args.format]
-    if name in plans.names() or name.endswith((".yaml", ".yml")):
-        sweep = Sweep(name, args)
-        return [draw(sweep.plan, cells_of(sweep.plan, sweep.rows(), sweep.only))]
-    studies = {each: plans.load(each).study for each in plans.names()}
-    table, found = runs.read(runs.path_of(name, args.results or runs.RESULTS)), []
-    for each in (each for each, study in studies.items() if study == name):
-        for plan in (plans.load(each, scale) for scale in plans.scales(each) if scale != SMOKE):
-            cells = cells_of(plan, Rows(table, [*plan.formerly, plan.name]), {})
-            if any(cell.rows for cell in cells):
-                found.append(draw(plan, cells))
-    if not found:
-        known = [*studies, *sorted(set(studies.values()))]
-        raise ValueError(f"{name} is neither a plan nor a study with rows; choose from {known}")
-    return found
+    scales = [args.scale]
+    if args.scale == "all":
+        scales = [scale for scale in plans.scales(name) if scale != SMOKE]
+    tables = []
+    for scale in scales:
+        sweep = Sweep(name, argparse.Namespace(**{**vars(args), "scale": scale}))
+        cells = cells_of(sweep.plan, sweep.rows(), sweep.only)
+        if args.scale != "all" or any(cell.rows for cell in cells):
+            tables.append(draw(sweep.plan, cells))
+    return tables
 
 
 @dataclass
@@ -166,7 +159,7 @@ def _paper_value(plan: Plan, cell: Options, key: str) -> float | None:
             wanted[name["name"]] = name["values"].get(value, value)
         else:
             wanted[name] = value
-    tables = json.loads(PAPER.read_text())
+    tables = json.loads(Path(plan.paper.file).read_text())
     if (table := tables.get(plan.paper.table)) is None:
         raise ValueError(f"paper: {plan.paper.table}: {plans.choices(plan.paper.table, tables)}")
     row: Options = next(

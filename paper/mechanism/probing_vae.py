@@ -1,6 +1,6 @@
 """The VAE with four more options, for reasons why softmax could be behind a tree.
 
-    catnat sweep probing.yaml --engine batched --results ../../results
+    catnat sweep paper/plans/probing.yaml --engine batched
 
 ``--decoder tree`` gives the decoder the path of each category in a binary tree, so that categories
 with common ancestors have common weights from the start. ``--decoder copies`` gives it as many

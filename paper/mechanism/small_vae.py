@@ -1,6 +1,6 @@
 """A VAE small enough to sum over all its latents: is catnat's lead a matter of the estimator?
 
-    catnat sweep estimators.yaml --engine batched --results ../../results
+    catnat sweep paper/plans/estimators.yaml --engine batched
 
 With ``--estimator exact`` the loss is the negative ELBO itself, a sum over all K^N latents, and its
 gradient has neither bias nor noise. All other estimators are those of the VAE it is made from.

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from cases_sweep import PLANS, ROOT
 
 from catnat.sweeps import plan, runs, sweep, tables
 
@@ -11,6 +12,7 @@ WHOLE = {
     "title": "T", "study": "s", "model": "vae", "grid": {"head": ["softmax"]},
     "metrics": {"a/b": {}},
 }  # fmt: skip
+ADAM = ROOT / "paper" / "plans" / "vae_adam.yaml"
 
 
 def write(folder, **keys):
@@ -40,7 +42,8 @@ def write(folder, **keys):
         ({"search": {"fixed": {"lr": {"natural": 1}}}}, "no value for head softmax"),
         ({"grid": {"seed": [1, 2]}}, "seeds has the seeds"),
         ({"program": "x.py"}, "either model or program"),
-        ({"base": "vae_adm"}, "did you mean vae_adam?"),
+        ({"base": "min"}, "mine.yaml, base: there is no plan min; did you mean mine?"),
+        ({"base": "mine"}, "base mine leads back to itself"),
         ({"grid": 3}, "grid"),
         ({"grid": {"head": []}}, "head: give at least one"),
         ({"options": {"seed": 3}}, "seeds has the seeds"),
@@ -64,7 +67,8 @@ def test_a_file_that_is_not_a_plan_is_one_line(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["vae_adm"], ["vae_adam", "--scale", "smal"]])
-def test_unknown_plans_and_scales_name_the_closest(words, capsys):
+def test_unknown_plans_and_scales_name_the_closest(words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT / "paper")
     assert sweep.main(words) == 2
     assert "did you mean" in capsys.readouterr().err
 
@@ -72,23 +76,24 @@ def test_unknown_plans_and_scales_name_the_closest(words, capsys):
 def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
     path = tmp_path / "mine.yaml"
     scales = {"small": {"options": {"max_steps": 7}, "grid": {"variant": None}}}
-    path.write_text(yaml.safe_dump({"base": "vae_adam", "title": "Mine", "scales": scales,
+    path.write_text(yaml.safe_dump({"base": str(ADAM), "title": "Mine", "scales": scales,
                                     "columns": [], "seeds": [7], "options": {"max_steps": 9},
                                     "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
                                     }))  # fmt: skip
-    found, base = plan.load(str(path)), plan.load("vae_adam")
+    found, base = plan.load(str(path)), plan.load(str(ADAM))
     assert found.title == "Mine" and found.scale == "small"
     assert found.options == base.options | {"max_steps": 7}
     assert "variant" not in found.grid and found.seeds == [7] and found.columns == []
     assert found.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
     assert found.search.options == base.search.options
     assert plan.load(str(path), "long").options["max_steps"] == 9
-    assert plan.scales(str(path)) == plan.scales("vae_adam")
+    assert plan.scales(str(path)) == plan.scales(str(ADAM))
+    assert found.results == base.results == str(ROOT / "paper")
 
 
-@pytest.mark.parametrize("name", plan.names())
-def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(name):
-    for found in (plan.load(name, scale) for scale in plan.scales(name)):
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(path):
+    for found in (plan.load(str(path), scale) for scale in plan.scales(str(path))):
         for cell in found.cells():
             for metric, described in found.metrics.items():
                 has = tables.paper_mean(found, cell, metric) is not None
@@ -97,11 +102,10 @@ def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(name):
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", plan.names())
-def test_train_takes_the_options_of_our_plans(name):
-    found = plan.load(name, "smoke")
-    (run, *_) = found.runs(runs.Rows([]))
-    sweep.check_arguments(run.arguments(runs.ROOT))
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_train_takes_the_options_of_our_plans(path, tmp_path):
+    args = sweep.build_parser().parse_args([str(path), "--scale=smoke", f"--runs={tmp_path}"])
+    sweep.Sweep(str(path), args).check()
 
 
 # -- published rows --------------------------------------------------------------------------------
@@ -120,8 +124,9 @@ PUBLISHED = {  # by plan and scale: final runs that have rows, of all
 
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
-    found = plan.load(*which)
-    rows = runs.Rows(runs.read(runs.path_of(found.study, runs.ROOT / "results")), [found.name])
+    name, scale = which
+    found = plan.load(str(ROOT / "paper" / "plans" / name), scale)
+    rows = runs.Rows(runs.read(ROOT / "paper" / found.study / "runs.csv"), [found.name])
     finals = [run for cell in found.cells() for run in found.final_runs(cell, rows)]
     done = sum(rows.find(run) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]
@@ -131,7 +136,7 @@ def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which)
     ("study", "count"), [("vae", 1201), ("graphs", 1153), ("games", 107), ("language_model", 97)]
 )
 def test_every_published_run_has_one_row(study, count):
-    rows = runs.read(runs.path_of(study, runs.ROOT / "results"))
+    rows = runs.read(ROOT / "paper" / study / "runs.csv")
     assert len(rows) >= count
     assert all(row.finished and row.metrics and row.about["plans"] for row in rows)
     keys = [(row.key, json.dumps(row.metrics, sort_keys=True)) for row in rows]

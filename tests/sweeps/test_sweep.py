@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 import yaml
-from cases_sweep import arguments, start_sweep, wait_for, write_plan
+from cases_sweep import ROOT, arguments, start_sweep, wait_for, write_plan
 
 from catnat.sweeps import engines, plan, runs, status, sweep
 
@@ -77,7 +77,7 @@ def test_large_seeds_and_close_floats_are_different_runs():
     assert len({run(seed=seed).name for seed in seeds}) == 3
     rates = [run(learning_rate=rate) for rate in (0.1, 0.1 + 1e-12)]
     assert len({each.name for each in rates}) == 2
-    assert "--seed=1000001" in run(seed=1000001).arguments(runs.ROOT)
+    assert "--seed=1000001" in run(seed=1000001).arguments(ROOT)
     assert run(x=125.0).key == run(x=125).key
 
 
@@ -235,7 +235,7 @@ def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys):
 )
 def test_a_misspelt_option_or_head_is_found_before_the_first_run(change, words, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({"base": "vae_adam", "scales": {"smoke": change}}))
+    path.write_text(yaml.safe_dump({"base": str(ROOT / "paper/plans/vae_adam"), "scales": {"smoke": change}}))
     assert sweep.main(arguments(path, "--scale", "smoke")) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
