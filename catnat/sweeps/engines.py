@@ -200,7 +200,7 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ValueError("--engine ray needs Ray: pip install \"catnat[sweep]\"") from error
+            raise ValueError('ray is missing: pip install "catnat[sweep]"') from error
         try:
             ray.init(address=address, log_to_driver=False)
         except ConnectionError as error:
@@ -244,7 +244,7 @@ class Slurm:
         try:
             import submitit
         except ImportError as error:
-            raise ValueError("--engine slurm needs submitit: pip install \"catnat[sweep]\"") from error
+            raise ValueError('submitit is missing: pip install "catnat[sweep]"') from error
 
         class Task(submitit.helpers.Checkpointable):  # type: ignore[misc]
             """Submitted again when its time is up, a run resumes from its checkpoint."""
