@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.signals import Stopped, StopSignals
-from catnat.callbacks.tensorboard import progress_line
+from catnat.callbacks.tensorboard import Progress
 from catnat.sb3.run_state import state_of
 
 Metrics = dict[str, float]
@@ -60,6 +60,7 @@ class RunSB3(BaseCallback):
         self.model: OnPolicyAlgorithm
         self._evaluate = evaluate
         self._saved = self._evaluated = self._first = 0
+        self._progress = Progress(0)
 
     def stop_if_asked(self) -> None:
         """Raise if a signal came; to be called where the last checkpoint is up to date."""
@@ -90,6 +91,7 @@ class RunSB3(BaseCallback):
 
     def _on_training_start(self) -> None:
         self._saved = self._evaluated = self._first = self.model.num_timesteps
+        self._progress = Progress(self._first)
         self.signals.listen()
 
     def _on_step(self) -> bool:
@@ -124,7 +126,7 @@ class RunSB3(BaseCallback):
         self.keep_best(metrics["eval/return"])
         if self.show:
             shown = metrics | recent_return(self.model)
-            print(progress_line(step, self.model._total_timesteps, shown), flush=True)
+            print(self._progress.line(step, self.model._total_timesteps, shown), flush=True)
 
 
 def _due(step: int, done: int, every: int) -> bool:

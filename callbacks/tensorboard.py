@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,45 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard.writer import SummaryWriter
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
+
+from catnat.callbacks.tags import description
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
 _WRITTEN_AGAIN = ("_hparams_/", "test/")  # at the end of a resumed run
+_SHOWN_FIRST = ("env", "head", "learning_rate", "num_categories", "num_latents", "seed")  # HPARAMS
 
 # -- event files -----------------------------------------------------------------------------------
+
+
+class DescribedWriter(SummaryWriter):
+    """A writer of event files in which the first value of each tag carries its description."""
+
+    def _get_file_writer(self) -> FileWriter:
+        is_new = self.file_writer is None
+        writer: Any = super()._get_file_writer()
+        if is_new:
+            writer.add_summary = partial(_add_described, writer.add_summary, set())
+        return writer  # type: ignore[no-any-return]
+
+
+def _add_described(
+    add_summary: Callable[..., None], described: set[str], summary: Summary, *when: Any
+) -> None:
+    for value in summary.value:
+        if value.tag in described:
+            continue
+        described.add(value.tag)
+        if value.tag == EXPERIMENT_TAG:  # TensorBoard begins with hyperparameters that differ
+            content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+            for hparam in content.experiment.hparam_infos:
+                hparam.differs = hparam.name in _SHOWN_FIRST
+            value.metadata.plugin_data.content = content.SerializeToString()
+        elif text := description(value.tag):
+            value.metadata.summary_description = text
+    add_summary(summary, *when)
 
 
 def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWriter:
@@ -30,12 +66,12 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
             a counter in place of the time: TensorBoard reads them in the order of their names.
     """
     if resumed_at is None:
-        return SummaryWriter(str(folder), max_queue=_QUEUE)
+        return DescribedWriter(str(folder), max_queue=_QUEUE)
     for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
         _drop_events(path, resumed_at)
         path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
     # purge_step is for a TensorBoard that is running
-    return SummaryWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
+    return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
 
 
 def _drop_events(path: Path, step: int) -> None:
@@ -104,12 +140,17 @@ class RunRecord(Callback):
     """Remembers the metrics of the latest validation until the weights change.
 
     Args:
-        lines: print step and metrics at each validation, for logs and pipes.
+        lines: print step, time left and metrics at each validation, for logs and pipes.
     """
 
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
+        self._progress = Progress(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._progress = Progress(trainer.global_step)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Forget: the model changes."""
@@ -119,17 +160,31 @@ class RunRecord(Callback):
         """Keep the metrics."""
         if trainer.sanity_checking:
             return
-        found = trainer.callback_metrics.items()
-        self.validated = {name: float(value) for name, value in found if name.startswith("val")}
+        self.validated = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val")
+        }
         if self.lines and trainer.state.fn == "fit" and trainer.is_global_zero:
-            print(progress_line(trainer.global_step, trainer.max_steps, self.validated), flush=True)
+            line = self._progress.line(trainer.global_step, trainer.max_steps, self.validated)
+            print(line, flush=True)
 
 
-def progress_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """A line of text: step of all steps, if these are known, and metrics.
+class Progress:
+    """Measures how fast a run is, and says how far it has come.
 
-    >>> progress_line(50, 200, {"val/loss": 1.25})
-    'step 50 of 200  val/loss 1.25'
+    Args:
+        first_step: from which this process takes steps.
     """
-    words = [f"step {step} of {total}" if total > 0 else f"step {step}"]
-    return "  ".join(words + [f"{name} {value:.4g}" for name, value in metrics.items()])
+
+    def __init__(self, first_step: int) -> None:
+        self._first_step = first_step
+        self._start = time.monotonic()
+
+    def line(self, step: int, total: int, metrics: Mapping[str, float]) -> str:
+        """A line of text: step of all steps and time left, if these are known, and metrics."""
+        words = [f"step {step} of {total}" if total > 0 else f"step {step}"]
+        if self._first_step < step < total:
+            seconds_per_step = (time.monotonic() - self._start) / (step - self._first_step)
+            words.append(f"ETA {timedelta(seconds=round(seconds_per_step * (total - step)))}")
+        return "  ".join(words + [f"{name} {value:.4g}" for name, value in metrics.items()])

@@ -45,7 +45,8 @@ class DiscreteVAE(StepModule):
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
     :meth:`scores`, :meth:`loss`, or :meth:`make_networks`.
 
-    Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl; test/nll, test/elbo, test/kl,
+    Logged: train/loss, train/temperature; val/loss, val/elbo, val/kl, val/perplexity; test/nll,
+    test/elbo, test/kl, test/perplexity (exp of the entropy of the mean q, a mean over latents),
     test/information (of the latents about an image, in nats: the sum over n of I(x; z_n), which is
     at least I(x; z)), test/saturated (share of scores in a flat region of the head) and
     test/collapsed (1 if the latents carry no information; KL alone does not show that, as a q that
@@ -298,14 +299,17 @@ class DiscreteVAE(StepModule):
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """Means over all images of all ranks, and metrics that follow from the means."""
         means = (self._val_means if stage == "val" else self._test_means).compute()
-        self.usage = usage = means.pop("usage", None)
-        if stage == "val" or usage is None:
-            return means
-        # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
-        common = self.num_latents * math.log(self.head.num_categories)
-        information = means["kl"] - (common - torch.special.entr(usage).sum())
-        collapsed = (information < _COLLAPSED_BELOW).float()
-        return means | {"information": information, "collapsed": collapsed}
+        self.usage = means.pop("usage", None)
+        if self.usage is None:
+            return means  # a subclass evaluates in its own way
+        entropies = torch.special.entr(self.usage).sum(-1)  # of the mean q of each latent, (N,)
+        means["perplexity"] = entropies.exp().mean()
+        if stage == "test":
+            # KL(q(z | x) || uniform) = I(x; z) + KL(mean q || uniform), latent by latent.
+            log_categories = self.num_latents * math.log(self.head.num_categories)
+            means["information"] = means["kl"] - (log_categories - entropies.sum())
+            means["collapsed"] = (means["information"] < _COLLAPSED_BELOW).float()
+        return means
 
     def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
         """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""

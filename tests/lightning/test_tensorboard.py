@@ -1,6 +1,7 @@
 """What TensorBoard shows of a run: its tags, each explained, and what the pictures show."""
 
 import io
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ from cases_callbacks import quiet_trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from catnat import make_head
 from catnat.callbacks import Figures, FisherMonitor
 from catnat.callbacks.images import add_image, fisher_picture
-from catnat.callbacks.tensorboard import RunLogger
+from catnat.callbacks.tags import TAGS, description
+from catnat.callbacks.tensorboard import Progress, RunLogger
 from catnat.datamodules import CommunityGraphDataModule, MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner
 
@@ -30,21 +34,47 @@ def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tm
         batches = CommunityGraphDataModule(communities=1, num_pairs=120)
         batches.batch_size = 8
         pictures = {"fim/picture", "graph/theta"}
-    logger = RunLogger(tmp_path, name="", version="run")
+    logger = RunLogger(tmp_path, name="", version="run", default_hp_metric=False)
     callbacks = [FisherMonitor(), Figures()]
     trainer = quiet_trainer(max_steps=12, logger=logger, callbacks=callbacks, val_check_interval=6)
     trainer.fit(model, datamodule=batches)
     trainer.test(model, datamodule=batches, verbose=False)
-    found = EventAccumulator(str(tmp_path / "run"), {"images": 0}).Reload()
-    tags = found.Tags()
+    logger.log_hyperparams({"capture": False, "seed": 3, **model.hparams}, {"test/score": 1.0})
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "run"), {"images": 0}).Reload()
+    tags = events.Tags()
     assert set(tags["images"]) == pictures
-    assert [each.step for each in found.Images("fim/picture")] == [0, 10, 11]
-    shown = {tag for tag in tags["scalars"] if not tag.endswith("/loss")} - {"hp_metric"}
+    assert [image.step for image in events.Images("fim/picture")] == [0, 10, 11]
+    shown = {*tags["scalars"], *pictures} - {"test/score"}
     assert min(tag for tag in shown if tag.startswith("fim")) == "fim/off_diagonal_mass"
-    explained = (Path(__file__).parents[2] / "docs/tags.md").read_text()
-    for tag in shown | pictures:
-        name = tag.partition("/")[2]
-        assert f"`{tag}`" in explained or f"(val, test)/{name}`" in explained, tag
+    for tag in shown:
+        assert events.SummaryMetadata(tag).summary_description == description(tag) != "", tag
+    content = events.SummaryMetadata(EXPERIMENT_TAG).plugin_data.content
+    hparams = HParamsPluginData.FromString(content).experiment.hparam_infos
+    first = {"head", "learning_rate", "num_categories", "num_latents", "seed"}
+    assert {hparam.name for hparam in hparams if hparam.differs} == first & {
+        hparam.name for hparam in hparams
+    }
+
+
+def test_the_page_of_tags_has_the_descriptions_of_the_cards():
+    page = (Path(__file__).parents[2] / "docs/tags.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| `")] == [
+        f"| `{tag}` | {text.replace('|', '&#124;')} |"
+        for texts in TAGS.values()
+        for tag, text in texts.items()
+    ]
+
+
+def test_lines_of_progress_say_how_long_a_run_takes(monkeypatch):
+    clock = iter((0.0, 30.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress(40)
+    assert progress.line(50, 200, {"val/loss": 1.25}) == (
+        "step 50 of 200  ETA 0:07:30  val/loss 1.25"
+    )
+    assert progress.line(200, 200, {}) == "step 200 of 200"
+    assert progress.line(50, -1, {}) == "step 50"
 
 
 # -- pictures -------------------------------------------------------------------------------------

@@ -305,17 +305,21 @@ def test_collapse_and_saturation_are_told(x):
 
 
 @pytest.mark.parametrize("head", ["softmax", "sparsemax", "natural"])
-def test_information_is_that_of_the_latents_about_the_image(x, head):
+def test_information_and_perplexity_are_those_of_all_images(x, head):
     model = DiscreteVAE(head, num_latents=3, num_categories=5, nll_samples=1)
     with torch.no_grad():
         model.encoder[-1].weight *= 1000
-    found = evaluated(model, x, batch_size=7)
+    metrics = evaluated(model, x, batch_size=7)
     model.eval()
     with torch.no_grad():
         p = model(x).probs.double()  # (B, N, K)
-    want = (torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum((1, 2)).mean()).item()
-    assert want > 0.1
-    assert found["test/information"] == pytest.approx(want, rel=1e-4)
+    entropies = torch.special.entr(p.mean(0)).sum(-1)
+    information = (entropies.sum() - torch.special.entr(p).sum((1, 2)).mean()).item()
+    assert information > 0.1
+    assert metrics["test/information"] == pytest.approx(information, rel=1e-4)
+    perplexity = entropies.exp().mean().item()
+    assert 1 < perplexity < 5
+    assert metrics["test/perplexity"] == pytest.approx(perplexity, rel=1e-4)
 
 
 def test_the_likelihood_decodes_a_bounded_number_of_images_at_once(x):
