@@ -109,11 +109,11 @@ def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
 class RunLogger(TensorBoardLogger):
     """A TensorBoard logger that writes every value once.
 
-    A run that resumes writes nothing, and deletes nothing, before it has ``begun``.
+    It writes nothing, and deletes nothing, while ``begun`` is False.
     """
 
     resumed_at: int | None = None  # the step from which the run resumes
-    begun = False
+    begun = True
     _latest: tuple[int | None, dict[str, float]] = (None, {})
 
     @property
@@ -121,11 +121,17 @@ class RunLogger(TensorBoardLogger):
     def experiment(self) -> SummaryWriter:
         """The writer of the event file."""
         if self._experiment is None:
-            if self.resumed_at is not None and not self.begun:
+            if not self.begun:
                 return _DummyExperiment()  # type: ignore[return-value]
             self._experiment = open_writer(self.log_dir, self.resumed_at)
         assert isinstance(self._experiment, SummaryWriter)
         return self._experiment
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what waits, and ``hparams.yaml``."""
+        if self.begun:
+            super().save()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -139,6 +145,8 @@ class RunLogger(TensorBoardLogger):
 class RunRecord(Callback):
     """Remembers the metrics of the latest validation until the weights change.
 
+    They are part of a checkpoint: a run that resumes after its last step does not validate again.
+
     Args:
         lines: print step, time left and metrics at each validation, for logs and pipes.
     """
@@ -151,6 +159,14 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._progress = Progress(trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The metrics."""
+        return {"validated": self.validated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the metrics of the run that is resumed."""
+        self.validated = state_dict["validated"]
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Forget: the model changes."""

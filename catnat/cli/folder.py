@@ -1,11 +1,14 @@
-"""The folder of a run."""
+"""The folder of a run: its number, its lock, and the options that the run began with."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import fcntl
+import os
+import socket
 from itertools import count
 from pathlib import Path
+from typing import IO
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
@@ -18,7 +21,7 @@ class RunFolder:
     """The folder of a run.
 
     A run that resumes from ``last.ckpt`` stays in its folder. From another checkpoint it is a new
-    run: the old one keeps its ``last.ckpt``.
+    run: the old one keeps its ``last.ckpt``. One process at a time writes to a folder.
 
     Args:
         home: the folder of all runs of a model with a head.
@@ -27,36 +30,67 @@ class RunFolder:
     """
 
     def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
-        self.path, self.resumed, self._made = home / "version_0", False, False
-        self._before: dict[Path, bytes] = {}  # files of the resumed run that this one may change
+        self.path = home / "version_0"
+        self.resumed = False
+        self._lock: IO[str] | None = None
+        self._records: dict[Path, bytes] = {}  # files of the resumed run that this one changes
         if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
             self.resumed = not train or ckpt_path.name == "last.ckpt"
             if self.resumed:
                 self.path = ckpt_path.parent.parent
-                kept = ("config.yaml", "hparams.yaml", "metrics.json") if train else ()
-                files = (self.path / name for name in kept)
-                self._before = {file: file.read_bytes() for file in files if file.is_file()}
 
-    def make(self) -> None:
-        """Make the folder of a new run, the first that is free."""
+    def open(self) -> None:
+        """Make the folder of a new run, the first that is free; lock it.
+
+        Raises:
+            ValueError: another process trains in this folder.
+        """
         for number in count() if not self.resumed else ():
             self.path = self.path.with_name(f"version_{number}")
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(parents=True)
-                self._made = True
-                return
+                break
+        self._take_lock()
+        files = (self.path / name for name in ("config.yaml", "hparams.yaml", "metrics.json"))
+        self._records = {file: file.read_bytes() for file in files if file.is_file()}
 
-    def undo_if_refused(self, stepped: bool) -> None:
-        """Undo what a run did that was refused, that is, it took no step and has no end."""
-        if stepped or (self.path / "metrics.json").exists():
+    def _take_lock(self) -> None:
+        """The system frees the lock of a process that is gone, however it ended."""
+        lock = open(self.path / ".lock", "a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.seek(0)
+            process = lock.read()
+            lock.close()
+            raise ValueError(f"{process} is still training in {self.path}: end it first") from None
+        except OSError:
+            pass  # a file system without locks
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        self._lock = lock
+
+    def close(self, stepped: bool) -> None:
+        """Give the folder back.
+
+        A run that took no step leaves the record of the run that it resumed as it was. The folder
+        of a new run goes if it is empty.
+
+        Args:
+            stepped: whether the run took a step.
+        """
+        if self._lock is None:
             return
-        for file, content in self._before.items():
-            write_whole(file, content)
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty
-                for parent in list(self.path.parents)[:3]:
-                    parent.rmdir()
+        if not stepped and not (self.path / "metrics.json").exists():
+            for file, content in self._records.items():
+                write_whole(file, content)
+        (self.path / ".lock").unlink()
+        self._lock.close()
+        self._lock = None
+        with contextlib.suppress(OSError):  # not empty
+            for folder in (self.path, *list(self.path.parents)[:3]):
+                folder.rmdir()
 
 
 @rank_zero_only

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
@@ -76,8 +76,6 @@ class CatnatCLI(RunCLI):
         options = {**self.config_init.trainer, **kwargs}
         require_at_least(1, accumulate_grad_batches=options["accumulate_grad_batches"])
         set_validation_interval(options)
-        if str(options["strategy"]).endswith("fork"):
-            torch.set_num_threads(1)  # forked processes hang if OpenMP has begun threads before
         own = _as_list(options["callbacks"])
         self.fisher = next(
             (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher
@@ -103,17 +101,28 @@ class CatnatCLI(RunCLI):
             every = default_interval(options["max_steps"]) if every is None else every
             require_at_least(1, save_every=every)
             callbacks += [best, LastCheckpoint(place, every)]
-        if options["logger"] is None:
-            options["logger"] = self._logger() if self.names.command == "fit" else False
+        if options["logger"] in (None, True):
+            options["logger"] = (
+                self._logger() if self.names.command == "fit" else bool(options["logger"])
+            )
         plugins = _as_list(options["plugins"])
         if not any(isinstance(each, CheckpointIO) for each in plugins):
             plugins = [AtomicCheckpointIO(), *plugins]
         options["enable_progress_bar"] = bar and terminal
-        return Trainer(**options | {"callbacks": callbacks, "plugins": plugins})
+        if self.keeps:  # where Lightning saves the run before SLURM requeues it
+            options["default_root_dir"] = str(self.folder.path)
+        trainer = Trainer(**options | {"callbacks": callbacks, "plugins": plugins})
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            start_method = trainer.strategy.launcher._start_method
+            raise ValueError(
+                f"--strategy of processes that begin by {start_method} is not supported: choose ddp"
+            )
+        return trainer
 
     def _logger(self) -> RunLogger:
         folder = self.folder.path  # its name in full, so that "name" adds none
         logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
+        logger.begun = False
         if self.folder.resumed:
             logger.resumed_at = self.checkpoint["global_step"]
         return logger

@@ -109,6 +109,10 @@ class RunCLI(LightningCLI):
         page = f"--data.help={self.data_path}" if self.data_path else "--data.help"
         words = [page if word == "--data.help" else word for word in words]
         files = [f"--config={path}" for path in names.configs]
+        if names.ckpt_path and record_of(names.ckpt_path):
+            # A list on the command line replaces that of the resumed run.
+            lists = dict.fromkeys(w.partition("+")[0] for w in words if re.match(r"--[\w.]+\+", w))
+            files[1:1] = [f"{name}=null" for name in lists]
         if self.checkpoint and any(word.startswith("--trainer.max_") for word in words):
             # A length on the command line replaces the one that the run began with.
             none = ("max_steps=-1", "max_epochs=null", "max_time=null")
@@ -153,7 +157,7 @@ class RunCLI(LightningCLI):
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._compare()}"
         if self.runs and self.keeps and self.is_first:
-            self.folder.make()
+            self.folder.open()
 
     def _set_length(self) -> None:
         """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
@@ -242,9 +246,9 @@ class RunCLI(LightningCLI):
             show_metrics(self.metrics, self.folder.path if where else None, keep=self.keeps)
 
     def close(self) -> None:
-        """Give back what the run holds, and undo what a run did that was refused."""
-        if hasattr(self, "folder") and self.is_first:
-            self.folder.undo_if_refused(self.step > self.began)
+        """Give back what the run holds."""
+        if hasattr(self, "folder"):
+            self.folder.close(stepped=self.step > self.began)
 
 
 def canonical_head(name: str) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from cases_cli import ROOT, last, one_line, run
-from cases_fresh import one_server, run_fresh
 from lightning.pytorch import Callback
 
 import train
@@ -56,6 +55,9 @@ WRONG = {
     "--ckpt_path last": "no last.ckpt in any run",
     "--ckpt_path {broken}": "broken.yaml is damaged, or not a checkpoint at all",
     "--trainer.logger CSVLogger": "arguments are required: save_dir",
+    "--devices 2 --strategy ddp_fork": "choose ddp",
+    "--devices 2 --strategy ddp_notebook_find_unused_parameters_true": "choose ddp",
+    "--devices 2 --strategy DDPStrategy --strategy.start_method spawn": "choose ddp",
     "--data.root typo": "root 'typo' has no MNIST: there are no train-images-idx3-ubyte",
 }  # fmt: skip
 FILES = {
@@ -204,17 +206,6 @@ def test_a_run_on_the_small_mnist_says_so_at_the_end(workspace, capfd):
     assert "test/nll" in table and "5,000 images" in after
 
 
-@one_server
-def test_two_devices(workspace):
-    # In a process of its own: OpenMP, used by other tests, does not survive a fork.
-    argv = [ROOT / "train.py", "--head=natural", *workspace]
-    argv += ["--batch_size=5", "--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = run_fresh(*argv)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test/nll") == 1
-    assert last()["global_step"] == 3
-
-
 def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
     Path("my_heads.py").write_text(
         "from catnat.flat_heads import SoftmaxHead\n"
@@ -261,6 +252,11 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
     assert len(list(Path("mine").glob("*.ckpt"))) == 1
     assert "Metric val/loss improved" in caplog.text and "run_training_epoch" in caplog.text
     assert last()["global_step"] < 9 * 6, "it stopped early"
+    again = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val/kl", "--max_steps=60"]
+    assert run("--ckpt_path=last", *again) == 0
+    record = yaml.safe_load(Path("runs/vae/natural/version_0/config.yaml").read_text())
+    (early_stopping,) = record["trainer"]["callbacks"]  # those of the first run are replaced
+    assert early_stopping["init_args"]["monitor"] == "val/kl"
 
 
 def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
@@ -288,6 +284,9 @@ def test_another_logger(workspace):
     assert run(*workspace, "--logger=CSVLogger", "--logger.save_dir=logs") == 0
     metrics = next(Path("logs").rglob("metrics.csv")).read_text()
     assert "fim/off_diagonal_mass" in metrics
+    assert run(*workspace, "--trainer.logger=true") == 0
+    assert any(Path("runs/vae/natural/version_1").glob("events.*"))
+    assert {path.name for path in Path("runs").iterdir()} == {"vae"}
 
 
 def test_a_missing_metric_of_early_stopping_is_one_line(workspace, capfd):

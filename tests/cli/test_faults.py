@@ -147,13 +147,13 @@ def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data
 
 
 def test_runs_that_start_at_the_same_time_have_a_folder_each(workspace, monkeypatch):
-    usual = RunFolder.make
+    open_folder = RunFolder.open
 
-    def late(self):
+    def open_late(self):
         FOLDER.mkdir(parents=True)  # another process was faster
-        usual(self)
+        open_folder(self)
 
-    monkeypatch.setattr(RunFolder, "make", late)
+    monkeypatch.setattr(RunFolder, "open", open_late)
     assert run(*workspace) == 0
     assert not any(FOLDER.iterdir())
     names = {path.name for path in FOLDER.with_name("version_1").rglob("*")}
@@ -213,28 +213,74 @@ def test_a_folder_that_cannot_be_made(workspace, capfd):
     assert "Not a directory: 'runs/" in one_line(capfd)
 
 
+def start(*argv):
+    """A process that trains, and has saved its first checkpoint."""
+    process = Fresh(ROOT / "train.py", "--head=natural", *argv, "--max_steps=100000")
+    wait_for((FOLDER / "checkpoints/last.ckpt").exists, process)
+    return process
+
+
+OFTEN = ["--save_every=5", "--val_check_interval=100", "--limit_test_batches=1"]
+RANKS = ["--devices=2", "--strategy=ddp", "--batch_size=5"]
+ALONE = ["--devices=1", "--strategy=auto"]
+
+
 @one_server
 @pytest.mark.parametrize(
-    ("signum", "devices"),
-    [
-        (signal.SIGINT, ()),
-        slow(signal.SIGTERM, ("--devices=2", "--strategy=ddp", "--accelerator=cpu")),
-    ],
+    ("signum", "ranks"), [(signal.SIGINT, ()), slow(signal.SIGINT, RANKS), (signal.SIGTERM, RANKS)]
 )
-def test_a_signal_saves_and_says_how_to_resume(signum, devices, workspace):
-    argv = [ROOT / "train.py", "--head=natural", *workspace, *devices]
-    argv += ["--max_steps=100000", "--save_every=5", "--val_check_interval=100"]
-    process = Fresh(*argv)
-    wait_for((FOLDER / "checkpoints/last.ckpt").exists, process)
+def test_a_signal_saves_ends_all_ranks_and_says_how_to_resume(signum, ranks, workspace):
+    process = start(*workspace, *OFTEN, *ranks)
+    children = pids_of_ranks(process)
+    assert len(children) == len(ranks) // 3
     process.send_signal(signum)
     done = process.wait()
     assert done.returncode == 128 + signum and "Traceback" not in done.stderr, done.stderr
+    wait_for(lambda: not any(Path("/proc", child).exists() for child in children))
     line, step = done.stdout.splitlines()[-1], last()["global_step"]
     assert f"stopped by {signum.name} after step {step}; resume with: python train.py" in line
     again = line.split("python train.py ")[1].split()
-    alone = ["--devices=1", "--strategy=auto", "--limit_test_batches=1"]
-    assert train.main([*again, f"--max_steps={step + 2}", *alone]) == 0
+    assert train.main([*again, f"--max_steps={step + 2}", *ALONE]) == 0
     assert last()["global_step"] == step + 2
+
+
+def pids_of_ranks(process):
+    """The processes of the other ranks, which the first one starts."""
+    pid = process.process.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@one_server
+def test_a_killed_rank_ends_the_run_and_deletes_nothing(workspace):
+    process = start(*workspace, *OFTEN, *RANKS)
+    (child,) = pids_of_ranks(process)
+    os.kill(int(child), signal.SIGKILL)
+    assert process.wait().returncode != 0
+    step = last()["global_step"]
+    assert run("--ckpt_path=last", f"--max_steps={step + 2}", *ALONE) == 0
+    assert last()["global_step"] == step + 2
+
+
+@one_server
+def test_slurm_saves_in_the_folder_of_the_run_and_no_other_run_starts_from_that(
+    workspace, monkeypatch
+):
+    scontrol = Path("scontrol")
+    scontrol.write_text("#!/bin/sh\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", os.getcwd(), prepend=os.pathsep)
+    for name, value in {"JOB_ID": 7, "NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    process = start(*workspace, *OFTEN)
+    process.send_signal(signal.SIGUSR1)
+    wait_for((FOLDER / "hpc_ckpt_1.ckpt").exists, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait().returncode == 128 + signal.SIGTERM
+    requeued = torch.load(FOLDER / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert last()["global_step"] >= requeued["global_step"]
+    assert [*Path("runs").rglob("hpc*")] == [FOLDER / "hpc_ckpt_1.ckpt"]
+    assert run(*workspace) == 0
+    assert last(FOLDER.with_name("version_1"))["global_step"] == 3
 
 
 def test_an_interrupt_before_the_first_step_is_one_line(workspace, capfd, monkeypatch):
@@ -269,12 +315,15 @@ def test_what_a_checkpoint_has_seen_is_in_the_event_file(workspace, monkeypatch)
 
 
 @one_server
-def test_a_killed_run_resumes_to_the_same_weights_and_curves(workspace):
+def test_a_killed_run_resumes_to_the_same_weights_and_curves(workspace, capfd):
     """kill -9 wherever it happens to be; the rest of the run must not know."""
     options = [*workspace, "--max_steps=60", "--save_every=9", "--limit_test_batches=1",
                "--log_every_n_steps=1", "--val_check_interval=7"]  # fmt: skip
     process = Fresh(ROOT / "train.py", "--model=vae", "--head=natural", *options)
     wait_for((FOLDER / "checkpoints/last.ckpt").exists, process)
+    process.send_signal(signal.SIGSTOP)
+    assert run(*options, "--ckpt_path=last") == 2, "it is still training"
+    assert f"process {process.process.pid} on" in one_line(capfd)
     process.send_signal(signal.SIGKILL)
     assert process.wait().returncode == -signal.SIGKILL
     assert 0 < last()["global_step"] < 60

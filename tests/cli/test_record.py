@@ -124,8 +124,9 @@ def test_hparams_show_the_run(options):
     assert "test/nll" in metrics and "val/loss" not in metrics
 
 
-def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(options):
-    assert run(*options) == 0
+@pytest.mark.parametrize("every", [3, 5])  # the last validation comes after training, or in it
+def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(every, options):
+    assert run(*options, f"--val_check_interval={every}") == 0
     found, kept = steps(), json.loads((FOLDER / "metrics.json").read_text())
     tested = {name: x for name, x in kept.items() if name.startswith(("val/", "test/"))}
     for died in (False, False, True):

@@ -6,8 +6,7 @@ import pytest
 import torch
 import yaml
 from cases import HEADS
-from cases_cli import ROOT, one_line
-from cases_fresh import one_server, run_fresh
+from cases_cli import one_line
 
 import train
 from catnat.cli.end_of_run import warnings_of
@@ -109,16 +108,6 @@ def test_another_optimizer(workspace, capfd):
     assert torch.equal(last(0)["predictor.weight"], last(1)["predictor.weight"])
     assert run(*workspace, *other, "--lr_schedule=linear") == 2
     assert "the optimizer of the model itself" in capfd.readouterr().err
-
-
-@one_server
-def test_two_devices(workspace):
-    # In a process of its own: OpenMP, used by other tests, does not survive a fork.
-    argv = [ROOT / "train.py", "--model=gsl", *workspace]
-    argv += ["--devices=2", "--strategy=ddp_fork", "--accelerator=cpu"]
-    done = run_fresh(*argv)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test/gap_2x") == 1
 
 
 def test_a_report_tells_of_dead_edges_and_collapse_and_saturation_is_a_number_alone():
