@@ -56,7 +56,7 @@ class RunFolder:
 
     def _take_lock(self) -> None:
         """The system frees the lock of a process that is gone, however it ended."""
-        lock = open(self.path / ".lock", "a+")
+        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - open as long as the run lasts
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
