@@ -4,19 +4,22 @@ Classes below a common node share all splits above this node, so a layer learns 
 if they are alike. The functions here build orders from what is known of the classes:
 
 - :func:`by_frequency`, from counts alone;
-- :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax,
-  singular vectors of the matrix that says which words of a text follow which
-  (``examples/language_model`` does that).
+- :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax;
+- :func:`by_cooccurrence`, from a text or another sequence of classes: those that follow the same
+  classes share a subtree.
 
 :class:`catnat.TreeLinear` takes an order.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_within
 from catnat.tree import levels, subtree_sums
 
 _CHUNK = 2**21  # numbers of vectors that are worked on together: they stay in a cache
@@ -68,6 +71,82 @@ def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
         members = _split_level(vectors, members, sizes, rounds, generator)
     ranked = members.flatten()
     return _leaves_from_left(K, device)[ranked[ranked >= 0].argsort()]
+
+
+def by_cooccurrence(
+    tokens: Tensor,
+    num_categories: int,
+    frequent: int | Sequence[int] | Tensor = 0,
+    dims: int = 64,
+    seed: int = 0,
+) -> Tensor:
+    """Order by what comes before a class, (N,) -> (K,): similar classes share a subtree.
+
+    :func:`by_embedding` of vectors that are near for classes which follow the same classes. They
+    are the leading left singular vectors, times the roots of the singular values, of the matrix
+    of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where it is positive,
+    between a class b and the class a before it; by random projection with power iterations
+    (Halko et al., 2011).
+
+    Args:
+        tokens: a sequence of classes, such as the words of a text.
+        num_categories: K.
+        frequent: as in :class:`catnat.TreeLinear`: these classes come first, and the order of
+            the others is made for a tree that holds them alone.
+        dims: of the vectors.
+        seed: of the random projection.
+    """
+    frequent_classes = checked_frequent(frequent, num_categories)
+    if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
+        raise ValueError(f"expected a sequence of classes, got shape {tuple(tokens.shape)}")
+    require_within(0, num_categories - 1, smallest=int(tokens.min()), largest=int(tokens.max()))
+    rare = torch.ones(num_categories, dtype=torch.bool, device=tokens.device)
+    first = torch.tensor(frequent_classes, dtype=torch.long, device=tokens.device)
+    rare[first] = False
+    leaves = by_embedding(_vectors_of(tokens, rare, dims, seed))
+    order = torch.empty_like(rare, dtype=torch.long)
+    order[first] = torch.arange(len(first), device=tokens.device)
+    order[rare] = leaves + len(first)
+    return order
+
+
+def _vectors_of(tokens: Tensor, rows: Tensor, dims: int, seed: int) -> Tensor:
+    """The vectors of some classes, (N,), (K,) bool -> (rows, dims)."""
+    K, device = len(rows), tokens.device
+    number = int(rows.sum())
+    pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
+    after, before = pairs // K, pairs % K
+    of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
+    of_before = torch.zeros(K, device=device).index_add_(0, before, counts.float())
+    information = torch.log(counts * counts.sum() / (of_after[after] * of_before[before]))
+    wanted = rows[after]
+    places = torch.stack((rows.cumsum(0)[after] - 1, before))[:, wanted]
+    entries = information.clamp_min(0)[wanted]
+    matrix = torch.sparse_coo_tensor(places, entries, (number, K), check_invariants=False)
+    matrix = matrix.coalesce()
+    transposed = matrix.mT.coalesce()
+    generator = torch.Generator(device).manual_seed(seed)
+    basis = torch.randn(K, min(number, dims + 8), device=device, generator=generator)
+    for _ in range(3):
+        basis = torch.linalg.qr(transposed @ torch.linalg.qr(matrix @ basis)[0])[0]
+    left, singular, _ = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return left[:, :dims] * singular[:dims].sqrt()
+
+
+def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int) -> list[int]:
+    """The frequent classes, after checking that each is a class and is named once."""
+    if isinstance(frequent, Tensor):
+        frequent = frequent.tolist()
+    if isinstance(frequent, Sequence):
+        classes = [operator.index(k) for k in frequent]
+    else:
+        classes = list(range(operator.index(frequent)))
+    require_within(0, num_categories - 2, number_of_frequent_classes=len(classes))
+    outside = [k for k in classes if not 0 <= k < num_categories]
+    if outside or len(set(classes)) < len(classes):
+        wrong = outside[0] if outside else "one of them twice"
+        raise ValueError(f"frequent classes must lie in 0..{num_categories - 1}, got {wrong}")
+    return classes
 
 
 def _split_level(

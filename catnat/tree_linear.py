@@ -1,59 +1,83 @@
-"""TreeLinear: an output layer over K classes that costs log2 K rows of its weight for each row."""
+"""TreeLinear: an output layer over K classes that costs log2 K rows of its weight for each row.
+
+With frequent classes it is a softmax over these and one more, "rare", and a tree over the others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from catnat.checks import checked_order, require_at_least, require_choice, require_within
-from catnat.distributions import path_entropy, path_kl
+from catnat.checks import (
+    checked_categories,
+    checked_order,
+    require_at_least,
+    require_choice,
+    require_within,
+)
+from catnat.distributions import draw, path_entropy, path_kl
 from catnat.head import CategoricalHead
 from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
 from catnat.losses import reduced
-from catnat.numerics import at_least_float32, can_branch_on, uniform
+from catnat.numerics import LOG_ZERO, at_least_float32, can_branch_on, exp_of_log_probs, uniform
+from catnat.orders import checked_frequent
 from catnat.tree import walk_down
 from catnat.tree_heads import CatnatHead
 
+DEFAULT_TAIL = 0.05  # of natural
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
+_ALIGNED = 8  # rows of the softmax come in such groups: GPUs multiply aligned matrices faster
 
 
-class TreeLinear(nn.Embedding):
+class TreeLinear(nn.Module):
     r"""A linear layer and a tree head in one: from hidden states (*, D) to K classes.
 
     ``head(linear(hidden))`` computes K - 1 scores. A class needs those on its path alone: the
     log-probability of a target, a sample and their gradients take log2 K rows of the weight here.
 
+    With ``frequent`` classes F, the layer is a softmax over these and one event more, "rare", and
+    a tree over the other classes: p(k) = softmax(k) for a frequent class, and
+    p(k) = softmax(rare) tree(k) for a rare one. That costs F + 1 rows more. Words of a text and
+    other classes of very different frequency are learned better that way.
+
     Args:
         in_features: D.
         num_categories: K, at least 2.
-        head: the name of a tree head (sigmoid, natural, one of your own), or such a head.
+        head: the name of a tree head (sigmoid, natural, one of your own), or such a head over as
+            many categories as there are rare classes. ``"natural"`` has a tail of 0.05 here,
+            because a likelihood does not forgive impossible classes; ``tail=0`` is the paper's.
         order: the leaf of each class, a permutation of 0..K-1; None for class k on leaf k. Which
             classes share a subtree decides how well the layer learns, see :mod:`catnat.orders`.
+            A tree of rare classes holds them in this order.
         bias: whether nodes have a bias.
-        sparse: give the weight and the bias sparse gradients with the rows in use, as
+        frequent: the classes of the softmax: their number F (the first F classes, as vocabularies
+            are sorted), or the classes themselves. 0 (the tree alone) to K - 2. The default is
+            0, because the layer cannot know which classes are frequent.
+        sparse: give the tree's weight and bias sparse gradients with the rows in use, as
             ``nn.Embedding(sparse=True)`` does, for ``torch.optim.SparseAdam``. That saves memory,
             and time on a CPU. On CUDA dense gradients are faster: fused kernels compute them.
+            The parameters of ``shortlist`` always have dense ones.
         device: of the parameters.
         dtype: of the parameters.
         options: of the head, such as ``tail`` for natural.
 
-    ``weight`` (K-1, D) and ``bias`` (K-1) have a row for each node, breadth first, and are what
-    ``nn.Linear(D, K - 1)`` before the head would have. A state dict holds them, and ``order`` if
-    there is one.
+    ``weight`` and ``bias`` have a row for each node, breadth first: K - 1, or K - F - 1 for the
+    tree of rare classes. ``shortlist`` is the ``nn.Linear`` of the softmax, with F + 1 rows, the
+    last one for "rare"; None without frequent classes. A state dict holds these, and ``order`` if
+    there is one: there frequent classes come first, in the order of the shortlist's rows.
 
-    Under autocast the matmuls of a GPU are in half precision; the activations are in float32. The
-    layer is an ``nn.Embedding`` of its nodes, because DistributedDataParallel expects sparse
-    gradients of that class alone.
+    Under autocast the matmuls of a GPU are in half precision; the activations are in float32. On
+    a CPU, autocast changes nothing.
 
-    >>> layer = TreeLinear(4, 1000, head="natural")
+    >>> layer = TreeLinear(4, 1000, frequent=100)
     >>> layer(torch.zeros(3, 4), target=torch.tensor([7, 0, 999])).shape
     torch.Size([])
     >>> layer.sample(torch.zeros(3, 4)).shape
@@ -61,8 +85,9 @@ class TreeLinear(nn.Embedding):
     """
 
     bias: nn.Parameter | None
-    order: Tensor | None
-    classes: Tensor | None  # the class on each leaf
+    order: Tensor | None  # the place of each class: in the shortlist, then on the leaves
+    classes: Tensor | None  # the class at each place
+    shortlist: nn.Linear | None
 
     def __init__(
         self,
@@ -72,40 +97,84 @@ class TreeLinear(nn.Embedding):
         order: Tensor | Sequence[int] | None = None,
         bias: bool = True,
         *,
+        frequent: int | Sequence[int] | Tensor = 0,
         sparse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         require_at_least(1, in_features=in_features)
-        made = make_head(head, num_categories, **options)
-        if not isinstance(made, CatnatHead):
-            got = f"{made.name!r} ({type(made).__name__})"
+        checked_categories(num_categories)
+        frequent_classes = checked_frequent(frequent, num_categories)
+        self.num_frequent = len(frequent_classes)
+        if head in ("natural", "catnat-natural"):
+            options = {"tail": DEFAULT_TAIL} | options
+        tree_head = make_head(head, num_categories - self.num_frequent, **options)
+        if not isinstance(tree_head, CatnatHead):
+            got = f"{tree_head.name!r} ({type(tree_head).__name__})"
             raise ValueError(f"TreeLinear needs a tree head, such as sigmoid or natural, got {got}")
-        if made.order is not None:
+        if tree_head.order is not None:
             raise ValueError("the head has an order of its own; give the order to TreeLinear")
-        S = made.num_scores
-        self._unplaced: Tensor | None = None  # the order of a layer on the device "meta"
-        super().__init__(S, in_features, sparse=sparse, device=device, dtype=dtype)
-        self.head = made.to(device)
-        self.in_features, self.num_categories = in_features, made.num_categories
-        self.bias = nn.Parameter(torch.empty(S, device=device, dtype=dtype)) if bias else None
+        self.in_features = in_features
+        self.num_categories = num_categories
+        self.sparse = sparse
+        self.head = tree_head.to(device)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        nodes = tree_head.num_scores
+        self.weight = nn.Parameter(torch.empty(nodes, in_features, **placed))
+        self.bias = nn.Parameter(torch.empty(nodes, **placed)) if bias else None
+        self.shortlist = None
+        if self.num_frequent:
+            self.shortlist = nn.Linear(in_features, self.num_frequent + 1, bias, **placed)
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
-        self.set_order(order)
-        self._draw(self.bias)
+        self._unplaced: Tensor | None = None  # the order of a layer on the device "meta"
+        first = list(range(self.num_frequent))
+        if frequent_classes != first:
+            members = set(frequent_classes)
+            others = [k for k in range(num_categories) if k not in members]
+            self._set_places(torch.tensor([*frequent_classes, *others], device="cpu").argsort())
+        if order is not None:
+            self.set_order(order)
+        self._draw()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias as ``nn.Linear`` does; after ``to_empty``, restore the order."""
-        self._draw(self.weight)
-        self._draw(getattr(self, "bias", None))  # nn.Embedding calls this before there is one
+        """Draw weights and biases as ``nn.Linear`` does; after ``to_empty``, restore the order."""
+        self._draw()
+        if self.shortlist is not None:
+            self.shortlist.reset_parameters()
         if self._unplaced is not None and not self.weight.is_meta:
-            self.set_order(self._unplaced)
+            self._set_places(self._unplaced)
 
-    def _draw(self, parameter: Tensor | None) -> None:
-        bound = 1 / math.sqrt(self.embedding_dim)
-        if parameter is not None:
-            nn.init.uniform_(parameter, -bound, bound)
+    def _draw(self) -> None:
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -bound, bound)
+
+    @torch.no_grad()
+    def start_from_counts(self, counts: Tensor) -> None:
+        """Set the biases so that zero weights give the frequencies of the classes.
+
+        One is added to every count, so that no class is impossible.
+
+        Args:
+            counts: how often each class occurs, (K,).
+        """
+        K, F = self.num_categories, self.num_frequent
+        if counts.shape != (K,) or bool((counts < 0).any()):
+            raise ValueError(f"expected {K} counts >= 0, got shape {tuple(counts.shape)}")
+        if self.bias is None:
+            raise ValueError("start_from_counts needs a layer with biases")
+        shares = counts.detach().to(self.bias.device, torch.float64) + 1
+        shares = shares / shares.sum()
+        if self.classes is not None:
+            shares = shares[self.classes]
+        rare_share = shares[F:].sum()
+        self.bias.copy_(self.head.inverse(shares[F:] / rare_share))
+        if self.shortlist is not None:
+            self.shortlist.bias.copy_(torch.cat((shares[:F], rare_share[None])).log())
 
     def forward(self, hidden: Tensor, target: Tensor | None = None) -> Tensor:
         """:meth:`nll` of the targets, or without targets :meth:`log_probs`."""
@@ -116,10 +185,8 @@ class TreeLinear(nn.Embedding):
 
         ``value`` is broadcast against the leading dimensions of ``hidden``.
         """
-        hidden, value = self._checked(hidden), self.head.checked_value(value)
-        shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
-        hidden = hidden.expand(*shape, -1).reshape(-1, self.in_features)
-        return self._log_prob(hidden, value.expand(shape).reshape(-1)).view(shape)
+        rows, classes, shape = self._broadcast(hidden, value)
+        return self._log_prob(rows, classes).view(shape)
 
     def nll(
         self,
@@ -141,18 +208,19 @@ class TreeLinear(nn.Embedding):
         if target.shape != hidden.shape[:-1]:
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
-        counts = (target != ignore_index).flatten()
-        rows, target = hidden.reshape(-1, self.in_features), target.flatten()
-        some = can_branch_on(counts) and not bool(counts.all())
-        if some:  # rows that do not count are not even read
-            rows, target = rows[counts], target[counts]
-        ignored = target == ignore_index
-        label = self.head.checked_value(torch.where(ignored, 0, target), "target")
-        loss = torch.where(ignored, 0.0, -self._log_prob(rows, label))
-        if some:
-            loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
-        loss = loss.view(hidden.shape[:-1]) if reduction == "none" else loss
-        return reduced(loss, counts.to(loss.dtype), reduction)
+        rows = hidden.reshape(-1, self.in_features)
+        target = target.flatten()
+        counts = target != ignore_index
+        if can_branch_on(counts) and not bool(counts.all()):  # other rows are not even read
+            classes = self._checked_classes(target[counts], "target")
+            losses = -self._log_prob(rows[counts], classes)
+            losses = losses.new_zeros(counts.shape).masked_scatter(counts, losses)
+        else:
+            classes = self._checked_classes(target, "target")
+            losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
+        if reduction == "none":
+            return losses.view(hidden.shape[:-1])
+        return reduced(losses, counts, reduction)
 
     def sample(
         self,
@@ -163,26 +231,25 @@ class TreeLinear(nn.Embedding):
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf."""
         hidden = self._checked(hidden)
         states = hidden.detach().reshape(-1, self.in_features)
-        rows = torch.arange(len(states), device=states.device).repeat(math.prod(sample_shape))
-
-        def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
-            right = self._log_right(states, rows, nodes).double()
-            return uniform(right.shape, right, generator) < right.exp(), right.isnan()
-
-        leaf = walk_down(self.num_categories, rows, goes_right)
-        broken = leaf < 0
+        repeats = math.prod(sample_shape)
+        rows = torch.arange(len(states), device=states.device).repeat(repeats)
+        if self.shortlist is None:
+            place = self._walk(states, rows, generator)
+        else:
+            place = self._draw_places(states, rows, repeats, generator)
+        broken = place < 0
         if can_branch_on(broken) and bool(broken.any()):
             raise ValueError("scores must be numbers to draw samples, got NaN")
-        leaf = torch.where(broken, 0, leaf)
-        drawn = leaf if self.classes is None else self.classes[leaf]
-        return torch.where(broken, -1, drawn).view(*sample_shape, *hidden.shape[:-1])
+        classes = place if self.classes is None else self.classes[place.clamp_min(0)]
+        return torch.where(broken, -1, classes).view((*sample_shape, *hidden.shape[:-1]))
 
     def path_kl(
         self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
     ) -> Tensor:
         """Estimate of a KL divergence from classes drawn at ``hidden``, (*) each, at O(D log K).
 
-        Unbiased and never negative, see :meth:`catnat.HeadCategorical.path_kl`.
+        Unbiased and never negative, see :meth:`catnat.HeadCategorical.path_kl`. The divergence
+        between the softmaxes of frequent classes is exact.
 
         Args:
             hidden: the states of the distribution that the classes were drawn from, (*, D).
@@ -192,30 +259,59 @@ class TreeLinear(nn.Embedding):
         """
         layer = layer or self
         if layer.num_categories != self.num_categories:
-            both = f"{self.num_categories} and {layer.num_categories}"
-            raise ValueError(f"KL divergence between {both} classes")
-        ours, others = self.order, layer.order
-        if ours is not others and (ours is None or others is None or not torch.equal(ours, others)):
+            sizes = f"{self.num_categories} and {layer.num_categories}"
+            raise ValueError(f"KL divergence between {sizes} classes")
+        if layer.num_frequent != self.num_frequent or not _equal(self.order, layer.order):
             raise ValueError("path_kl needs two layers with the same order of classes")
-        return path_kl(self._path_logs(hidden, value), layer._path_logs(other, value))
+        ours = self._path_logs(hidden, value)
+        theirs = layer._path_logs(other, value)
+        below = path_kl(ours[:2], theirs[:2])
+        if ours[2] is None or theirs[2] is None:
+            return below
+        exact = (exp_of_log_probs(ours[2]) * (ours[2] - theirs[2])).sum(-1)
+        return exact + self._of_rare(below, ours[2])
 
     def path_entropy(self, hidden: Tensor, value: Tensor) -> Tensor:
         """Estimate of the entropy from classes drawn at ``hidden``, (*, D), (*) -> (*)."""
-        return path_entropy(self._path_logs(hidden, value))
+        *logs, block = self._path_logs(hidden, value)
+        below = path_entropy(logs)
+        if block is None:
+            return below
+        return self._of_rare(below, block) - (exp_of_log_probs(block) * block).sum(-1)
 
-    def _path_logs(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the steps to classes, and of the other sides, (*, H) each."""
-        hidden, value = self._checked(hidden), self.head.checked_value(value)
-        shape = torch.broadcast_shapes(hidden.shape[:-1], value.shape)
-        leaf = (value if self.order is None else self.order[value]).expand(shape).reshape(-1)
-        rows = hidden.expand(*shape, -1).reshape(-1, self.in_features)
+    def _of_rare(self, estimates: Tensor, block: Tensor) -> Tensor:
+        """Estimates below the event "rare", with the gradient of the event's probability.
+
+        They are 0 for frequent classes.
+        """
+        log_rare = block[..., -1]
+        return estimates + estimates.detach() * (log_rare - log_rare.detach())
+
+    def _path_logs(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities of the steps to classes, and of the other sides, (*, H) each.
+
+        The third are the log-probabilities of the softmax, (*, F+1), if there is one. The steps to
+        a frequent class are certain.
+        """
+        rows, classes, shape = self._broadcast(hidden, value)
+        leaf = self._places(classes) - self.num_frequent
         step, aside = self._steps(rows, self.weight, self.bias, leaf, self.sparse)
-        return step.view(*shape, -1), aside.view(*shape, -1)
+        block = None
+        if self.shortlist is not None:
+            block = self._block(rows).view(*shape, -1)
+            rare = (leaf >= 0)[:, None]
+            step = torch.where(rare, step, 0.0)
+            aside = torch.where(rare, aside, LOG_ZERO)
+        return step.view(*shape, -1), aside.view(*shape, -1), block
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of all classes, (*, D) -> (*, K)."""
-        leaves = self.head.log_probs(self.scores(hidden))
-        return leaves if self.order is None else leaves.index_select(-1, self.order)
+        hidden = self._checked(hidden)
+        places = self.head.log_probs(self.scores(hidden))
+        if self.shortlist is not None:
+            block = self._block(hidden)
+            places = torch.cat((block[..., :-1], places + block[..., -1:]), -1)
+        return places if self.order is None else places.index_select(-1, self.order)
 
     def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.
@@ -226,49 +322,122 @@ class TreeLinear(nn.Embedding):
         require_within(1, self.num_categories, k=k)
         hidden = self._checked(hidden)
         rows = hidden.reshape(-1, self.in_features)
+        size = max(64, _CHUNK // self.num_categories)
         with torch.no_grad():
-            size = max(64, _CHUNK // self.num_categories)
-            found = [self.log_probs(each).topk(k, -1) for each in rows.split(size)]
+            parts = [self.log_probs(part).topk(k, -1) for part in rows.split(size)]
         shape = (*hidden.shape[:-1], k)
-        values, indices = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
+        values = torch.cat([part.values for part in parts]).view(shape)
+        indices = torch.cat([part.indices for part in parts]).view(shape)
         return torch.return_types.topk((values, indices))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of all nodes, (*, D) -> (*, K-1): what the head takes."""
+        """Scores of all nodes of the tree, (*, D) -> (*, nodes): what the head takes."""
         hidden = self._checked(hidden)
-        bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        return F.linear(hidden, self.weight.to(hidden.dtype), bias)
+        return self._linear(hidden, self.weight, self.bias)
+
+    def fisher(self, hidden: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Fisher information in the scores: a dense block and a diagonal, the rest is 0.
+
+        Returns:
+            The block of the softmax over frequent classes and "rare", (*, F+1, F+1), None without
+            frequent classes; and the diagonal of the nodes of the tree, (*, nodes).
+        """
+        hidden = self._checked(hidden)
+        diagonal = self.head.fisher_diagonal(self.scores(hidden))
+        if self.shortlist is None:
+            return None, diagonal
+        probs = exp_of_log_probs(self._block(hidden))
+        block = torch.diag_embed(probs) - probs[..., :, None] * probs[..., None, :]
+        return block, probs[..., -1:] * diagonal
 
     def set_order(self, order: Tensor | Sequence[int] | None) -> None:
         """Give each class its leaf, as ``order`` of the class says; weights stay with their nodes.
 
-        For a layer that has learned nothing yet.
+        Frequent classes stay in the shortlist. For a layer that has learned nothing yet.
         """
-        if order is None:
+        F, K = self.num_frequent, self.num_categories
+        keys = (
+            torch.arange(K, device="cpu")
+            if order is None
+            else torch.tensor(checked_order(order, K), device="cpu")
+        )
+        places = self._unplaced if self.weight.is_meta else self.order
+        if F:
+            places = torch.arange(K, device="cpu") if places is None else places.cpu()
+            keys = torch.where(places < F, places - F, keys).argsort().argsort()
+        elif order is None:
             self.order = self.classes = self._unplaced = None
             return
-        K, device = self.num_categories, self.weight.device
-        leaves = torch.tensor(checked_order(order, K), device="cpu")
-        self.order, self.classes = leaves.to(device), leaves.argsort().to(device)
-        self._unplaced = leaves if device.type == "meta" else None
+        self._set_places(keys)
+
+    def _set_places(self, places: Tensor) -> None:
+        """Take the place of each class, (K,) on the CPU."""
+        device = self.weight.device
+        self.order = places.to(device)
+        self.classes = places.argsort().to(device)
+        self._unplaced = places if device.type == "meta" else None
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules in this one, after a stand-in that tells of sparse gradients.
+
+        DistributedDataParallel expects sparse gradients of an ``nn.Embedding`` alone, and asks the
+        first module that has a parameter.
+        """
+        if self.sparse:
+            yield prefix, _SparseRows(self)
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
         """What ``print(layer)`` shows."""
-        return f"in_features={self.in_features}, bias={self.bias is not None}, sparse={self.sparse}"
+        options = f"in_features={self.in_features}, num_categories={self.num_categories}"
+        if self.num_frequent:
+            options += f", frequent={self.num_frequent}"
+        return f"{options}, bias={self.bias is not None}, sparse={self.sparse}"
 
     # -- the arithmetic ----------------------------------------------------------------------------
 
     def _log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
         """(M, D), (M,) -> (M,); NaN for a target that is not a class."""
-        possible = (target >= 0) & (target < self.num_categories)
-        leaf = torch.where(possible, target, 0)
-        leaf = torch.where(possible, leaf if self.order is None else self.order[leaf], -1)
-        given, fused = (hidden, self.weight, self.bias, leaf), self._fused(hidden)
+        parameters = (hidden, self.weight, self.bias)
+        fused = self._fused(hidden)
         if fused is None:
-            return self._by_paths(*given, self.sparse)
-        constants = self.head.constants(hidden.new_empty(0, dtype=torch.float32))
-        out: Tensor = fused.log_prob(*given, self.head.activation, constants, self._by_paths)
-        return out
+            of_tree = self._by_paths(*parameters, target, self.sparse)
+        else:
+            constants = self.head.constants(hidden.new_empty(0, dtype=torch.float32))
+            described = (self.order, self.num_frequent, self.head.activation, constants)
+            of_tree = fused.log_prob(*parameters, target, *described, self._by_paths)
+        if self.shortlist is None:
+            return of_tree
+        column = self._places(target).clamp(0, self.num_frequent)
+        of_block = nn.functional.nll_loss(self._block(hidden), column, reduction="none")
+        return of_tree - of_block
+
+    def _block(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the frequent classes and of "rare", (*, D) -> (*, F+1)."""
+        assert self.shortlist is not None
+        weight, bias = self.shortlist.weight, self.shortlist.bias
+        missing = -len(weight) % _ALIGNED
+        weight = nn.functional.pad(weight, (0, 0, 0, missing))
+        logits = self._linear(hidden, weight, None)[..., : self.num_frequent + 1]
+        logits = at_least_float32(logits)
+        if bias is not None:
+            logits = logits + bias.to(logits.dtype)
+        return logits.log_softmax(-1)
+
+    def _linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear layer in the dtype of the hidden states, whatever autocast says."""
+        with _without_autocast(hidden):
+            bias = None if bias is None else bias.to(hidden.dtype)
+            return nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
+
+    def _places(self, target: Tensor) -> Tensor:
+        """The places of classes, (M,) -> (M,); -1 for a target that is not a class."""
+        possible = (target >= 0) & (target < self.num_categories)
+        if self.order is None:
+            return torch.where(possible, target, -1)
+        return torch.where(possible, self.order[torch.where(possible, target, 0)], -1)
 
     def _fused(self, hidden: Tensor) -> ModuleType | None:
         """The module of the fused kernels, where they compute this layer's log-probabilities."""
@@ -284,31 +453,69 @@ class TreeLinear(nn.Embedding):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        leaf: Tensor,
+        target: Tensor,
         sparse: bool = False,
     ) -> Tensor:
-        """Log-probabilities of leaves in plain torch, (M, D), (M,) -> (M,); NaN for leaf -1."""
-        logs = self._steps(hidden, weight, bias, leaf, sparse)[0]
-        return torch.where(leaf >= 0, logs.sum(-1), torch.nan)
+        """What the tree adds to the log-probabilities of classes, in plain torch, (M, D) -> (M,).
+
+        0 for frequent classes, and NaN for what is not a class.
+        """
+        place = self._places(target)
+        leaf = place - self.num_frequent
+        rare = leaf >= 0
+        if self.num_frequent and can_branch_on(rare):  # rows of frequent classes are not read
+            steps = self._steps(hidden[rare], weight, bias, leaf[rare], sparse)[0]
+            logs = steps.new_zeros(rare.shape).masked_scatter(rare, steps.sum(-1))
+        else:
+            steps = self._steps(hidden, weight, bias, leaf, sparse)[0]
+            logs = torch.where(rare, steps.sum(-1), 0.0)
+        return torch.where(place >= 0, logs, torch.nan)
 
     def _steps(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, leaf: Tensor, sparse: bool
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to leaves, and of the other sides, (M, H) each."""
 
-        def scores_at(nodes: Tensor) -> Tensor:  # (M, H)
-            with torch.autocast(hidden.device.type, enabled=False):
-                rows = F.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)  # (M, H, D)
-                scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
-                if bias is None:
-                    return scores
-                biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
-                return scores + biases.view_as(nodes).to(scores.dtype)
+        def scores_at(nodes: Tensor) -> Tensor:
+            rows = nn.functional.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)
+            scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
+            if bias is None:
+                return scores
+            biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
+            return scores + biases.view_as(nodes).to(scores.dtype)
 
-        head, K = self.head, self.num_categories
+        head = self.head
         constants = head.constants(at_least_float32(hidden[:0]))
-        with torch.autocast(hidden.device.type, enabled=False):
-            return path_logs(scores_at, leaf, K, head.activation, constants)
+        with _without_autocast(hidden):
+            return path_logs(scores_at, leaf, head.num_categories, head.activation, constants)
+
+    def _draw_places(
+        self, states: Tensor, rows: Tensor, repeats: int, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw places from the softmax, and leaves where it says "rare"; -1 where NaN decides."""
+        with torch.no_grad():
+            probs = self._block(states).exp()
+        broken = probs.isnan().any(-1)
+        probs = torch.where(broken[:, None], 1.0, probs)
+        place = draw(probs, torch.Size((repeats,)), generator).flatten()
+        rare = place == self.num_frequent
+        if can_branch_on(rare):
+            leaf = self._walk(states, rows[rare], generator)
+            place = place.masked_scatter(rare, torch.where(leaf < 0, -1, leaf + self.num_frequent))
+        else:
+            leaf = self._walk(states, rows, generator)
+            beyond = torch.where(leaf < 0, -1, leaf + self.num_frequent)
+            place = torch.where(rare, beyond, place)
+        return torch.where(broken[rows], -1, place)
+
+    def _walk(self, states: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Leaves that random walks from the root reach in some rows, (P,) -> (P,); -1 for NaN."""
+
+        def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
+            right = self._log_right(states, rows, nodes).double()
+            return uniform(right.shape, right, generator) < right.exp(), right.isnan()
+
+        return walk_down(self.head.num_categories, rows, goes_right)
 
     @torch.no_grad()
     def _log_right(self, hidden: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -326,11 +533,19 @@ class TreeLinear(nn.Embedding):
 
     def _log_activation(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
-        with torch.autocast(scores.device.type, enabled=False):
+        with _without_autocast(scores):
             constants = constants_at(self.head.constants(scores), nodes)
             return self.head.activation.log_activation(scores, constants)
 
     # -- what comes in and goes out ----------------------------------------------------------------
+
+    def _broadcast(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
+        """Rows of hidden states and classes, (M, D) and (M,), and the shape that they stand for."""
+        hidden = self._checked(hidden)
+        classes = self._checked_classes(value, "value")
+        shape = torch.broadcast_shapes(hidden.shape[:-1], classes.shape)
+        rows = hidden.expand(*shape, -1).reshape(-1, self.in_features)
+        return rows, classes.expand(shape).reshape(-1), torch.Size(shape)
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden states in the dtype of the matmuls."""
@@ -342,12 +557,49 @@ class TreeLinear(nn.Embedding):
         if not hidden.is_floating_point():
             raise ValueError(f"hidden states must be floating point, got {hidden.dtype}")
         device = hidden.device.type
-        if device != "cpu" and torch.is_autocast_enabled(device):
+        if device not in ("cpu", "meta") and torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))
         return hidden.to(self.weight.dtype)
+
+    def _checked_classes(self, value: Tensor, name: str) -> Tensor:
+        """Classes as int64, after checking them where that does not wait for a device."""
+        classes = value.long()
+        if can_branch_on(value):
+            wrong = (classes < 0) | (classes >= self.num_categories) | (classes != value)
+            if bool(wrong.any()):
+                last = self.num_categories - 1
+                first_wrong = value[wrong][0].item()
+                raise ValueError(f"{name} must be a category from 0 to {last}, got {first_wrong}")
+        return classes
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
-            self.set_order(order)
+            self._set_places(torch.tensor(checked_order(order, self.num_categories), device="cpu"))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _SparseRows(nn.Embedding):
+    """A stand-in for the tree's parameters, see :meth:`TreeLinear.named_modules`."""
+
+    def __init__(self, layer: TreeLinear) -> None:
+        nn.Module.__init__(self)
+        self.sparse = True
+        self.weight = layer.weight
+        self.register_parameter("bias", layer.bias)
+
+    def extra_repr(self) -> str:
+        """Nothing: the layer shows itself."""
+        return ""
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Autocast off, on devices that have it."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two orders are the same."""
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)

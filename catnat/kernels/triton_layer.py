@@ -8,7 +8,8 @@ nodes of a path come from one matmul, those of the L = H - U nodes below from ga
 
 The *key* of a row names its path in one number: the heap number of its leaf, moved to depth H. The
 node at level l has heap number ``key >> (H - l)``, and is on the path if that is below K. A row
-without a class has the key 2^(H+1). Sorted keys are sorted nodes at every level at once.
+without a leaf has the key 2^(H+1): its target is a frequent class, which is not in the tree, or not
+a class. Sorted keys are sorted nodes at every level at once.
 """
 
 # mypy: ignore-errors
@@ -48,31 +49,40 @@ def log_prob(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    leaf: Tensor,
+    target: Tensor,
+    order: Tensor | None,
+    frequent: int,
     activation: Activation,
     constants: Tensor | None,
     plainly: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor],
 ) -> Tensor:
-    """Log-probabilities of leaves, (M, D), (M,) -> (M,) in float32; NaN for a leaf of -1.
+    """Log-probabilities of the leaves of classes, (M, D), (M,) -> (M,) in float32.
+
+    0 for a frequent class, and NaN for what is not a class: such rows are not read.
 
     Args:
         hidden: (M, D).
         weight: (K-1, D).
         bias: (K-1,), or None.
-        leaf: leaves 0..K-1, or -1.
+        target: classes, int64.
+        order: the place of each class, (F+K,), or None for place k of class k. Places below F are
+            frequent classes, F+k is leaf k.
+        frequent: F.
         activation: of the head, sigmoid or natural.
         constants: of the nodes, (R, K-1), or None where all nodes are centered at 0.
-        plainly: the same of hidden, weight, bias and leaf in plain torch.
+        plainly: the same of hidden, weight, bias and target in plain torch.
     """
+    described = (order, frequent, activation, constants, plainly)
     with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-        return _LogProb.apply(hidden, weight, bias, leaf, activation, constants, plainly)
+        return _LogProb.apply(hidden, weight, bias, target, *described)
 
 
 class _LogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, leaf, activation, constants, plainly):
-        ctx.plainly, given = plainly, hidden
-        hidden, leaf = hidden.contiguous(), leaf.contiguous()
+    def forward(ctx, hidden, weight, bias, target, order, frequent, activation, constants, plainly):
+        ctx.plainly = plainly
+        saved = (hidden, weight, bias, target)
+        hidden, target = hidden.contiguous(), target.contiguous()
         (M, D), K, U, N = hidden.shape, weight.shape[0] + 1, UPPER, 1 << UPPER
         H = (K - 1).bit_length()
         # One row more than the nodes near the root: matmuls are fast where sizes are aligned.
@@ -87,7 +97,8 @@ class _LogProb(torch.autograd.Function):
             weight,
             hidden if bias is None else bias,
             near,
-            leaf,
+            target,
+            target if order is None else order,
             slopes if absent else constants,
             keys,
             slopes,
@@ -95,19 +106,21 @@ class _LogProb(torch.autograd.Function):
             **activation_arguments(activation, absent),
             **sizes,
             B=min(256, _power(D)),
+            F=frequent,
             BIAS=bias is not None,
+            ORDERED=order is not None,
         )
-        ctx.save_for_backward(given, weight, bias, leaf, keys, slopes)
+        ctx.save_for_backward(*saved, keys, slopes)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, weight, bias, leaf, keys, slopes = ctx.saved_tensors
+        hidden, weight, bias, target, keys, slopes = ctx.saved_tensors
         if torch.is_grad_enabled() or not is_plain(grad):
-            return *_plain_backward(ctx, hidden, weight, bias, leaf, grad), *[None] * 4
+            return *_plain_backward(ctx, hidden, weight, bias, target, grad), *[None] * 6
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-            given = (hidden.contiguous(), weight, bias, keys, slopes, grad.contiguous())
-            return *_backward(*given, *ctx.needs_input_grad[:3]), *[None] * 4
+            tensors = (hidden.contiguous(), weight, bias, keys, slopes, grad.contiguous())
+            return *_backward(*tensors, *ctx.needs_input_grad[:3]), *[None] * 6
 
 
 def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, for_bias):
@@ -139,14 +152,14 @@ def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, 
     return of_hidden, of_weight if for_weight else None, of_bias if for_bias else None
 
 
-def _plain_backward(ctx, hidden, weight, bias, leaf, grad):
+def _plain_backward(ctx, hidden, weight, bias, target, grad):
     """The gradients by way of plain torch, differentiable."""
     needed = ctx.needs_input_grad[:3]
     with torch.enable_grad():
-        out = ctx.plainly(hidden, weight, bias, leaf)
+        out = ctx.plainly(hidden, weight, bias, target)
         wanted = [x for x, need in zip((hidden, weight, bias), needed, strict=True) if need]
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=torch.is_grad_enabled()))
-    return [next(found) if need else None for need in needed]
+        grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=torch.is_grad_enabled()))
+    return [next(grads) if need else None for need in needed]
 
 
 def _power(n: int) -> int:
@@ -185,7 +198,8 @@ def _forward_kernel(
     weight,
     bias,
     near,
-    leaf,
+    target,
+    order,
     constants,
     keys,
     slopes,
@@ -204,16 +218,22 @@ def _forward_kernel(
     PU: tl.constexpr,  # powers of two >= U and >= L
     PL: tl.constexpr,
     B: tl.constexpr,
+    F: tl.constexpr,  # frequent classes
     BIAS: tl.constexpr,
+    ORDERED: tl.constexpr,
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
     S: tl.constexpr = K - 1
     known = (constants, S, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(leaf + row)
-    alive = place >= 0
-    key = (tl.where(alive, place, 0) + K).to(tl.int32)
+    k = tl.load(target + row).to(tl.int64)
+    possible = (k >= 0) & (k < F + K)
+    place = tl.where(possible, k, 0)
+    if ORDERED:
+        place = tl.load(order + place)
+    alive = possible & (place >= F)
+    key = (tl.where(alive, place - F, 0) + K).to(tl.int32)
     key = tl.where(key >= (1 << H), key, 2 * key)
     tl.store(keys + row, tl.where(alive, key, 2 << H))
 
@@ -233,7 +253,7 @@ def _forward_kernel(
     column = tl.arange(0, B)
     at = weight + node.to(tl.int64)[:, None] * D + column[None, :]
     products = tl.zeros((PL, B), tl.float32)
-    for start in range(0, D, B):
+    for start in range(0, tl.where(alive, D, 0), B):
         inside = start + column < D
         h = tl.load(hidden + row * D + start + column, mask=inside, other=0.0)
         w = tl.load(at + start, mask=here[:, None] & inside[None, :], other=0.0)
@@ -243,7 +263,7 @@ def _forward_kernel(
         s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
     below, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
     tl.store(slopes + row * H + level[None, :], moves, mask=(level < H)[None, :])
-    tl.store(out + row, tl.where(alive, total + below, float("nan")))
+    tl.store(out + row, tl.where(possible, total + below, float("nan")))
 
 
 @triton.jit(do_not_specialize=["M"])

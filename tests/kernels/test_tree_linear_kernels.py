@@ -133,6 +133,7 @@ cases = (
     (100, 20, "natural", {}, torch.bfloat16, "mean"),
     (64, 300, "natural", {"tail": 0.1, "bias": False}, torch.float32, "mean"),
     (37, 1100, "sigmoid", {}, torch.bfloat16, "sum"),
+    (100, 20, "sigmoid", {"frequent": [5, 93, 8]}, torch.float32, "mean"),
 )
 for K, D, head, options, dtype, reduction in cases:
     layer = TreeLinear(D, K, head, torch.randperm(K), dtype=dtype, **options)
