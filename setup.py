@@ -1,5 +1,6 @@
-"""The C kernels; everything else is in pyproject.toml."""
+"""The C kernels and the address of the repository; everything else is in pyproject.toml."""
 
+import os
 import platform
 
 from setuptools import Extension, setup
@@ -19,7 +20,12 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS["_cpu_avx2"] = ["-march=x86-64-v3"]
     LEVELS["_cpu_avx512"] = ["-march=x86-64-v4", "-mprefer-vector-width=512"]
 
+# The workflow that releases names the repository: $CATNAT_REPOSITORY.
+REPOSITORY = os.environ.get("CATNAT_REPOSITORY", "")
+URLS = {"Repository": REPOSITORY, "Issues": f"{REPOSITORY}/issues"} if REPOSITORY else {}
+
 setup(
+    project_urls=URLS,
     ext_modules=[
         Extension(
             f"catnat.kernels.{name}",

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow  # builds, installs, and imports everything again
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = ("callbacks", "datamodules", "lit_modules")  # packages of catnat
 
-OTHER_NAMES = {"pillow": "PIL", "pyyaml": "yaml"}  # what a requirement is called when imported
+# What a requirement is called when it is imported.
+OTHER_NAMES = {"pyyaml": "yaml", "opencv-python-headless": "cv2"}
 
 # Runs the example as `python -m` does, then says where everything of ours came from.
 DRIVER = f"""
@@ -125,18 +126,26 @@ def test_native_kernels_are_inside_and_load(site, tmp_path):
 
 
 def test_metadata_lists_what_is_imported(site):
+    """A package without an extra, of the extra that a folder is for, or of train."""
     (folder,) = site.glob("catnat-*.dist-info")
-    requires = [line for line in Distribution.at(folder).requires or [] if "extra ==" not in line]
-    required = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requires}
-    known = required | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
-    known |= {module for name, module in OTHER_NAMES.items() if name in required}
-    unlisted = {
-        (str(path.relative_to(site)), name)
-        for path in (site / "catnat").rglob("*.py")
-        for name in top_level_imports(path)
-        if name not in known and not (name == "jax" and path.parent.name == "jax")
-    }
-    assert unlisted == {("catnat/sb3/contrib.py", "sb3_contrib")}  # imported when asked for
+    extras = {"": set(), "train": set(), "sweep": set(), "jax": set(), "maskable": set()}
+    for line in Distribution.at(folder).requires or []:
+        extra = re.search(r'extra == "(\w+)"', line)
+        name = re.match(r"[\w-]+", line)[0]
+        module = OTHER_NAMES.get(name, name.replace("-", "_"))
+        extras.get(extra[1] if extra else "", set()).add(module)
+    always = extras[""] | sys.stdlib_module_names | {"catnat", "triton"}  # torch brings triton
+    light = {"kernels", "jax"}  # and the files of catnat/ itself, except the two below
+    late = {"metrics.py": "torchmetrics", "graphs.py": "torch_geometric"}
+    unlisted = set()
+    for path in (site / "catnat").rglob("*.py"):
+        room = path.relative_to(site / "catnat").parts[0]
+        allowed = always | extras.get({"sweeps": "sweep", "sb3": "maskable"}.get(room, room), set())
+        if room not in light and not room.endswith(".py"):
+            allowed |= extras["train"]
+        names = top_level_imports(path) - allowed - {late.get(room)}
+        unlisted |= {(str(path.relative_to(site)), name) for name in names}
+    assert unlisted == set()
 
 
 def top_level_imports(path: Path) -> set[str]:
