@@ -35,5 +35,5 @@ setup(
             optional=True,  # without a compiler plain torch takes their place
         )
         for name, level in LEVELS.items()
-    ]
+    ],
 )
