@@ -9,9 +9,9 @@
 >>> int(q.sample(seed=jax.random.key(0))) in range(5)
 True
 
-This package needs JAX (``pip install "catnat[jax]"``). It does not import torch, and no other part of
-catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``jax.grad``, in float32,
-in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
+This package needs JAX (``pip install "catnat[jax]"``). It does not import torch, and no other part
+of catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``jax.grad``, in
+float32, in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
 """
 
 from catnat.jax.catnat_heads import NaturalHead, SigmoidHead
