@@ -14,7 +14,7 @@ FLAGS = [
     "-fno-trapping-math",
     "-fopenmp-simd",
 ]
-# One library for each kind of processor; kernels/dispatch.py takes the best that the machine runs.
+# One library for each kind of processor; kernels/cpu.py takes the best that the machine runs.
 LEVELS = {"_cpu": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS["_cpu_avx2"] = ["-march=x86-64-v3"]

@@ -15,7 +15,8 @@ Sigmoid and natural come first, then :class:`CustomActivation` makes an activati
 function. All are plain differentiable torch; the fused kernels of :mod:`catnat.kernels` hold the
 formulas of sigmoid and natural again. ``node_constants`` makes the constants of all nodes, (R, S),
 from their centers, (S,) in float64. The other methods get scores (*, S) and these constants in the
-dtype and on the device of the scores, None where every C is 0.
+dtype and on the device of the scores, None where every C is 0. ``is_fused`` says that the kernels
+know the formula, ``is_symmetric`` that a(0) is exactly 1/2.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from catnat.numerics import LOG_ZERO, largest_score
+from catnat.numerics import largest_score, log_never
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class SigmoidActivation:
 
     Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
     """
+
+    is_fused: ClassVar[bool] = True
+    is_symmetric: ClassVar[bool] = True
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
         """The centers C themselves, (1, S)."""
@@ -82,6 +86,9 @@ class NaturalActivation:
         tail: probability of the rarer bit at which the tail begins, 0 for none.
     """
 
+    is_fused: ClassVar[bool] = True
+    is_symmetric: ClassVar[bool] = True
+
     amplitude: float = 2 * math.pi
     tail: float = 0.0
     half_in_float32: float = field(init=False, repr=False)
@@ -94,7 +101,7 @@ class NaturalActivation:
         angle = math.asin(math.sqrt(self.tail))
         joint = 2 * angle / self.rate
         steepness = self.rate / math.tan(angle) if self.tail else 0.0
-        log_at_edge = math.log(self.tail) - steepness * joint if self.tail else LOG_ZERO
+        log_at_edge = math.log(self.tail) - steepness * joint if self.tail else 0.0
         derived = {
             "half_in_float32": rounded,
             "joint": joint,
@@ -155,7 +162,7 @@ class NaturalActivation:
         distance, upper = self.distance(scores, constants)
         theta, outside = self._angle(distance)
         sine = torch.sin(theta)
-        rare = torch.where(outside, LOG_ZERO, 2 * torch.log(sine))
+        rare = torch.where(outside, log_never(sine.dtype), 2 * torch.log(sine))
         likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
         if self.tail:
             log_p, _ = self._tail_log(distance, outside)
@@ -203,6 +210,9 @@ class CustomActivation:
     Args:
         function: differentiable, elementwise; its parameters, if it has any, get gradients.
     """
+
+    is_fused: ClassVar[bool] = False
+    is_symmetric: ClassVar[bool] = False
 
     function: Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -276,9 +286,10 @@ def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The two logarithms, :data:`LOG_ZERO` for the side that an infinite score leaves empty."""
-    left = left.masked_fill(scores == torch.inf, LOG_ZERO)
-    return left, right.masked_fill(scores == -torch.inf, LOG_ZERO)
+    """The two logarithms, ``log_never`` for the side that an infinite score leaves empty."""
+    never = log_never(left.dtype)
+    left = left.masked_fill(scores == torch.inf, never)
+    return left, right.masked_fill(scores == -torch.inf, never)
 
 
 def _floored_log(x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from catnat.head import CategoricalHead
-from catnat.kernels.dispatch import sparsemax_log_probs
-from catnat.numerics import LOG_ZERO, floored, safe_log
+from catnat.kernels.dispatch import softmax_log_probs, sparsemax_log_probs
+from catnat.numerics import LOG_ZERO, safe_log
 
 
 class SoftmaxHead(CategoricalHead, name="softmax"):
@@ -21,7 +21,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K) -> (*, K); those at the floor get no gradient."""
-        return floored(torch.log_softmax(self._checked(scores), -1))
+        return softmax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """log p, floored where p = 0."""

@@ -68,6 +68,26 @@ def largest_score(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max / 2**24
 
 
+def log_never(dtype: torch.dtype) -> float:
+    """Log-probability of an impossible step on a path: possible steps do not add up to so little.
+
+    The sum along a path stays finite, and :func:`floored_sums` makes it :data:`LOG_ZERO`.
+    """
+    return torch.finfo(dtype).min / 2**8
+
+
+def floored_sums(sums: Tensor) -> Tensor:
+    """Log-probabilities from sums along paths; :data:`LOG_ZERO` where a step was impossible.
+
+    The gradient is that of the sum.
+    """
+    impossible = sums < log_never(sums.dtype) / 2
+    if can_branch_on(sums) and not bool(impossible.any()):
+        return sums
+    finite = sums.clamp_min(torch.finfo(sums.dtype).min)
+    return torch.where(impossible, LOG_ZERO + (finite - finite.detach()), sums)
+
+
 def safe_log(x: Tensor) -> Tensor:
     """``log x`` for ``x >= 0``; :data:`LOG_ZERO` with zero gradient at 0. NaN stays NaN.
 

@@ -27,7 +27,14 @@ from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
 from catnat.losses import reduced
-from catnat.numerics import LOG_ZERO, at_least_float32, can_branch_on, exp_of_log_probs, uniform
+from catnat.numerics import (
+    LOG_ZERO,
+    at_least_float32,
+    can_branch_on,
+    exp_of_log_probs,
+    floored_sums,
+    uniform,
+)
 from catnat.orders import checked_frequent
 from catnat.tree import walk_down
 from catnat.tree_heads import CatnatHead
@@ -295,7 +302,8 @@ class TreeLinear(nn.Module):
         """
         rows, classes, shape = self._broadcast(hidden, value)
         leaf = self._places(classes) - self.num_frequent
-        step, aside = self._steps(rows, self.weight, self.bias, leaf, self.sparse)
+        logs = self._steps(rows, self.weight, self.bias, leaf, self.sparse)
+        step, aside = floored_sums(logs[0]), floored_sums(logs[1])
         block = None
         if self.shortlist is not None:
             block = self._block(rows).view(*shape, -1)
@@ -465,10 +473,10 @@ class TreeLinear(nn.Module):
         rare = leaf >= 0
         if self.num_frequent and can_branch_on(rare):  # rows of frequent classes are not read
             steps = self._steps(hidden[rare], weight, bias, leaf[rare], sparse)[0]
-            logs = steps.new_zeros(rare.shape).masked_scatter(rare, steps.sum(-1))
+            logs = steps.new_zeros(rare.shape).masked_scatter(rare, floored_sums(steps.sum(-1)))
         else:
             steps = self._steps(hidden, weight, bias, leaf, sparse)[0]
-            logs = torch.where(rare, steps.sum(-1), 0.0)
+            logs = torch.where(rare, floored_sums(steps.sum(-1)), 0.0)
         return torch.where(place >= 0, logs, torch.nan)
 
     def _steps(

@@ -14,7 +14,7 @@ from torch import Tensor
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
 from catnat.activations import CustomActivation
 from catnat.head import REGISTRY
-from catnat.kernels import dispatch
+from catnat.kernels import cpu
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A case that runs with ``-m slow`` alone."""
@@ -213,7 +213,7 @@ def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
 
 def use_kernels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the heads take the C kernels of one level of instructions; skip where there are none."""
-    if level not in dispatch.levels():
+    if level not in cpu.levels():
         pytest.skip(f"not built, or this processor has no {level}")
-    kernels = dispatch.load(level)
-    monkeypatch.setattr(dispatch, "library", lambda: kernels)
+    kernels = cpu.load(level)
+    monkeypatch.setattr(cpu, "library", lambda: kernels)

@@ -17,7 +17,8 @@
 #define NARROW
 #endif
 
-#define LOG_ZERO -1000.0f
+#define LOG_ZERO -1000.0f /* log-probability of an impossible category */
+#define NEVER (-3.4028234663852886e38f / 256) /* of an impossible step on a path: see numerics.py */
 #define BLOCK 1024 /* scores a block holds, unless one row is longer */
 #define LARGEST (3.4028234663852886e38f / 16777216) /* 2^24 */
 
@@ -29,7 +30,7 @@ typedef struct {
     float joint, steepness, at_edge; /* tail: where it begins, slope of log p, log p at the edge */
 } activation;
 
-typedef struct { /* dispatch.py has the same fields */
+typedef struct { /* cpu.py has the same fields */
     const float *scores, *grad, *constants; /* constants: (R, S), or NULL where centered at 0 */
     const long long *leaf;
     const double *uniforms;
@@ -140,7 +141,7 @@ static inline float tan_eighth(float x) {
 /* The largest size of a log-probability; an infinite score makes one side impossible. */
 static inline float bound(float x) {
     int finite = finite_mask(x);
-    return from_bits((bits_of(LARGEST) & finite) | (bits_of(-LOG_ZERO) & ~finite));
+    return from_bits((bits_of(LARGEST) & finite) | (bits_of(-NEVER) & ~finite));
 }
 
 static inline void sigmoid_logs(float x, float *left, float *right) {
@@ -166,7 +167,7 @@ static inline float angle(float d, activation s) { return fmaxf(d * (0.5f * s.ra
 static inline void natural_logs(float x, float above, float below, activation s, float *left,
                                 float *right) {
     float d = fminf(above, below), theta = keep_nan(angle(d, s), x), u = theta * theta;
-    float rare = d > 0 ? log_sin_squared(theta, u) : LOG_ZERO - theta, likely = log_cos_squared(u);
+    float rare = d > 0 ? log_sin_squared(theta, u) : NEVER - theta, likely = log_cos_squared(u);
     *left = above < below ? rare : likely;
     *right = above < below ? likely : rare;
 }
@@ -273,6 +274,11 @@ ACTIVATION_ROWS(activation_information, sigmoid_information, natural_information
 
 /* ---------------------------------------------------------------------- walks over trees */
 
+/* The log-probability from the sum along a path: LOG_ZERO where a step was impossible. */
+static inline float floored(float sum) {
+    return keep_nan(sum < NEVER / 2 ? LOG_ZERO : sum, sum);
+}
+
 /* Heap node j has children 2j and 2j+1 and owns score j-1; nodes K..2K-1 are leaves.
  * Loops run over the nodes of one level, because such loops can be vectorized. */
 
@@ -312,6 +318,7 @@ static void descend(long K, const float *restrict left, const float *restrict ri
         j++;
     }
     children(heap + j, left + j - 1, right + j - 1, K - j, out + (2 * j - K));
+    for (long k = 0; k < K; k++) out[k] = floored(out[k]);
 }
 
 /* Sums over both children of n nodes of a level, and the gradients of the nodes' scores. */
@@ -548,7 +555,7 @@ static void path_rows(job *j, long first, long last, int backward) {
                 } else {
                     float sum = 0;
                     for (long h = 0; heap > 1; h++, heap >>= 1) sum += heap & 1 ? right[h] : left[h];
-                    j->out[start + i] = valid ? sum : from_bits(-1);
+                    j->out[start + i] = valid ? floored(sum) : from_bits(-1);
                 }
             }
         }
@@ -627,7 +634,7 @@ static int run(kernel kernel, job *job, int threads) {
     return job->failed;
 }
 
-size_t catnat_size_of_job(void) { return sizeof(job); } /* dispatch.py compares it */
+size_t catnat_size_of_job(void) { return sizeof(job); } /* cpu.py compares it */
 
 #define EXPORT(NAME, ROWS) \
     int catnat_##NAME(job *j, int threads) { return run(ROWS, j, threads); }

@@ -1,24 +1,16 @@
-"""The choice between the implementations, and the calls of the C kernels of ``cpu.c``.
-
-The C kernels are compiled when the package is installed, and called through ctypes. Where there is
-no compiler, or the kernels cannot be loaded, plain torch takes their place: the same numbers,
-several times slower.
-"""
+"""The choice between the implementations: plain torch, the C kernels, the Triton kernels."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import importlib.util
-import warnings
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from catnat.activations import Activation, CustomActivation, NaturalActivation
-from catnat.kernels import reference
+from catnat.activations import Activation
+from catnat.kernels import cpu, reference
 from catnat.numerics import common_shape, is_plain
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -26,10 +18,8 @@ TREE_TRITON_LIMIT = 32768
 """Largest K of the Triton kernels for trees: a program holds all leaves of a row in registers."""
 SPARSEMAX_TRITON_LIMIT = 16384
 """Largest K of the Triton kernels for sparsemax."""
-PARALLEL = 1 << 18
-"""Number of scores from which on a C kernel uses as many threads as torch."""
-LEVELS = {"AVX512": "_cpu_avx512", "AVX2": "_cpu_avx2", "DEFAULT": "_cpu"}
-"""Libraries of the C kernels by what torch calls the processor's instructions, best first."""
+SOFTMAX_TRITON_LIMIT = 32768
+"""Largest K of the Triton kernels for softmax."""
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
 
 
@@ -46,8 +36,7 @@ def tree_log_probs(
     fused = _tree_kernels(scores, activation)
     if fused is None:
         return reference.tree_log_probs(scores, activation, constants)
-    out: Tensor = _TreeLogProbs.apply(scores, None, activation, constants, fused)
-    return out
+    return _log_probs("tree", scores, None, activation, constants, fused)
 
 
 def tree_fisher(
@@ -79,9 +68,8 @@ def tree_log_prob(
     fused = _path_kernels(scores, shape, activation)
     if fused is None:
         return reference.tree_log_prob(scores, leaf, activation, constants)
-    flat, leaves = scores.reshape(-1, scores.shape[-1]), leaf.reshape(-1)
-    out: Tensor = _TreeLogProbs.apply(flat, leaves, activation, constants, fused)
-    return out.view(shape)
+    flat = scores.reshape(-1, scores.shape[-1])
+    return _log_probs("path", flat, leaf.reshape(-1), activation, constants, fused).view(shape)
 
 
 def tree_sample(
@@ -94,11 +82,13 @@ def tree_sample(
     [0, 1), one for each of the H = ceil(log2 K) levels, the root's first. Their batch shape is that
     of the result, to which the batch shape of the scores is broadcast.
     """
-    scores, shape = scores.detach(), uniforms.shape[:-1]
+    scores = scores.detach()
+    shape = uniforms.shape[:-1]
     fused = _path_kernels(scores, shape, activation)
     if fused is None:
         return reference.tree_sample(scores, uniforms, activation, constants)
-    flat, noise = scores.reshape(-1, scores.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
+    flat = scores.reshape(-1, scores.shape[-1])
+    noise = uniforms.reshape(-1, uniforms.shape[-1])
     out = uniforms.new_empty(len(noise), dtype=torch.int64)
     tensors = {"scores": flat, "uniforms": noise, "sampled": out}
     _launch(fused, "path_sample", activation, constants, **tensors)
@@ -110,8 +100,19 @@ def sparsemax_log_probs(scores: Tensor) -> Tensor:
     fused = kernels_for(scores, scores.shape[-1], SPARSEMAX_TRITON_LIMIT)
     if fused is None:
         return reference.sparsemax_log_probs(scores)
-    out: Tensor = _SparsemaxLogProbs.apply(scores, fused)
-    return out
+    return _log_probs("sparsemax", scores, None, None, None, fused)
+
+
+def softmax_log_probs(scores: Tensor) -> Tensor:
+    """Log-probabilities of softmax, (*, K) -> (*, K); those at the floor get no gradient.
+
+    On the CPU torch's own kernels are the fastest, and torch.compile makes one kernel of
+    log_softmax and the floor.
+    """
+    fused = kernels_for(scores, scores.shape[-1], SOFTMAX_TRITON_LIMIT)
+    if fused != "triton" or torch.compiler.is_compiling():
+        return reference.softmax_log_probs(scores)
+    return _log_probs("softmax", scores, None, None, None, fused)
 
 
 def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str | None:
@@ -125,10 +126,30 @@ def kernels_for(scores: Tensor, num_categories: int, triton_limit: int) -> str |
         return None
     plain = is_plain(scores)
     if plain and scores.is_cpu:
-        return "cpu" if library() is not None else None
+        return "cpu" if cpu.library() is not None else None
     on_gpu = scores.is_cuda and HAS_TRITON and num_categories <= triton_limit
-    known = plain or (torch.compiler.is_compiling() and not _is_exporting())
-    return "triton" if on_gpu and known else None
+    traceable = plain or (torch.compiler.is_compiling() and not _is_exporting())
+    return "triton" if on_gpu and traceable else None
+
+
+def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
+    if not activation.is_fused:
+        return None
+    return kernels_for(scores, scores.shape[-1] + 1, TREE_TRITON_LIMIT)
+
+
+def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> str | None:
+    """Kernels of paths, or None for plain torch.
+
+    Element i of the result belongs to row i % B of the scores, so the batch shape of the scores
+    must be the end of the shape of the result. Triton adds up the gradients of several leaves of a
+    row in any order, which deterministic algorithms exclude.
+    """
+    batch = scores.shape[:-1]
+    if not activation.is_fused or batch != shape[len(shape) - len(batch) :]:
+        return None
+    in_order = torch.are_deterministic_algorithms_enabled() and shape != batch
+    return None if in_order and not scores.is_cpu else kernels_for(scores, 0, 0)
 
 
 def _launch(
@@ -143,36 +164,75 @@ def _launch(
     Args:
         fused: ``"cpu"`` or ``"triton"``.
         name: of the kernel.
-        activation: of a tree; None for sparsemax.
+        activation: of a tree; None for sparsemax and softmax.
         constants: of the nodes of a tree, or None.
-        tensors: what the kernel reads and, last, where it writes, by the names in :class:`_Job`.
+        tensors: what the kernel reads and, last, where it writes, by the names of a C job.
     """
     if fused == "cpu":
-        _call(name, activation, constants, tensors)
+        cpu.call(name, activation, constants, tensors)
         return
-    from catnat.kernels import triton_heads
+    from catnat.kernels import triton_flat, triton_tree
 
-    triton_heads.launch(name, activation, constants, *tensors.values())
+    contiguous = [x.contiguous() for x in tensors.values()]
+    with _on_device_of(contiguous[0]):
+        if activation is None:
+            triton_flat.launch(name, *contiguous)
+        else:
+            triton_tree.launch(name, activation, constants, *contiguous)
 
 
-def _tree_kernels(scores: Tensor, activation: Activation) -> str | None:
-    if isinstance(activation, CustomActivation):  # no kernel knows its formula
-        return None
-    return kernels_for(scores, scores.shape[-1] + 1, TREE_TRITON_LIMIT)
+def _on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Make the device of x the current one: Triton launches kernels there."""
+    unneeded = torch.compiler.is_compiling() or not x.is_cuda  # not CUDA: Triton's interpreter
+    if unneeded or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
 
 
-def _path_kernels(scores: Tensor, shape: torch.Size, activation: Activation) -> str | None:
-    """Kernels of paths: none for a custom activation.
+def _log_probs(*arguments: Any) -> Tensor:
+    log_probs: Tensor = _LogProbs.apply(*arguments)
+    return log_probs
 
-    Element i of the result belongs to row i % B of the scores, so the batch shape of the scores
-    must be the end of the shape of the result. Triton adds up the gradients of several leaves of a
-    row in any order, which deterministic algorithms exclude.
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probabilities by fused kernels.
+
+    "tree": scores (*, K-1) -> (*, K). "path": scores (B, K-1) and leaves (N B) -> (N B).
+    "sparsemax", "softmax": scores (*, K) -> (*, K).
     """
-    batch = scores.shape[:-1]
-    if isinstance(activation, CustomActivation) or batch != shape[len(shape) - len(batch) :]:
-        return None
-    in_order = torch.are_deterministic_algorithms_enabled() and shape != batch
-    return None if in_order and not scores.is_cpu else kernels_for(scores, 0, 0)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        scores: Tensor,
+        leaf: Tensor | None,
+        activation: Activation | None,
+        constants: Tensor | None,
+        fused: str,
+    ) -> Tensor:
+        K = scores.shape[-1] + (activation is not None)
+        out = scores.new_empty((*scores.shape[:-1], K) if leaf is None else leaf.shape)
+        paths = {} if leaf is None else {"leaf": leaf}
+        _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
+        ctx.settings = name, activation, fused
+        source = out if name == "sparsemax" else scores  # its gradient follows from log_probs alone
+        ctx.save_for_backward(source, out if name == "softmax" else None, leaf, constants)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        name, activation, fused = ctx.settings
+        source, log_probs, leaf, constants = ctx.saved_tensors
+        if _needs_reference(grad):
+            if name == "sparsemax":  # a derivative of log_probs comes back to this method
+                return None, reference.sparsemax_vjp(source, grad), *[None] * 4
+            return None, _plain_vjp(source, leaf, activation, constants, grad), *[None] * 4
+        tensors = {"log_probs": log_probs, "leaf": leaf, "grad": grad}
+        tensors = {key: x for key, x in tensors.items() if x is not None}
+        out = torch.empty_like(source) if leaf is None else torch.zeros_like(source)  # paths add
+        _launch(fused, f"{name}_backward", activation, constants, scores=source, **tensors, out=out)
+        return None, out, *[None] * 4
 
 
 def _needs_reference(grad: Tensor) -> bool:
@@ -182,179 +242,21 @@ def _needs_reference(grad: Tensor) -> bool:
     return not torch.compiler.is_compiling()
 
 
-def _plain_vjp(function: Callable[[Tensor], Tensor], scores: Tensor, grad: Tensor) -> Tensor:
+def _plain_vjp(
+    scores: Tensor,
+    leaf: Tensor | None,
+    activation: Activation | None,
+    constants: Tensor | None,
+    grad: Tensor,
+) -> Tensor:
     """The gradient in the scores by way of plain torch, which can be differentiated again."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        return torch.autograd.grad(function(scores), scores, grad, create_graph=again)[0]
-
-
-class _TreeLogProbs(torch.autograd.Function):
-    """Log-probabilities of all leaves, or of given ones, by fused kernels.
-
-    scores (*, K-1) -> (*, K), or scores (B, K-1) and leaves (N B) -> (N B).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        leaf: Tensor | None,
-        activation: Activation,
-        constants: Tensor | None,
-        fused: str,
-    ) -> Tensor:
-        ctx.activation, ctx.fused = activation, fused
-        ctx.save_for_backward(scores, leaf, constants)
-        shape = (*scores.shape[:-1], scores.shape[-1] + 1) if leaf is None else leaf.shape
-        out = scores.new_empty(shape)
-        name, paths = ("tree", {}) if leaf is None else ("path", {"leaf": leaf})
-        _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        scores, leaf, constants = ctx.saved_tensors
-        known, nothing = (ctx.activation, constants), (None, None, None, None)
-        if _needs_reference(grad):
-            return _plain_vjp(lambda s: _plainly(s, leaf, *known), scores, grad), *nothing
-        name, paths = ("tree", {}) if leaf is None else ("path", {"leaf": leaf})
-        out = (scores.new_empty if leaf is None else scores.new_zeros)(scores.shape)  # paths add
-        tensors = {"scores": scores, **paths, "grad": grad, "out": out}
-        _launch(ctx.fused, f"{name}_backward", *known, **tensors)
-        return out, *nothing
-
-
-def _plainly(
-    scores: Tensor, leaf: Tensor | None, activation: Activation, constants: Tensor | None
-) -> Tensor:
-    """What :class:`_TreeLogProbs` computes, in plain torch."""
-    if leaf is None:
-        return reference.tree_log_probs(scores, activation, constants)
-    leaf = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
-    return reference.tree_log_prob(scores, leaf, activation, constants).view(-1)
-
-
-class _SparsemaxLogProbs(torch.autograd.Function):
-    """scores (*, K) -> log-probabilities (*, K), by fused kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, fused: str) -> Tensor:
-        ctx.fused = fused
-        log_probs = scores.new_empty(scores.shape)
-        _launch(fused, "sparsemax_forward", None, None, scores=scores, out=log_probs)
-        ctx.save_for_backward(log_probs)
-        return log_probs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (log_probs,) = ctx.saved_tensors
-        if _needs_reference(grad):  # a derivative of log_probs comes back to this method
-            return reference.sparsemax_vjp(log_probs, grad), None
-        out = grad.new_empty(grad.shape)
-        tensors = {"scores": log_probs, "grad": grad, "out": out}
-        _launch(ctx.fused, "sparsemax_backward", None, None, **tensors)
-        return out, None
-
-
-# -- the C kernels ---------------------------------------------------------------------------------
-
-
-class _Activation(ctypes.Structure):
-    """The struct ``activation`` of ``cpu.c``."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int),
-        *((name, ctypes.c_float) for name in ("rate", "high", "low")),
-        *((name, ctypes.c_float) for name in ("joint", "steepness", "at_edge")),
-    )
-
-
-class _Job(ctypes.Structure):
-    """The struct ``job`` of ``cpu.c``: what a kernel reads, and where it writes."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "grad", "constants")),
-        *((name, ctypes.c_void_p) for name in ("leaf", "uniforms", "out", "sampled")),
-        *((name, ctypes.c_long) for name in ("rows", "categories", "repeats", "constant_rows")),
-        ("activation", _Activation),
-        ("failed", ctypes.c_int),
-    )
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built or cannot be loaded."""
-    for level in levels():
-        try:
-            return load(level)
-        except (OSError, AttributeError) as error:  # built for another machine, or older
-            warnings.warn(
-                f"the C kernels cannot be loaded, others take their place: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return None
-
-
-def levels() -> list[str]:
-    """The keys of :data:`LEVELS` that were built and that this processor runs, best first.
-
-    torch's own environment variable ATEN_CPU_CAPABILITY chooses lower ones.
-    """
-    best = torch.backends.cpu.get_cpu_capability()
-    known = list(LEVELS)
-    runs = known[known.index(best) :] if best in known else ["DEFAULT"]
-    return [level for level in runs if _path(level)]
-
-
-def load(level: str) -> ctypes.CDLL:
-    """The kernels of one of the :func:`levels`."""
-    lib = ctypes.CDLL(_path(level))
-    if lib.catnat_size_of_job() != ctypes.sizeof(_Job):
-        raise OSError(f"{lib._name} was built from another cpu.c")
-    return lib
-
-
-def _path(level: str) -> str | None:
-    spec = importlib.util.find_spec(f"catnat.kernels.{LEVELS[level]}")
-    return None if spec is None else spec.origin
-
-
-def _call(
-    name: str,
-    activation: Activation | None,
-    constants: Tensor | None,
-    tensors: dict[str, Tensor],
-) -> None:
-    """Call a C kernel by the name under which ``cpu.c`` exports it; arguments as in _launch."""
-    S, work = tensors["scores"].shape[-1], tensors["scores"].numel()
-    job = _Job(rows=work // S, categories=S)
-    tensors = {key: _plain_memory(x) for key, x in tensors.items()}  # kept until the kernel returns
-    for key, x in tensors.items():
-        setattr(job, key, x.data_ptr())
-    if activation is not None:
-        job.categories = S + 1
-    if isinstance(activation, NaturalActivation):
-        job.activation = _settings(activation)
-    if constants is not None:
-        job.constants, job.constant_rows = constants.data_ptr(), len(constants)
-    paths = tensors.get("leaf", tensors.get("uniforms"))
-    if paths is not None:
-        job.repeats, work = len(paths) // max(1, job.rows), len(paths) * S.bit_length()
-    threads = torch.get_num_threads() if work >= PARALLEL else 1
-    if getattr(library(), f"catnat_{name}")(ctypes.byref(job), threads):
-        shape = tuple(tensors["scores"].shape)
-        raise MemoryError(f"out of memory in {name} for scores of shape {shape}")
-
-
-@functools.cache
-def _settings(activation: NaturalActivation) -> _Activation:
-    tail = (activation.joint, activation.steepness, activation.log_at_edge)
-    kind = 2 if activation.tail else 1
-    return _Activation(kind, activation.rate, *activation.half_width(torch.float32), *tail)
-
-
-def _plain_memory(x: Tensor) -> Tensor:
-    """x in contiguous memory; a view that torch marks as negated is negated first."""
-    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+        if activation is None:
+            out = reference.softmax_log_probs(scores)
+        elif leaf is None:
+            out = reference.tree_log_probs(scores, activation, constants)
+        else:
+            leaf = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
+            out = reference.tree_log_prob(scores, leaf, activation, constants).view(-1)
+        return torch.autograd.grad(out, scores, grad, create_graph=again)[0]

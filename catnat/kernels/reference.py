@@ -1,4 +1,4 @@
-"""Trees, their paths and sparsemax in plain torch: what the C and Triton kernels must agree with.
+"""Trees, their paths, sparsemax and softmax in plain torch: what the kernels must agree with.
 
 These functions take every device and dtype, work under ``torch.func`` and ``torch.compile``, and
 are differentiable any number of times: a derivative of a kernel's gradient goes through them.
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation
-from catnat.numerics import LOG_ZERO, safe_log, take
+from catnat.numerics import LOG_ZERO, floored, floored_sums, safe_log, take
 from catnat.tree import leaf_paths, path_sums, walk_down
 
 
 def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
     """Log-probability of every leaf, (*, K-1) -> (*, K)."""
-    return path_sums(*activation.log_activation(scores, constants))[1]
+    return floored_sums(path_sums(*activation.log_activation(scores, constants))[1])
 
 
 def tree_log_prob(
     scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
     """Log-probability of each leaf, (*); the batch shape of the scores broadcasts to theirs."""
-    taken = tree_path_logs(scores, leaf, activation, constants)[0].sum(-1)
+    taken = floored_sums(tree_path_logs(scores, leaf, activation, constants)[0].sum(-1))
     exists = (leaf >= 0) & (leaf <= scores.shape[-1])
     return taken * torch.where(exists, 1.0, torch.nan).to(taken.dtype)
 
@@ -47,7 +47,8 @@ def path_logs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the child that a path takes and of the other one, from the leaf up.
 
-    (*) -> (*, H) each; where a path has no node, 0 and LOG_ZERO.
+    (*) -> (*, H) each; ``log_never`` for an impossible child. Where a path has no node, 0 and
+    LOG_ZERO.
 
     Args:
         scores_at: the scores of nodes, from their indices, (*, H) -> (*, H).
@@ -84,6 +85,11 @@ def constants_at(constants: Tensor | None, node: Tensor) -> Tensor | None:
     if constants is None:
         return None
     return constants.index_select(1, node.reshape(-1)).view(len(constants), *node.shape)
+
+
+def softmax_log_probs(scores: Tensor) -> Tensor:
+    """torch's log_softmax with a floor, (*, K) -> (*, K)."""
+    return floored(torch.log_softmax(scores, -1))
 
 
 def sparsemax_log_probs(scores: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from catnat.activations import Activation, NaturalActivation
-from catnat.numerics import LOG_ZERO, largest_score
+from catnat.numerics import LOG_ZERO, largest_score, log_never
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
+_NEVER = tl.constexpr(log_never(torch.float32))
 _LARGEST = tl.constexpr(largest_score(torch.float32))
 
 
@@ -116,8 +117,14 @@ def _tail_log(d, joint, slope, edge):
     """log p of the rarer bit in the tail, and its slope; log p = log tail before the tail."""
     log_p = edge + slope * tl.where(d > joint, joint, d)
     beyond = log_p < -_LARGEST
-    floor = tl.where(d == -float("inf"), _LOG_ZERO, -_LARGEST)
+    floor = tl.where(d == -float("inf"), _NEVER, -_LARGEST)
     return tl.where(beyond, floor, log_p), tl.where(beyond, 0.0, slope)
+
+
+@triton.jit
+def _floored(total):
+    """The log-probability from the sum along a path: LOG_ZERO where a step was impossible."""
+    return tl.where(total < _NEVER / 2, _LOG_ZERO, total)
 
 
 @triton.jit
@@ -131,7 +138,7 @@ def _log_activation(s, node, known, inside, NATURAL: tl.constexpr, CENTERED: tl.
         theta = tl.where(d <= 0, 0.0, d * (0.5 * rate))
         theta = tl.where(theta < 1e-30, 1e-30, theta)
         u = theta * theta
-        rare = tl.where(d <= 0, _LOG_ZERO, _log_sin_squared(theta, u))
+        rare = tl.where(d <= 0, _NEVER, _log_sin_squared(theta, u))
         likely = _log_cos_squared(u)
         if NATURAL == 2:
             log_p, _ = _tail_log(d, joint, slope, edge)
@@ -141,7 +148,7 @@ def _log_activation(s, node, known, inside, NATURAL: tl.constexpr, CENTERED: tl.
     else:
         x = _centered(s, node, constants, inside, CENTERED)
         size = tl.where(tl.abs(x) > _LARGEST, _LARGEST, tl.abs(x))
-        size = tl.where(tl.abs(x) == float("inf"), -_LOG_ZERO, size)
+        size = tl.where(tl.abs(x) == float("inf"), -_NEVER, size)
         tail = _log1p_unit(tl.exp(-size))
         return tl.where(x > 0, -size, 0.0) - tail, tl.where(x > 0, 0.0, -size) - tail
 

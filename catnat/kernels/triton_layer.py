@@ -24,7 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.activations import Activation, NaturalActivation, SigmoidActivation
-from catnat.kernels.triton_activations import _log_activation, _slopes, activation_arguments
+from catnat.kernels.triton_activations import (
+    _floored,
+    _log_activation,
+    _slopes,
+    activation_arguments,
+)
 from catnat.numerics import is_plain
 
 UPPER = 8  # U, levels whose scores are one matmul
@@ -263,7 +268,7 @@ def _forward_kernel(
         s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
     below, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
     tl.store(slopes + row * H + level[None, :], moves, mask=(level < H)[None, :])
-    tl.store(out + row, tl.where(possible, total + below, float("nan")))
+    tl.store(out + row, tl.where(possible, _floored(total + below), float("nan")))
 
 
 @triton.jit(do_not_specialize=["M"])

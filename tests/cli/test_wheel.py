@@ -119,7 +119,7 @@ def test_native_kernels_are_inside_and_load(site, tmp_path):
         names += ["_cpu_avx2", "_cpu_avx512"]
     for name in names:
         assert (site / "catnat" / "kernels" / f"{name}{suffix}").exists()
-    code = "from catnat.kernels.dispatch import library; print(library()._name)"
+    code = "from catnat.kernels.cpu import library; print(library()._name)"
     done = run_installed(["-W", "error", "-c", code], tmp_path, site)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(site)

@@ -11,7 +11,7 @@ from cases import DTYPES, GRID, LIKE_NATURAL, TREES, leaf_path, make, slow
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, make_head
-from catnat.kernels import dispatch
+from catnat.kernels import cpu
 from catnat.numerics import LOG_ZERO
 
 ROWS = ("finite", "nan at the root", "nan at a leaf", "inf", "-inf", "all inf", "all -inf", "mixed")
@@ -80,12 +80,12 @@ WAYS = [
 @pytest.mark.parametrize(("name", "how", "dtype"), WAYS)
 @pytest.mark.parametrize("K", [4, 5])
 def test_one_rule_for_scores_that_are_not_finite(name, K, how, dtype, monkeypatch):
-    if how == "cpu" and dispatch.library() is None:
+    if how == "cpu" and cpu.library() is None:
         pytest.skip("the C kernels were not built")
     if how == "compiled" and K == 4:
         pytest.skip("slow, and the same as with 5 categories")
     if how == "plain":
-        monkeypatch.setattr(dispatch, "library", lambda: None)
+        monkeypatch.setattr(cpu, "library", lambda: None)
     head = make(name, K)
     scores = scores_of(head, dtype)
     out, grad, fisher = values(head, how)(scores)

@@ -8,10 +8,10 @@ from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, 
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
-from catnat.kernels import dispatch
+from catnat.kernels import cpu
 from catnat.kernels.dispatch import tree_sample
 
-built = pytest.mark.skipif(dispatch.library() is None, reason="the C kernels are not built")
+built = pytest.mark.skipif(cpu.library() is None, reason="the C kernels are not built")
 
 
 def heads(K: int) -> list[CategoricalHead]:
@@ -225,11 +225,11 @@ def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
         return out, drawn, *torch.autograd.grad(out.sum(), scores)
 
     alone = all_three()
-    monkeypatch.setattr(dispatch, "PARALLEL", 1)
+    monkeypatch.setattr(cpu, "PARALLEL", 1)
     for threads in (2, 3, 200):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         assert all(torch.equal(a, b) for a, b in zip(all_three(), alone, strict=True))
-    monkeypatch.setattr(dispatch, "library", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     plain = all_three()
     assert torch.allclose(plain[0], alone[0], atol=1e-5)
     assert torch.equal(plain[1], alone[1])

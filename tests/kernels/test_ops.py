@@ -10,12 +10,12 @@ import pytest
 import torch
 from cases import CATEGORIES, FUSED, awkward_scores, make, slopes_of, use_kernels
 
-from catnat.kernels import dispatch, reference
+from catnat.kernels import cpu, dispatch, reference
 from catnat.kernels.dispatch import tree_fisher, tree_log_probs
 from catnat.numerics import LOG_ZERO
 from catnat.tree import subtree_sums
 
-built = pytest.mark.skipif(dispatch.library() is None, reason="the C kernels were not built")
+built = pytest.mark.skipif(cpu.library() is None, reason="the C kernels were not built")
 SIZES = [*CATEGORIES, 31, 33, 100, 1000, 2049]
 
 
@@ -68,7 +68,7 @@ def test_sparsemax_kernels_agree_with_plain_torch(K):
 @built
 @pytest.mark.parametrize("name", ["sparsemax", *FUSED])
 def test_threads_do_not_change_anything(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "PARALLEL", 1)
+    monkeypatch.setattr(cpu, "PARALLEL", 1)
     head = make(name, 18)
     scores = torch.randn(101, head.num_scores, requires_grad=True)
     grad = torch.randn(101, 18)
@@ -84,7 +84,7 @@ def test_threads_do_not_change_anything(name, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(both(), alone, strict=True))
 
 
-@pytest.mark.parametrize("level", dispatch.LEVELS)
+@pytest.mark.parametrize("level", cpu.LEVELS)
 def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, monkeypatch):
     use_kernels(level, monkeypatch)
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
 
 
 @built
-@pytest.mark.parametrize("level", dispatch.LEVELS)
+@pytest.mark.parametrize("level", cpu.LEVELS)
 @pytest.mark.parametrize("name", ["sparsemax", *FUSED])
 def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monkeypatch):
     use_kernels(level, monkeypatch)
@@ -126,7 +126,7 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
         assert torch.equal(together.view(torch.int32), alone.view(torch.int32)), K
 
 
-@pytest.mark.parametrize("level", dispatch.LEVELS)
+@pytest.mark.parametrize("level", cpu.LEVELS)
 @pytest.mark.parametrize("name", FUSED)
 def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, monkeypatch):
     use_kernels(level, monkeypatch)
@@ -151,6 +151,6 @@ def test_kernels_that_cannot_be_loaded_are_done_without(tmp_path, monkeypatch):
     broken.write_bytes(b"not a library")
     for origin in (str(broken), find_library("c") or find_library("m")):
         spec = SimpleNamespace(origin=origin)
-        monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name, spec=spec: spec)
         with pytest.warns(RuntimeWarning, match="others take their place"):
-            assert dispatch.library.__wrapped__() is None
+            assert cpu.library.__wrapped__() is None

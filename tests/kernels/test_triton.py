@@ -108,9 +108,29 @@ for K in (2, 3, 18, 100):
     assert torch.autograd.grad(out, scores, grad)[0][1].isnan().all(), K
 """
 
+SOFTMAX = """
+from catnat.kernels.dispatch import softmax_log_probs
+
+largest = torch.finfo(torch.float32).max
+for K in (2, 18, 100):
+    scores, grad = 3 * torch.randn(9, K), torch.randn(9, K)
+    scores[1, 0], scores[2, 0], scores[3] = torch.nan, torch.inf, -torch.inf
+    scores[4, 0], scores[5, 0], scores[6, 0] = -torch.inf, -1e38, -1000
+    scores[7, 0], scores[7, 1] = largest, -largest
+    scores[6, 1:] = 0
+    results = []
+    for function in (softmax_log_probs, reference.softmax_log_probs):
+        out = function(scores.requires_grad_())
+        (back,) = torch.autograd.grad(out, scores, grad)
+        (twice,) = torch.autograd.grad(function(scores), scores, grad, create_graph=True)
+        results.append((out, back, twice))
+    for ours, theirs in zip(*results):
+        assert torch.allclose(ours, theirs, rtol=2e-6, atol=2e-6, equal_nan=True), K
+"""
+
 
 def test_interpreted_kernels():
-    code = TREE + PATH + SPARSEMAX
+    code = TREE + PATH + SPARSEMAX + SOFTMAX
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],

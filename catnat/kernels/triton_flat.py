@@ -1,17 +1,21 @@
-"""Fused Triton kernels for sparsemax: one forward, one backward. CUDA, float32."""
+"""Fused Triton kernels for sparsemax and softmax, one forward and one backward. CUDA, float32."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from catnat.numerics import LOG_ZERO
+from catnat.numerics import LOG_ZERO, largest_score
 
 _LOG_ZERO = tl.constexpr(LOG_ZERO)
+_LOWEST = tl.constexpr(-largest_score(torch.float32))
+_OVERFLOWS = tl.constexpr(-1e30)  # a difference of scores overflows only if one is lower
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def sparsemax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -54,7 +58,9 @@ def forward_kernel(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.co
 
 
 @triton.jit(do_not_specialize=["rows"])
-def backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def sparsemax_backward(
+    log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr
+):
     """With g = grad / p on the support: g minus its mean there, 0 elsewhere."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, P)
@@ -67,3 +73,54 @@ def backward_kernel(log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr
     size = tl.maximum(tl.sum(support.to(tl.float32), axis=1), 1.0)
     mean = (tl.sum(g, axis=1) / size)[:, None]
     tl.store(out + offset, tl.where(support, g - mean, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def softmax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """s - max s - log sum exp(s - max s) with the floors of ``numerics.floored``."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, P)
+    inside = (row < rows)[:, None] & (column < K)[None, :]
+    offset = row[:, None] * K + column[None, :]
+    s = tl.load(scores + offset, mask=inside, other=float("-inf"))
+    z = s - tl.max(s, axis=1)[:, None]
+    log_p = z - tl.log(tl.sum(tl.exp(z), axis=1))[:, None]
+    low = tl.where(log_p == float("-inf"), _LOG_ZERO, _LOWEST)
+    tl.store(out + offset, tl.where(log_p < _LOWEST, low, log_p), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def softmax_backward(
+    scores, log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr
+):
+    """g - p sum g, where g is the gradient above the floor and 0 at the floor."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, P)
+    inside = (row < rows)[:, None] & (column < K)[None, :]
+    offset = row[:, None] * K + column[None, :]
+    s = tl.load(scores + offset, mask=inside, other=float("-inf"))
+    log_p = tl.load(log_probs + offset, mask=inside, other=_LOWEST)
+    g = tl.load(grad + offset, mask=inside, other=0.0)
+    impossible = (log_p == _LOG_ZERO) & (s < _OVERFLOWS)
+    g = tl.where((log_p <= _LOWEST) | impossible, 0.0, g)
+    tl.store(out + offset, g - tl.exp(log_p) * tl.sum(g, axis=1)[:, None], mask=inside)
+
+
+_KERNELS = {
+    "sparsemax_forward": sparsemax_forward,
+    "sparsemax_backward": sparsemax_backward,
+    "softmax_forward": softmax_forward,
+    "softmax_backward": softmax_backward,
+}
+
+
+def launch(name: str, *tensors: Tensor) -> None:
+    """Launch a kernel of this name: a program holds R rows, each in the least power of two >= K."""
+    K = tensors[0].shape[-1]
+    rows = tensors[0].numel() // K
+    if not rows:
+        return
+    P = triton.next_power_of_2(K)
+    R = max(1, (1024 if P <= 64 else 512) // P)
+    warps = 4 if P <= 64 else min(16, max(1, R * P // 512))
+    _KERNELS[name][(triton.cdiv(rows, R),)](*tensors, rows=rows, K=K, R=R, P=P, num_warps=warps)
