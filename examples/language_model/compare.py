@@ -1,32 +1,37 @@
-"""Compare outputs of the language model: python compare.py --path TEXT --out FOLDER --jobs 2."""
+"""Compare outputs of a language model: python compare.py --path TEXT --out FOLDER --jobs 2.
+
+Each output gets its own learning rate: one seed of each rate of the grid, rates beyond an edge that
+is best, then the other seeds of the best rate. With --speed the time of a step is measured first,
+one output after the other, and each output also runs for the steps that fit into the time which
+the fastest one needs. A row goes to FOLDER/runs.csv as soon as a run ends; the same command
+resumes.
+"""
 
 import argparse
 import contextlib
+import csv
+import itertools
 import json
+import math
 import multiprocessing
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compare_table import draw, write_table
 from language_model import TextData
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from language_model.data import Windows
+from language_model.model import AdaptiveOutput, LinearOutput, TreeOutput
+from torch import Tensor, nn
 
-from catnat.cli.main import main as catnat
-
-TREES = {"sigmoid": ["--head=sigmoid"], "natural": ["--head=natural", "--tail=0"]}
-TREES["natural, tail"] = ["--head=natural", "--tail=0.05"]
-OUTPUTS = {"softmax": ["--head=softmax"], "adaptive softmax": ["--output=adaptive"]}
-OUTPUTS["adaptive softmax, one cutoff"] = ["--output=adaptive", "--cutoffs=[{quarter}]"]
-for _head, _options in TREES.items():
-    for _order in ("frequency", "cooccurrence"):
-        OUTPUTS[f"tree, {_order}, {_head}"] = [*_options, f"--order={_order}"]
+FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
+NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
+OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "tree", "tree-apart")
+OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096")
 
 
 class Run(NamedTuple):
@@ -37,199 +42,385 @@ class Run(NamedTuple):
     seed: int
     steps: int
 
-    def folder(self, out: Path) -> Path:
-        """Where the run writes."""
-        name = self.output.replace(", ", "-").replace(" ", "-")
-        return out / "runs" / f"{name}-{self.rate:g}-{self.seed}-{self.steps}"
+
+class Recurrent(nn.Module):
+    """An LSTM that remembers the batch before."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.memory: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B * T, width) of tokens (B, T)."""
+        hidden, memory = self.lstm(self.dropout(self.embedding(tokens)), self.memory)
+        self.memory = [state.detach() for state in memory]
+        return self.dropout(hidden).flatten(0, 1)
 
 
-def command(run: Run, given: argparse.Namespace) -> list[str]:
-    """The words after ``catnat`` for a run."""
-    every, quarter = max(1, run.steps // 20), given.vocabulary // 4
-    return [
-        *("--model=language_model.LanguageModel", "--data=language_model.TextData"),
-        *(each.format(quarter=quarter) for each in OUTPUTS[run.output]),
-        *(f"--learning_rate={run.rate}", f"--seed={run.seed}", f"--max_steps={run.steps}"),
-        *(f"--warmup={max(1, run.steps // 10)}", f"--val_check_interval={every}"),
-        *("--limit_val_batches=8", "--num_sanity_val_steps=0", "--enable_checkpointing=false"),
-        *("--fisher.num_samples=0", f"--fisher_every_n_steps={2 * run.steps}"),
-        *(f"--path={given.path}", f"--vocabulary={given.vocabulary}", f"--width={given.width}"),
-        *(f"--layers={given.layers}", f"--batch_size={given.rows}", f"--length={given.length}"),
-        *(f"--cache={given.out / 'tokens'}", f"--accelerator={given.accelerator}"),
-        f"--default_root_dir={run.folder(given.out)}",
-    ]
+class Transformer(nn.Module):
+    """A causal Transformer, which knows nothing of the batch before."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+        heads = max(1, width // 64)
+        options = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, **options)
+        self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), False)
+        self.memory: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B * T, width) of tokens (B, T)."""
+        length = tokens.shape[1]
+        hidden = self.embedding(tokens) + self.position.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
+        return self.blocks(hidden, mask, is_causal=True).flatten(0, 1)
 
 
-def train(run: Run, given: argparse.Namespace, *more: str) -> Run:
-    """Run the command ``catnat`` in this process; what it says goes to a file."""
-    torch.set_float32_matmul_precision("high")  # TF32 for all, where the device has it
-    folder = run.folder(given.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(open(folder / "log.txt", "w"))
-        stack.enter_context(contextlib.redirect_stdout(log))
-        stack.enter_context(contextlib.redirect_stderr(log))
-        code = catnat([*command(run, given), *more])
-    if torch.cuda.is_available():
+def make_output(name: str, data: TextData, width: int) -> Any:
+    """An output, which starts from how frequent words are."""
+    K = data.hparams.vocabulary
+    kind, _, number = name.partition("-")
+    output: Any
+    if kind == "softmax":
+        output = LinearOutput(width, K, "softmax")
+    elif kind == "adaptive":
+        output = AdaptiveOutput(width, K, [K // 16, K // 4] if number == "2" else [K // 4])
+    elif name == "tree-apart":
+        output = TreeOutput(width, K, "sigmoid", frequent_apart(data))
+    else:
+        frequent = int(number or 0)
+        output = TreeOutput(width, K, "sigmoid", data.order(frequent), frequent=frequent)
+    output.start_from_counts(data.counts())
+    return output
+
+
+def frequent_apart(data: TextData) -> Tensor:
+    """An order by co-occurrence in which the frequent words have a subtree of their own."""
+    K = data.hparams.vocabulary
+    rank = data.order()
+    rank = torch.where(torch.arange(K) < FREQUENT, rank - K, rank)
+    return rank.argsort().argsort()
+
+
+class Trained:
+    """A model that is trained and looked at."""
+
+    def __init__(self, run: Run, options: argparse.Namespace) -> None:
+        self.run, self.options = run, options
+        self.data = read_data(options)
+        torch.manual_seed(run.seed)
+        torch.set_float32_matmul_precision("high")  # TF32 for all, where the device has it
+        kind = Recurrent if options.model == "lstm" else Transformer
+        K = options.vocabulary
+        trunk = kind(K, options.width, options.layers, options.length)
+        output = make_output(run.output, self.data, options.width)
+        self.model = nn.ModuleDict({"trunk": trunk, "output": output}).to(options.device)
+        on_cuda = options.device == "cuda"
+        self.optimizer = torch.optim.Adam(self.model.parameters(), run.rate, fused=on_cuda)
+        warmup = max(1, run.steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / warmup, max(0.0, 1 - step / run.steps))
+        )
+        self.batches = {
+            name: Windows(stream.to(options.device), options.rows, options.length)
+            for name, stream in self.data.stream.items()
+        }
+
+    def train(self, steps: int, look_every: int) -> Iterator[tuple[int, float]]:
+        """Train, and stop at times: the steps done, and the seconds spent on them."""
+        seconds = 0.0
+        start = self.clock()
+        for step in range(steps):
+            place = step % len(self.batches["train"])
+            if place == 0:
+                self.model["trunk"].memory = None
+            batch = self.batches["train"][place]
+            with self.precision():
+                hidden = self.model["trunk"](batch[:, :-1])
+                loss = self.model["output"].nll(hidden, batch[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            if self.options.model == "transformer":
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            if (step + 1) % look_every == 0 or step + 1 == steps:
+                seconds += self.clock() - start
+                yield step + 1, seconds
+                start = self.clock()
+
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Autocast to bfloat16, where that is asked for."""
+        half = self.options.precision == "bfloat16"
+        return torch.autocast(self.options.device, torch.bfloat16, enabled=half)
+
+    @torch.no_grad()
+    def look(self, split: str, most: int, accuracy_rows: int = 0) -> dict[str, float]:
+        """Perplexity per word of a split, of frequent and rare tokens, and accuracy."""
+        self.model.eval()
+        trunk, output = self.model["trunk"], self.model["output"]
+        memory, trunk.memory = trunk.memory, None
+        losses, targets, hits = [], [], []
+        windows = self.batches[split]
+        for place in range(min(most, len(windows))):
+            batch = windows[place]
+            target = batch[:, 1:].flatten()
+            with self.precision():
+                hidden = trunk(batch[:, :-1])
+                losses.append(output.nll(hidden, target, reduction="none").double())
+                if accuracy_rows:
+                    right = output.best(hidden[:accuracy_rows]) == target[:accuracy_rows]
+                    hits.append(right.double())
+            targets.append(target)
+        trunk.memory = memory
+        self.model.train()
+        loss = torch.cat(losses)
+        rare = torch.cat(targets) >= FREQUENT
+        words = self.data.words_per_token[split]
+        return {
+            split: math.exp(loss.mean().item() / words),
+            f"{split}_frequent": math.exp(loss[~rare].mean().item()),
+            f"{split}_rare": math.exp(loss[rare].mean().item()),
+            "accuracy": torch.cat(hits).mean().item() if hits else math.nan,
+        }
+
+    def clock(self) -> float:
+        """Seconds, after the device has done its work."""
+        if self.options.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def read_data(options: argparse.Namespace) -> TextData:
+    """The text, whose tokens and orders are made once."""
+    sizes = (options.vocabulary, options.length, options.rows)
+    data = TextData(options.path, options.tokens, *sizes, cache=str(options.out / "cache"))
+    data.setup()
+    return data
+
+
+def do_run(run: Run, options: argparse.Namespace) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
+    """Train one model; its numbers, and its validation perplexity over steps and seconds."""
+    trained = Trained(run, options)
+    curve = []
+    for step, seconds in trained.train(run.steps, max(1, run.steps // 20)):
+        curve.append((step, seconds, trained.look("val", 8)["val"]))
+    tokens = run.steps * options.rows * options.length
+    numbers = {"tokens_per_s": tokens / curve[-1][1], "seconds": curve[-1][1]}
+    numbers |= trained.look("val", 32) | trained.look("test", options.test_batches, 256)
+    del trained
+    if options.device == "cuda":
         torch.cuda.empty_cache()
-    if code:
-        raise RuntimeError(f"exit code {code}, see {folder / 'log.txt'}")
-    return run
+    return numbers, curve
 
 
-def result(run: Run, out: Path) -> dict[str, Any] | None:
-    """Metrics and the curve of the validation perplexity; None if the run has not finished."""
-    found = sorted(run.folder(out).rglob("metrics.json"))
-    if not found:
-        return None
-    kept = found[-1].with_name("curve.json")
-    if not kept.is_file():
-        kept.write_text(json.dumps(curves(found[-1].parent)))
-    return {**json.loads(found[-1].read_text()), "curves": json.loads(kept.read_text())}
-
-
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The scalars in a run's event files by tag, as (step, value)."""
-    events = EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}
+def measure_speed(options: argparse.Namespace) -> None:
+    """The seconds of a step, one output after the other in this process, to speed.json."""
+    path = options.out / "speed.json"
+    speeds = json.loads(path.read_text()) if path.is_file() else {}
+    for output in options.outputs:
+        if output in speeds:
+            continue
+        trained = Trained(Run(output, min(options.rates), 0, options.speed), options)
+        every = max(1, options.speed // 6)
+        marks = [seconds for _, seconds in trained.train(options.speed, every)]
+        parts = [(b - a) / every for a, b in itertools.pairwise(marks)]
+        speeds[output] = statistics.median(parts[1:])  # the first steps compile kernels
+        print(output, f"{speeds[output] * 1e3:.2f} ms a step", flush=True)
+        path.write_text(json.dumps(speeds, indent=1))
+        del trained
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Comparison:
     """The runs of a comparison, those done and those to do."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.results = given, dict[Run, dict[str, Any]]()
-        self.ends = time.monotonic() + 60 * given.minutes
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.path = options.out / "runs.csv"
+        self.results: dict[Run, dict[str, float]] = {}
+        if self.path.is_file():
+            with open(self.path, newline="") as file:
+                for row in csv.DictReader(file):
+                    key = (float(row["rate"]), int(row["seed"]), int(row["steps"]))
+                    self.results[Run(row["output"], *key)] = {n: float(row[n]) for n in NUMBERS}
 
-    def do(self, runs: Iterable[Run]) -> None:
-        """Do the runs that are not done, several at a time."""
-        todo = [run for run in dict.fromkeys(runs) if not self._read(run)]
-        context = multiprocessing.get_context("spawn")
-        if not todo:
-            return
-        with ProcessPoolExecutor(min(self.given.jobs, len(todo)), context) as pool:
-            try:
-                doing: dict[Future[Run], Run] = {
-                    pool.submit(train, run, self.given): run for run in todo
-                }
-                for done in as_completed(doing, max(0.0, self.ends - time.monotonic())):
-                    failed = done.exception()
-                    known = failed is None and self._read(doing[done])
-                    print(doing[done], f"{known['val/perplexity']:.2f}" if known else failed)
-                    sys.stdout.flush()
-            except BaseException:  # time is up, or a key was pressed: do not wait for the others
-                pool.shutdown(wait=False, cancel_futures=True)
-                for each in multiprocessing.active_children():
-                    each.kill()  # the Trainer keeps SIGTERM for itself
-                raise
-            finally:
-                write_table(self)
+    def wanted(self) -> Iterator[Run]:
+        """All runs that are known to be needed by now, those that tell most first."""
+        options, seeds = self.options, range(1, self.options.seeds)
+        rates = sorted(options.rates)
+        middle = statistics.median_low(rates)
+        for rate in sorted(rates, key=lambda rate: max(rate / middle, middle / rate)):
+            yield from (Run(output, rate, 0, options.steps) for output in options.outputs)
+        best = {}
+        for output in options.outputs:
+            rate = self.best(output)
+            tried = self.tried(output)
+            if not set(rates) <= set(tried):
+                continue
+            if rate == min(tried) and len(tried) < len(rates) + 2:
+                yield Run(output, rate / 2, 0, options.steps)
+            elif rate == max(tried) and len(tried) < len(rates) + 2:
+                yield Run(output, rate * 2, 0, options.steps)
+            else:
+                best[output] = rate
+        for seed in seeds:
+            yield from (Run(output, best[output], seed, options.steps) for output in best)
+        speeds = self.speeds()
+        if set(speeds) >= set(options.outputs):
+            fastest = min(speeds[output] for output in options.outputs)
+            for seed in range(options.seeds):
+                for output, rate in best.items():
+                    steps = int(options.steps * fastest / speeds[output])
+                    yield Run(output, rate, seed, steps)
 
-    def _read(self, run: Run) -> dict[str, Any] | None:
-        if run not in self.results and (found := result(run, self.given.out)):
-            self.results[run] = found
-        return self.results.get(run)
+    def tried(self, output: str) -> dict[float, float]:
+        """Validation perplexity of the first seed by rate."""
+        return {
+            run.rate: numbers["val"]
+            for run, numbers in self.results.items()
+            if (run.output, run.seed, run.steps) == (output, 0, self.options.steps)
+        }
 
     def best(self, output: str) -> float:
         """The rate with the smallest validation perplexity of the first seed."""
-        known = {
-            run.rate: each["val/perplexity"]
-            for run, each in self.results.items()
-            if (run.output, run.seed, run.steps) == (output, 0, self.given.steps)
-        }
-        return min(known, key=lambda rate: known[rate], default=0.0)
+        tried = self.tried(output)
+        finite = {rate: value for rate, value in tried.items() if not math.isnan(value)}
+        return min(finite, key=lambda rate: finite[rate], default=0.0)
 
-    def all(self) -> None:
-        """One seed of everything, rates beyond an edge that is best, more seeds, equal time."""
-        given, seeds = self.given, range(self.given.seeds)
-        rates = sorted(given.rates)
-        middle = statistics.median_low(rates)
-        first = sorted(rates, key=lambda rate: max(rate / middle, middle / rate))
-        self.do(Run(o, rate, 0, given.steps) for rate in first for o in given.outputs)
-        tried = {output: list(rates) for output in given.outputs}
-        for _ in range(3):
-            more = []
-            for output, each in tried.items():
-                at = {min(each): min(each) / 2, max(each): max(each) * 2}.get(self.best(output))
-                if at is not None and len(each) > 1:
-                    each.append(at)
-                    more.append(Run(output, at, 0, given.steps))
-            self.do(more)
-        chosen = {output: self.best(output) for output in given.outputs}
-        self.do(Run(o, r, seed, given.steps) for seed in seeds for o, r in chosen.items() if r)
-        steps = self.steps_in_equal_time()
-        self.do(Run(o, chosen[o], seed, n) for seed in seeds for o, n in steps.items() if n)
+    def speeds(self) -> dict[str, float]:
+        """Seconds of a step, as --speed measured them."""
+        path = self.options.out / "speed.json"
+        speeds: dict[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+        return speeds
 
-    def speeds(self) -> dict[str, dict[str, float]]:
-        """What --speed has measured: seconds of a step, and tokens a second."""
-        path = self.given.out / "speed.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+    def do_all(self) -> None:
+        """Do what is wanted, several runs at a time, until nothing is or time is up."""
+        ends = time.monotonic() + 60 * self.options.minutes
+        doing: dict[Future[Any], Run] = {}
+        failed: set[Run] = set()
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.options.jobs, context) as pool:
+            while True:
+                busy = {*self.results, *doing.values(), *failed}
+                todo = [run for run in dict.fromkeys(self.wanted()) if run not in busy]
+                for run in todo[: self.options.jobs - len(doing)]:
+                    doing[pool.submit(do_run, run, self.options)] = run
+                left = ends - time.monotonic()
+                if not doing or left <= 0:
+                    break
+                for future in wait(doing, left, FIRST_COMPLETED).done:
+                    run = doing.pop(future)
+                    if future.exception() is None:
+                        self.keep(run, *future.result())
+                    else:
+                        print(run, repr(future.exception()), flush=True)
+                        failed.add(run)
+            if doing:
+                print("time is up; the same command resumes")
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():
+                    process.kill()
 
-    def steps_in_equal_time(self) -> dict[str, int]:
-        """How many steps each output takes while the fastest one takes all of its steps."""
-        known = {o: each for o, each in self.speeds().items() if o in self.given.outputs}
-        if len(known) < len(self.given.outputs):
-            return {}
-        fastest = min(each["step"] for each in known.values())
-        return {o: int(self.given.steps * fastest / each["step"]) for o, each in known.items()}
+    def keep(self, run: Run, numbers: dict[str, float], curve: list[tuple[Any, ...]]) -> None:
+        """Write the row of a run and its curve, and print it."""
+        self.results[run] = numbers
+        append(self.path, (*Run._fields, *NUMBERS), [(*run, *(numbers[n] for n in NUMBERS))])
+        header = (*Run._fields, "step", "seconds", "val")
+        append(self.options.out / "curves.csv", header, [(*run, *point) for point in curve])
+        print(*run, *(f"{name} {numbers[name]:.4g}" for name in NUMBERS), flush=True)
 
-    def speed(self) -> None:
-        """Measure the time of steps, one output after the other, in this process."""
-        found, tokens = self.speeds(), self.given.rows * self.given.length
-        given = argparse.Namespace(**vars(self.given) | {"out": self.given.out / "speed"})
-        short = ("--limit_val_batches=1", "--limit_test_batches=1", "--log_every_n_steps=20")
-        for output in self.given.outputs:
-            run = Run(output, min(self.given.rates), 0, self.given.speed)
-            if result(run, given.out) is None:
-                train(run, given, f"--cache={self.given.out / 'tokens'}", *short)
-            curve = result(run, given.out)["curves"]["train/tokens_per_second"]
-            seconds = [20 * tokens / rate for _, rate in curve[1:]]  # the first steps are slower
-            usual = statistics.median(seconds)
-            found[output] = {"step": usual / 20, "tokens/s": 20 * tokens / usual}
-            print(
-                output, {name: float(f"{x:.4g}") for name, x in found[output].items()}, flush=True
-            )
-            (self.given.out / "speed.json").write_text(json.dumps(found, indent=1))
+    def write_table(self) -> None:
+        """The best rate of each output, with mean and standard deviation over seeds."""
+        speeds = self.speeds()
+        columns = ("output", "rate", "n", *NUMBERS[:5], "ms a step", "steps in equal time", "test")
+        lines = [columns, ["---"] * len(columns)]
+        for output in self.options.outputs:
+            rate = self.best(output)
+            runs = self.runs_of(output, rate, self.options.steps)
+            cells = [spread(numbers[name] for numbers in runs) for name in NUMBERS[:5]]
+            step = speeds.get(output)
+            fewer = int(self.options.steps * min(speeds.values()) / step) if step else 0
+            short = self.runs_of(output, rate, fewer)
+            ending = [f"{1e3 * step:.2f}" if step else "", fewer or ""]
+            ending.append(spread(numbers["test"] for numbers in short))
+            lines.append([output, f"{rate:g}", len(runs), *cells, *ending])
+        text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+        (self.options.out / "table.md").write_text(text)
+        print(text)
+
+    def runs_of(self, output: str, rate: float, steps: int) -> list[dict[str, float]]:
+        """The numbers of all seeds of an output."""
+        return [
+            numbers
+            for run, numbers in self.results.items()
+            if (run.output, run.rate, run.steps) == (output, rate, steps)
+        ]
 
 
-def read_arguments(words: list[str] | None) -> argparse.Namespace:
-    """Options of the comparison; the defaults are those of the results that are shown."""
+def spread(values: Iterable[float]) -> str:
+    """Mean and standard deviation."""
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
+        return ""
+    deviation = f" ± {statistics.stdev(numbers):.2g}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.4g}{deviation}"
+
+
+def append(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Add rows to a csv file, which gets its header first."""
+    is_new = not path.is_file()
+    with open(path, "a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(header)
+        writer.writerows(rows)
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    """Options of the comparison; the defaults are those of the LSTM in the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--path", required=True, help="a text file or a folder of text files")
+    parser.add_argument("--path", required=True, help="a text, or tokens that TextData.save wrote")
     parser.add_argument("--out", type=Path, required=True, help="what is done there is kept")
+    parser.add_argument("--tokens", choices=("words", "bpe"), default="words")
+    parser.add_argument("--model", choices=("lstm", "transformer"), default="lstm")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--outputs", nargs="+", default=list(OUTPUTS), choices=OUTPUTS)
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.004, 0.008, 0.016])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")
-    parser.add_argument("--speed", type=int, default=0, metavar="STEPS", help="only measure speed")
-    parser.add_argument("--outputs", nargs="+", default=list(OUTPUTS), choices=OUTPUTS)
-    parser.add_argument(
-        "--rates", nargs="+", type=float, default=[0.002, 0.004, 0.008, 0.016, 0.032]
-    )
-    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--speed", type=int, default=0, metavar="STEPS", help="measure speed first")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     sizes = {"seeds": 3, "steps": 1000, "vocabulary": 32768, "width": 512, "layers": 2}
-    for name, default in (sizes | {"rows": 256, "length": 32}).items():
+    for name, default in (sizes | {"rows": 256, "length": 32, "test_batches": 1000}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     """Do what is not done yet, and write the table; returns an exit code."""
-    given = read_arguments(words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    data = TextData(given.path, "words", given.vocabulary, given.length, given.rows)
-    data.hparams.cache = str(given.out / "tokens")
-    data.setup()
-    data.order()  # once here, and not in each of the runs
-    comparison = Comparison(given)
-    try:
-        comparison.speed() if given.speed else comparison.all()
-        return 0
-    except (KeyboardInterrupt, TimeoutError) as stopped:
-        print(f"stopped ({type(stopped).__name__}); the same command resumes")
-        return 130
-    finally:
-        write_table(comparison)
-        draw(comparison)
+    options = read_options(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = read_data(options)
+    for output in options.outputs:  # orders are made once here, and not in each of the runs
+        kind, _, number = output.partition("-")
+        if kind in ("tree", "hybrid"):
+            data.order(int(number) if kind == "hybrid" else 0)
+    if options.speed:
+        measure_speed(options)
+    comparison = Comparison(options)
+    comparison.do_all()
+    comparison.write_table()
+    return 0
 
 
 if __name__ == "__main__":

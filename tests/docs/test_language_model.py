@@ -1,6 +1,6 @@
 """The example project examples/language_model, trained on a tiny text by the command."""
 
-import multiprocessing
+import csv
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,8 @@ def metric(out, name):
 
 
 OUTPUTS = {
-    "natural": ["--head=natural"],
+    "softmax and tree": [],
+    "natural": ["--head=natural", "--frequent=0"],
     "sigmoid by frequency": ["--head=sigmoid", "--order=frequency"],
     "softmax": ["--head=softmax"],
     "adaptive": ["--head=softmax", "--output=adaptive"],
@@ -74,7 +75,8 @@ def test_a_checkpoint_brings_its_tree_whose_vocabulary_is_that_of_the_data(
     assert yaml.safe_load(saved.read_text())["data"]["init_args"]["vocabulary"] == 64
     (last,) = tmp_path.rglob("last.ckpt")
     weights = torch.load(last, weights_only=True)["state_dict"]
-    assert weights["output.weight"].shape == (63, 16)
+    assert weights["output.weight"].shape == (55, 16)  # 64 words, 8 of them in the softmax
+    assert weights["output.shortlist.weight"].shape == (9, 16)
     assert sorted(weights["output.order"].tolist()) == list(range(64))
     assert train.main(["test", "--ckpt_path", str(last)]) == 0
     again = capsys.readouterr().out
@@ -130,6 +132,15 @@ def test_tokens_and_order_are_made_once_and_kept(project, tmp_path, monkeypatch)
         again = made(64)
         assert torch.equal(stream, again[0]) and torch.equal(order, again[1])
     assert made(32)[1].shape == (32,)  # another vocabulary is another file
+    counts = torch.bincount(stream)
+    assert torch.equal(counts, counts.sort(descending=True).values)
+    data = TextData(str(project), "words", 64, 8, 4)
+    data.setup()
+    data.save(tmp_path / "tokens.npz")
+    short = TextData(str(tmp_path / "tokens.npz"), "words", 64, 8, 4)
+    short.setup()
+    assert torch.equal(short.stream["test"], data.stream["test"])
+    assert short.words_per_token == data.words_per_token
     assert not list((tmp_path / "kept").glob("*.[0-9]*"))  # no file is left half written
 
 
@@ -142,7 +153,7 @@ def test_every_output_starts_from_how_frequent_words_are(output, project):
     counts = torch.arange(64, 0, -1) ** 2
     if output == "natural":
         model.output.set_order(torch.randperm(64))
-    model.output.start_from(counts)
+    model.output.start_from_counts(counts)
     if output == "softmax":
         logs = model.output.bias.log_softmax(0)
     else:
@@ -153,23 +164,34 @@ def test_every_output_starts_from_how_frequent_words_are(output, project):
     torch.testing.assert_close(logs.exp()[some], smoothed[some], rtol=2e-2, atol=1e-4)
 
 
+def test_the_loss_of_adaptive_softmax_is_that_of_torch(project):
+    from language_model.model import AdaptiveOutput
+
+    layer = AdaptiveOutput(8, 40, [4, 16])
+    hidden, target = torch.randn(50, 8), torch.randint(40, (50,))
+    expected = layer(hidden, target)
+    torch.testing.assert_close(layer.nll(hidden, target), expected.loss)
+    torch.testing.assert_close(layer.nll(hidden, target, "none"), -expected.output)
+
+
 @pytest.mark.slow
-def test_a_comparison_is_done_once_and_written_as_a_table(project, tmp_path, monkeypatch, capsys):
+def test_a_comparison_widens_its_rates_and_is_done_once(project, tmp_path, monkeypatch):
     import compare
 
-    numbers = {"vocabulary": 64, "width": 8, "layers": 1, "rows": 8, "length": 4}
-    sizes = [f"--{name}={n}" for name, n in (numbers | {"steps": 20, "seeds": 1}).items()]
-    where = ["--path", str(project), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
-    names = ["--outputs", "softmax", "tree, cooccurrence, natural, tail", "--rates", "0.03"]
-    assert compare.main([*where, *sizes, *names, "--speed", "60"]) == 0
-
-    assert compare.main([*where, *sizes, *names, "--minutes", "0"]) == 130
-    assert not multiprocessing.active_children()  # nobody trains on when time is up
-
     monkeypatch.setattr(compare, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(compare, "FREQUENT", 16)
+    numbers = {"vocabulary": 64, "width": 8, "layers": 1, "rows": 8, "length": 4, "speed": 12}
+    sizes = [f"--{name}={n}" for name, n in (numbers | {"steps": 20, "seeds": 2}).items()]
+    where = ["--path", str(project), "--out", str(tmp_path / "out"), "--jobs=1", "--device=cpu"]
+    names = ["--outputs", "softmax", "tree-apart", "tree", "--rates", "0.0001", "0.0002"]
     assert compare.main([*where, *sizes, *names]) == 0
-    table = (tmp_path / "out" / "table.md").read_text().splitlines()
-    assert len(table) == 4 and table[2].startswith("| softmax | 0.03")
-    assert (tmp_path / "out" / "figure.png").is_file()
-    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("a run is done again"))
+    with open(tmp_path / "out" / "runs.csv") as file:
+        rows = list(csv.DictReader(file))
+    for output in ("softmax", "tree", "tree-apart"):
+        runs = [row for row in rows if row["output"] == output]
+        assert {row["rate"] for row in runs if row["seed"] == "0"} >= {"0.0004", "0.0008"}
+        assert {row["seed"] for row in runs} == {"0", "1"}  # of the best rate
+        assert len({row["steps"] for row in runs}) <= 2  # and fewer, in equal time
+        assert 0 <= float(runs[0]["accuracy"]) <= 1 < float(runs[0]["test_rare"])
+    monkeypatch.setattr(compare, "do_run", lambda *_: pytest.fail("a run is done again"))
     assert compare.main([*where, *sizes, *names]) == 0

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from catnat.orders import by_embedding
+from catnat.orders import by_cooccurrence
 
 WORD = re.compile(r"\w+|[^\w\s]")
 PIECE = 20_000  # characters: longer documents are cut, so that each split has parts of them
@@ -48,7 +49,8 @@ class TextData(LightningDataModule):
     Token 0 is the most frequent one in the training text, and so on.
 
     Args:
-        path: a text file, or a folder whose files are read, those that are no text left out.
+        path: a text file, or a folder whose files are read, those that are no text left out; or
+            a file that :meth:`save` wrote, which has the tokens already.
         tokens: "words", or "bpe" for byte pairs, which needs the library ``tokenizers``.
         vocabulary: K. The K - 1 most frequent words are tokens, all others are one token together.
         length: T, tokens in a sequence.
@@ -77,11 +79,16 @@ class TextData(LightningDataModule):
         """Read the text, make the vocabulary, and turn text into tokens."""
         if self.stream:
             return
-        documents = list(self._documents())
-        given = (self.hparams.tokens, self.hparams.vocabulary, self.hparams.seed, *documents)
-        self._key = hashlib.sha256("\0".join(map(str, given)).encode()).hexdigest()[:16]
-        kept = self._kept("tokens", lambda: self._tokenized(documents))
-        self.stream, self.words_per_token = kept["stream"], kept["words_per_token"]
+        if str(self.hparams.path).endswith(".npz"):
+            self._load(Path(self.hparams.path))
+        else:
+            documents = list(self._documents())
+            options = (self.hparams.tokens, self.hparams.vocabulary, self.hparams.seed)
+            described = "\0".join(map(str, (*options, *documents)))
+            self._key = hashlib.sha256(described.encode()).hexdigest()[:16]
+            tokenized = self._cached("tokens", lambda: self._tokenized(documents))
+            self.stream = tokenized["stream"]
+            self.words_per_token = tokenized["words_per_token"]
         for name, stream in self.stream.items():
             if len(stream) <= self.hparams.length * self.hparams.batch_size:
                 few = f"{len(stream)} tokens in {name}, less than a batch"
@@ -91,12 +98,37 @@ class TextData(LightningDataModule):
         """How often each token occurs in the training text, (K,)."""
         return torch.bincount(self.stream["train"], minlength=self.hparams.vocabulary)
 
-    def order(self) -> Tensor:
+    def order(self, frequent: int = 0) -> Tensor:
         """The order of the tokens by what comes before them, see ``catnat.orders``."""
         stream, K = self.stream["train"], self.hparams.vocabulary
-        return self._kept("order", lambda: {"order": by_embedding(vectors_of(stream, K))})["order"]
 
-    def _kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def make() -> dict[str, Any]:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            return {"order": by_cooccurrence(stream.to(device), K, frequent).cpu()}
+
+        order: Tensor = self._cached(f"order{frequent}", make)["order"]
+        return order
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokens to a small file, which can be the ``path`` of another run."""
+        arrays = {name: stream.numpy() for name, stream in self.stream.items()}
+        if self.hparams.vocabulary <= 2**16:
+            arrays = {name: stream.astype(np.uint16) for name, stream in arrays.items()}
+        shares = np.array([self.words_per_token[name] for name in SHARES])
+        np.savez_compressed(path, words_per_token=shares, **arrays)
+
+    def _load(self, path: Path) -> None:
+        """Read what :meth:`save` wrote."""
+        with np.load(path) as arrays:
+            for name, share in zip(SHARES, arrays["words_per_token"], strict=True):
+                self.stream[name] = torch.from_numpy(arrays[name].astype(np.int32))
+                self.words_per_token[name] = float(share)
+        largest = max(int(stream.max()) for stream in self.stream.values())
+        if largest >= self.hparams.vocabulary:
+            raise ValueError(f"{path} has token {largest}: a vocabulary of {largest + 1} or more")
+        self._key = f"{path.stem}-{self.hparams.vocabulary}"
+
+    def _cached(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the cache has under this name; made and put there if the cache has none."""
         if self.hparams.cache is None:
             return make()
@@ -106,8 +138,8 @@ class TextData(LightningDataModule):
             partial = path.with_suffix(f".{os.getpid()}")
             torch.save(make(), partial)
             os.replace(partial, path)
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        return found
+        loaded: dict[str, Any] = torch.load(path, weights_only=True)
+        return loaded
 
     def _tokenized(self, documents: Iterable[str]) -> dict[str, Any]:
         pieces = [d[n : n + PIECE] for d in documents for n in range(0, len(d), PIECE)]
@@ -130,6 +162,10 @@ class TextData(LightningDataModule):
             if self.hparams.tokens == "bpe":
                 words = sum(len(WORD.findall(piece)) for piece in split[name])
             words_per_token[name] = words / max(1, len(tokens))
+        # The token of all other words is a frequent one: it gets the number that it deserves.
+        counts = torch.bincount(stream["train"], minlength=self.hparams.vocabulary)
+        rank = counts.argsort(descending=True, stable=True).argsort().int()
+        stream = {name: rank[tokens] for name, tokens in stream.items()}
         return {"stream": stream, "words_per_token": words_per_token}
 
     def _documents(self) -> Iterator[str]:
@@ -174,28 +210,3 @@ class TextData(LightningDataModule):
         if self.trainer is not None:  # all tokens go to the device at once, and no batch waits
             stream = stream.to(self.trainer.strategy.root_device)
         return DataLoader(Windows(stream, self.hparams.batch_size, self.hparams.length), None)
-
-
-def vectors_of(tokens: Tensor, vocabulary: int, dims: int = 64, seed: int = 0) -> Tensor:
-    """Vectors (K, dims) that are near for words which follow the same words.
-
-    They are the leading left singular vectors, times the roots of the singular values, of the
-    matrix of positive pointwise mutual information, log(P(a, b) / (P(a) P(b))) where it is
-    positive, between a word b and the word a before it; by random projection with power iterations
-    (Halko et al., 2011).
-    """
-    K, device = vocabulary, tokens.device
-    pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
-    after, before = pairs // K, pairs % K
-    of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
-    of_before = torch.zeros(K, device=device).index_add_(0, before, counts.float())
-    information = torch.log(counts * counts.sum() / (of_after[after] * of_before[before]))
-    given = (torch.stack((after, before)), information.clamp_min(0), (K, K))
-    there = torch.sparse_coo_tensor(*given, check_invariants=False).coalesce()
-    back = there.mT.coalesce()
-    generator = torch.Generator(device).manual_seed(seed)
-    basis = torch.randn(K, min(K, dims + 8), device=device, generator=generator)
-    for _ in range(3):
-        basis = torch.linalg.qr(back @ torch.linalg.qr(there @ basis)[0])[0]
-    left, singular, _ = torch.linalg.svd(there @ basis, full_matrices=False)
-    return left[:, :dims] * singular[:dims].sqrt()

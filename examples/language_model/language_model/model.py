@@ -1,6 +1,5 @@
-"""An LSTM language model with a tree, a softmax or an adaptive softmax as output."""
+"""An LSTM language model, and its outputs: softmax and tree, softmax alone, adaptive softmax."""
 
-import inspect
 import itertools
 import time
 from typing import Any, Literal
@@ -13,37 +12,25 @@ from torch.nn import functional as F
 from catnat import CatnatHead, TreeLinear, make_head
 
 
-def head_options(head: str, tail: float | None) -> dict[str, float]:
-    """Options of the head: its tail, if it has one."""
-    if tail is None:
-        tail = 0.05 if "tail" in inspect.signature(type(make_head(head, 2))).parameters else 0
-    return {"tail": tail} if tail else {}
-
-
-def frequencies(counts: Tensor) -> Tensor:
-    """Shares of the words; one is added to every count, so that no word is impossible."""
-    more = counts.double() + 1
-    return more / more.sum()
-
-
 class LinearOutput(nn.Linear):
     """A linear layer and a head: the scores of all K words for every token."""
 
     def __init__(self, width: int, vocabulary: int, head: str) -> None:
-        made = make_head(head, vocabulary)
-        super().__init__(width, made.num_scores)
-        self.head = made
+        of_words = make_head(head, vocabulary)
+        super().__init__(width, of_words.num_scores)
+        self.head = of_words
 
-    def start_from(self, counts: Tensor) -> None:
-        """Let the biases say how frequent words are."""
-        self.bias.data.copy_(self.head.inverse(frequencies(counts)))
+    def start_from_counts(self, counts: Tensor) -> None:
+        """Let the biases say how frequent words are, as :class:`catnat.TreeLinear` does."""
+        smoothed = counts.double() + 1  # so that no word is impossible
+        self.bias.data.copy_(self.head.inverse(smoothed / smoothed.sum()))
 
-    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Mean negative log-likelihood."""
+    def nll(self, hidden: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """Negative log-likelihood."""
         scores = self(hidden)
-        if self.head.name == "softmax":
-            return F.cross_entropy(scores, target)  # torch's own: the fastest
-        return -self.head.log_probs(scores).gather(-1, target[..., None]).mean()
+        if self.head.name == "softmax":  # torch's own: the fastest
+            return F.cross_entropy(scores, target, reduction=reduction)
+        return F.nll_loss(self.head.log_probs(scores), target, reduction=reduction)
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""
@@ -51,12 +38,7 @@ class LinearOutput(nn.Linear):
 
 
 class TreeOutput(TreeLinear):
-    """A tree: the scores on one path for every token."""
-
-    def start_from(self, counts: Tensor) -> None:
-        """Let the biases say how frequent words are."""
-        of_leaf = counts if self.classes is None else counts.to(self.classes.device)[self.classes]
-        self.bias.data.copy_(self.head.inverse(frequencies(of_leaf)))
+    """A softmax over the frequent words and a tree over the others."""
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""
@@ -69,33 +51,47 @@ class AdaptiveOutput(nn.AdaptiveLogSoftmaxWithLoss):
     def __init__(self, width: int, vocabulary: int, cutoffs: list[int]) -> None:
         super().__init__(width, vocabulary, cutoffs, head_bias=True)
 
-    def start_from(self, counts: Tensor) -> None:
+    def start_from_counts(self, counts: Tensor) -> None:
         """Let the biases say how frequent the first words and the groups of others are."""
         groups = [counts[a:b].sum()[None] for a, b in itertools.pairwise(self.cutoffs)]
         smoothed = torch.cat((counts[: self.cutoffs[0]], *groups)) + 1.0
         self.head.bias.data.copy_((smoothed / smoothed.sum()).log())
 
-    def nll(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """Mean negative log-likelihood."""
-        return self(hidden, target).loss
+    def nll(self, hidden: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """Negative log-likelihood: what torch's class computes, which fails under autocast."""
+        column, losses = target, []
+        for group, (first, last) in enumerate(itertools.pairwise(self.cutoffs)):
+            inside = ((target >= first) & (target < last)).nonzero()[:, 0]
+            column = column.index_fill(0, inside, self.shortlist_size + group)
+            scores = self.tail[group](hidden[inside])
+            below = F.cross_entropy(scores, target[inside] - first, reduction="none")
+            zeros = torch.zeros(len(target), device=target.device)
+            losses.append(zeros.index_add(0, inside, below.float()))
+        total = F.cross_entropy(self.head(hidden), column, reduction="none") + sum(losses)
+        return total.mean() if reduction == "mean" else total
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest words."""
-        return self.predict(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.log_prob(hidden.float()).argmax(-1)
 
 
 class LanguageModel(LightningModule):
     """Predicts each token from those before it.
 
     Args:
-        head: a tree head (natural, sigmoid) makes the output a tree, any other one a linear layer.
+        head: a tree head (sigmoid, natural) makes the output a softmax over the frequent words and
+            a tree over the others, any other head a linear layer.
         vocabulary: K, the number of tokens; follows from the data.
+        frequent: how many words the softmax beside a tree has, 0 for a tree alone. None: an eighth
+            of the words, at most 1,024.
         output: "adaptive" for torch's adaptive softmax instead of the head.
         cutoffs: of adaptive softmax; None for K / 16 and K / 4.
         order: which words share a subtree: those that follow the same words, or those that are
             about equally frequent.
         tail: option of natural, below which probability a split has logarithmic tails; 0 for none.
-            None: 0.05 where the head has the option. Without tails, words become impossible.
+            None: the default of :class:`catnat.TreeLinear`, 0.05 for natural. Without tails,
+            words become impossible.
         width: of embedding and LSTM.
         layers: of the LSTM.
         dropout: before and between layers.
@@ -110,8 +106,9 @@ class LanguageModel(LightningModule):
 
     def __init__(
         self,
-        head: str = "natural",
+        head: str = "sigmoid",
         vocabulary: int = 32768,
+        frequent: int | None = None,
         output: Literal["head", "adaptive"] = "head",
         cutoffs: list[int] | None = None,
         order: Literal["cooccurrence", "frequency"] = "cooccurrence",
@@ -132,23 +129,24 @@ class LanguageModel(LightningModule):
         self.dropout = nn.Dropout(dropout)
         self._memory: dict[bool, Any] = {}  # of the LSTM, in training and else
         self.output: Any
-        options = head_options(head, tail)
+        options = {} if tail is None else {"tail": tail}
         if output == "adaptive":
             self.output = AdaptiveOutput(
                 width, vocabulary, cutoffs or [vocabulary // 16, vocabulary // 4]
             )
         elif isinstance(make_head(head, 2, **options), CatnatHead):
-            first = range(vocabulary)  # until setup knows the text
-            self.output = TreeOutput(width, vocabulary, head, first, **options)
+            number = min(1024, vocabulary // 8) if frequent is None else frequent
+            any_order = range(vocabulary)  # until setup knows the text
+            self.output = TreeOutput(width, vocabulary, head, any_order, frequent=number, **options)
         else:
             self.output = LinearOutput(width, vocabulary, head)
 
     def hidden(self, tokens: Tensor, batch_idx: int) -> Tensor:
         """Hidden states (B * T, width) of tokens (B, T), which continue those of the last batch."""
-        kept = self._memory.get(self.training) if batch_idx else None
-        last = kept and [each.to(self.device) for each in kept]
+        memory = self._memory.get(self.training) if batch_idx else None
+        last = memory and [state.to(self.device) for state in memory]
         hidden, memory = self.lstm(self.dropout(self.embedding(tokens)), last)
-        self._memory[self.training] = [each.detach() for each in memory]
+        self._memory[self.training] = [state.detach() for state in memory]
         return self.dropout(hidden).flatten(0, 1)
 
     def setup(self, stage: str) -> None:
@@ -157,8 +155,8 @@ class LanguageModel(LightningModule):
             return
         data = self.trainer.datamodule
         if isinstance(self.output, TreeLinear) and self.hparams.order == "cooccurrence":
-            self.output.set_order(data.order())
-        self.output.start_from(data.counts())
+            self.output.set_order(data.order(self.output.num_frequent))
+        self.output.start_from_counts(data.counts())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what the LSTM remembers of the text so far."""
