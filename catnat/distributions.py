@@ -320,7 +320,8 @@ def draw(
     """Random categories, (*, K) -> (*sample_shape, *) int64; never one of probability 0.
 
     Many draws of a row go through sums of its probabilities: in float32 they would lose categories
-    below 3e-8.
+    below 3e-8. On CUDA the order of these sums is not fixed. Where algorithms have to be
+    deterministic, a draw is the first of K exponential clocks with rates p to ring.
     """
     batch, K = probs.shape[:-1], probs.shape[-1]
     rows, count = probs.reshape(-1, K), sample_shape.numel()
@@ -328,6 +329,10 @@ def draw(
         return probs.new_empty(sample_shape + batch, dtype=torch.long)
     if K > FLOAT32_LIMIT or count > 1:
         rows = rows.double()
+    if count > 1 and rows.is_cuda and torch.are_deterministic_algorithms_enabled():
+        clocks = rows.new_empty(count, *rows.shape).exponential_(generator=generator)
+        drawn = (rows / clocks.clamp_min_(torch.finfo(rows.dtype).tiny)).argmax(-1)
+        return drawn.reshape(sample_shape + batch)
     drawn = torch.multinomial(rows, count, True, generator=generator).T
     return drawn.reshape(sample_shape + batch)
 

@@ -89,8 +89,10 @@ def _category_at(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     ``torch.multinomial`` would make the host wait for the device.
     """
     probs = exp_of_log_probs(log_probs).double()
-    if probs.is_cuda:  # CUDA adds up short rows slowly, and columns fast
-        reached = probs.movedim(-1, 0).contiguous().cumsum(0).movedim(0, -1)
+    if probs.is_cuda:
+        # CUDA adds up short rows slowly, and columns fast; integers to the same sum in any order.
+        parts = (probs * 2**52).long().movedim(-1, 0).contiguous()
+        reached = parts.cumsum(0).movedim(0, -1).double()
     else:
         reached = probs.cumsum(-1)
     drawn = (reached <= uniforms * reached[..., -1:]).sum(-1, keepdim=True)

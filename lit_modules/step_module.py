@@ -46,6 +46,9 @@ class StepModule(LightningModule):
     same steps. Hooks of single batches and optimizer steps are then not called for every step. That
     is for one GPU; strategies for several take eager steps.
 
+    Two runs of one seed are the same bit for bit on a CPU, and on a GPU with
+    ``Trainer(deterministic=True)``. Without it many kernels add up numbers in any order.
+
     Args:
         capture: replay steps as CUDA graphs. None: wherever that is possible. False: never. True:
             as None, with a warning that says why where it is not possible.

@@ -15,6 +15,8 @@ from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import cuda_graph_steps as replay
 from catnat.lit_modules import step_module
 
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 class EagerGraph:
     """Stands in for a StepGraph where there is no CUDA: later calls use the memory of the first."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases import HEADS
 from cases_callbacks import Memory, quiet_trainer
-from cases_replay import Watch, equal, without_cuda  # noqa: F401 - a fixture
+from cases_replay import Watch, cuda, equal, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import nn
 
@@ -16,7 +16,6 @@ from catnat.lit_modules import GraphStructureLearner
 from catnat.losses import energy_score
 
 ESTIMATORS = ("score_function", "local_expectation")
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BOTH = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases_callbacks import quiet_trainer
-from cases_replay import Watch, train, without_cuda  # noqa: F401 - a fixture
+from cases_replay import Watch, cuda, train, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda", 0)
 
 

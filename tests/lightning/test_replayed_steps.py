@@ -8,15 +8,12 @@ import pytest
 import torch
 from cases import slow
 from cases_callbacks import Memory, quiet_trainer
-from cases_replay import Watch, equal, train, without_cuda  # noqa: F401 - a fixture
+from cases_replay import Watch, cuda, equal, train, without_cuda  # noqa: F401 - a fixture
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from catnat.callbacks import FisherMonitor, LastCheckpoint
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 DECAYED = {"optimizer": "sgd", "lr_decay": 0.5, "lr_decay_steps": 10}
 

@@ -7,11 +7,10 @@ import gc
 
 import pytest
 import torch
+from cases_replay import cuda
 from torch import nn
 
 from catnat import cuda_graph as graphs
-
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @cuda
