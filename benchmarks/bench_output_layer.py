@@ -4,10 +4,15 @@ Every layer takes the same hidden states and targets and is trained by Adam. On 
 are timed in turn, round after round; on CUDA, where they do not all fit, one after another. The
 table has medians, ratios to the best exact softmax, and memory. The exact softmaxes are torch's
 linear layer with cross_entropy, torch's linear_cross_entropy (torch 2.13 and later), Liger and
-cut-cross-entropy; the last two on CUDA where they are installed.
+cut-cross-entropy; the last two on CUDA where they are installed. Targets are as frequent as words
+are (Zipf: class k has probability proportional to 1 / (k + 1)), or uniform.
+
+With --generate the table also has the milliseconds that it takes to draw one class for each of 1
+and of 64 hidden states, and the megabytes of weights that one of these classes needs: those of a
+softmax are read once for the batch, those on paths once for each class.
 
     python benchmarks/bench_output_layer.py                  # CPU, one thread, 512 x 512 x 131072
-    python benchmarks/bench_output_layer.py --device cuda    # 8192 x 4096 x 131072, bfloat16
+    python benchmarks/bench_output_layer.py --device cuda   # 8192 x 4096 x 131072, bfloat16
     python benchmarks/bench_output_layer.py --device cuda --shape 8192 1024 1048576
 
 Times on the CPU are processor time of one thread, which other processes do not lengthen much.
@@ -34,54 +39,60 @@ from catnat import TreeLinear
 
 SHAPES = {"cpu": (512, 512, 131072), "cuda": (8192, 4096, 131072)}
 Loss = Callable[[Tensor, Tensor], Tensor]
-Made = tuple[nn.Module, Loss, bool]  # the layer, its loss, whether its gradients are sparse
+LayerAndLoss = tuple[nn.Module, Loss, bool]  # and whether its gradients are sparse
 
 
-def linear(D: int, K: int) -> Made:
+def linear(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
     return layer, lambda h, t: F.cross_entropy(layer(h).float(), t), False
 
 
-def fused(D: int, K: int) -> Made:
+def fused(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
     options = nn.LinearCrossEntropyOptions()  # without them torch makes all logits
-    given = {"linear_bias": layer.bias, "options": options}
-    return layer, lambda h, t: F.linear_cross_entropy(h, layer.weight, t, **given), False
+    more = {"linear_bias": layer.bias, "options": options}
+    return layer, lambda h, t: F.linear_cross_entropy(h, layer.weight, t, **more), False
 
 
-def adaptive(D: int, K: int) -> Made:
+def adaptive(D: int, K: int) -> LayerAndLoss:
     layer = nn.AdaptiveLogSoftmaxWithLoss(D, K, cutoffs=[K // 16, K // 4])
     return layer, lambda h, t: layer(h, t).loss, False
 
 
-def liger(D: int, K: int) -> Made:
+def liger(D: int, K: int) -> LayerAndLoss:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     layer, loss = nn.Linear(D, K), LigerFusedLinearCrossEntropyLoss()
     return layer, lambda h, t: loss(layer.weight, h, t, layer.bias), False
 
 
-def cut(D: int, K: int) -> Made:
+def cut(D: int, K: int) -> LayerAndLoss:
     from cut_cross_entropy import linear_cross_entropy
 
     layer = nn.Linear(D, K, bias=False)  # its version 25.1 takes no bias
     return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t), False
 
 
-def tree(D: int, K: int, head: str, sparse: bool) -> Made:
-    layer = TreeLinear(D, K, head, sparse=sparse)
+def tree(
+    D: int, K: int, head: str = "sigmoid", sparse: bool = False, frequent: int = 0
+) -> LayerAndLoss:
+    layer = TreeLinear(D, K, head, sparse=sparse, frequent=frequent)
     return layer, layer.nll, sparse
 
 
-LAYERS: dict[str, Callable[[int, int], Made]] = {
+LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
     "linear + cross_entropy": linear,
     "linear_cross_entropy": fused,
     "liger": liger,
     "cut-cross-entropy": cut,
     "adaptive softmax": adaptive,
-    "tree sigmoid": partial(tree, head="sigmoid", sparse=False),
-    "tree natural": partial(tree, head="natural", sparse=False),
+    "tree sigmoid": tree,
+    "tree natural": partial(tree, head="natural"),
     "tree natural, sparse gradient": partial(tree, head="natural", sparse=True),
+    "hybrid, F = 64": partial(tree, frequent=64),
+    "hybrid, F = 256": partial(tree, frequent=256),
+    "hybrid, F = 1024": partial(tree, frequent=1024),
+    "hybrid, F = 4096": partial(tree, frequent=4096),
 }
 EXACT = ("linear + cross_entropy", "linear_cross_entropy", "liger", "cut-cross-entropy")
 NEEDS = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
@@ -128,13 +139,41 @@ class Contender:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    def both(self) -> list[float]:
+    def whole_steps(self) -> list[float]:
         """Seconds of whole steps."""
         return [a + b for a, b in zip(self.learning, self.stepping, strict=True)]
 
     def forget_tensors(self) -> None:
         """Make room for the next layer; the seconds stay."""
         del self.layer, self.loss, self.optimizer
+
+    @torch.no_grad()
+    def generation(self, rounds: int) -> dict[str, float | str]:
+        """Milliseconds to draw a class for each hidden state, and megabytes for each class."""
+        row: dict[str, float | str] = {}
+        layer, D = self.layer, self.shape[1]
+        for batch_size in (1, 64):
+            names = f"sample ms, batch {batch_size}", f"MB a sample, batch {batch_size}"
+            row |= dict.fromkeys(names, "")
+            if isinstance(layer, TreeLinear):
+                shared = layer.num_frequent + 1 if layer.num_frequent else 0
+                rows_read = shared / batch_size + (len(layer.weight)).bit_length()
+                draw: Callable[[Tensor], Tensor] = layer.sample
+            elif isinstance(layer, nn.Linear):
+                rows_read = len(layer.weight) / batch_size
+                draw = partial(draw_from_softmax, layer)
+            else:
+                continue
+            weight = next(layer.parameters())
+            hidden = torch.randn(batch_size, D, device=self.device).to(weight.dtype)
+            seconds = []
+            for _ in range(rounds + 3):
+                start = self._now()
+                draw(hidden)
+                seconds.append(self._now() - start)
+            row[names[0]] = 1e3 * statistics.median(seconds[3:])
+            row[names[1]] = rows_read * D * weight.element_size() / 1e6
+        return row
 
     def memory(self, hidden: Tensor, target: Tensor) -> float:
         """Gigabytes: on CUDA the peak of a step; on the CPU weights, gradients and moments."""
@@ -150,58 +189,67 @@ class Contender:
         return sum(size_in_bytes(x) for x in tensors if x is not None) / 1e9
 
 
+def draw_from_softmax(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    return layer(hidden).float().softmax(-1).multinomial(1)
+
+
 def size_in_bytes(x: Tensor) -> int:
     if x.is_sparse:
         return size_in_bytes(x._values()) + size_in_bytes(x._indices())
     return x.numel() * x.element_size()
 
 
-def measure(names: list[str], shape: tuple[int, int, int], device: str, rounds: int) -> list[dict]:
+def measure(args: argparse.Namespace, targets: str) -> list[dict]:
+    device, shape = args.device, tuple(args.shape)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # A softmax over a million classes fills a GPU, so layers go one by one there.
-    groups = [[name] for name in names] if device == "cuda" else [names]
-    done: dict[str, tuple[Contender, float]] = {}
+    groups = [[name] for name in args.layers] if device == "cuda" else [args.layers]
+    results: dict[str, tuple[Contender, dict[str, float | str]]] = {}
     for group in groups:
         generator = torch.Generator(device).manual_seed(1)
-        contenders = made(group, shape, device, dtype, *batch(shape, dtype, generator))
-        for _ in range(rounds):
-            hidden, target = batch(shape, dtype, generator)
-            for each in contenders.values():
-                each.step(hidden, target)
-        for name, each in contenders.items():
-            done[name] = each, each.memory(hidden, target)
-            each.forget_tensors()
-    exact = [done[name][0] for name in EXACT if name in done] or [each for each, _ in done.values()]
-    learning = min((each.learning for each in exact), key=statistics.median)
-    both = min((each.both() for each in exact), key=statistics.median)
-    return [row_of(name, *each, learning, both) for name, each in done.items()]
+        hidden, target = batch(shape, dtype, generator, targets)
+        contenders = make_contenders(group, shape, device, dtype, hidden, target)
+        for _ in range(args.rounds):
+            hidden, target = batch(shape, dtype, generator, targets)
+            for contender in contenders.values():
+                contender.step(hidden, target)
+        for name, contender in contenders.items():
+            numbers: dict[str, float | str] = {"memory GB": contender.memory(hidden, target)}
+            if args.generate:
+                numbers |= contender.generation(args.rounds)
+            results[name] = contender, numbers
+            contender.forget_tensors()
+    exact = [results[name][0] for name in EXACT if name in results]
+    exact = exact or [contender for contender, _ in results.values()]
+    learning = min((contender.learning for contender in exact), key=statistics.median)
+    stepping = min((contender.whole_steps() for contender in exact), key=statistics.median)
+    return [
+        {
+            "layer": name,
+            "targets": targets,
+            "forward + backward ms": 1e3 * statistics.median(contender.learning),
+            "with step ms": 1e3 * statistics.median(contender.whole_steps()),
+            "times faster": ratio(learning, contender.learning),
+            "times faster with step": ratio(stepping, contender.whole_steps()),
+            **numbers,
+        }
+        for name, (contender, numbers) in results.items()
+    ]
 
 
 def batch(
-    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator
+    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator, targets: str
 ) -> tuple[Tensor, Tensor]:
     M, D, K = shape
-    hidden = torch.randn(M, D, device=generator.device, generator=generator).to(dtype)
-    return hidden.requires_grad_(), torch.randint(
-        K, (M,), device=generator.device, generator=generator
-    )
+    device = generator.device
+    hidden = torch.randn(M, D, device=device, generator=generator).to(dtype).requires_grad_()
+    if targets == "uniform":
+        return hidden, torch.randint(K, (M,), device=device, generator=generator)
+    frequencies = 1 / torch.arange(1, K + 1, device=device)
+    return hidden, frequencies.multinomial(M, True, generator=generator)
 
 
-def row_of(
-    name: str, each: Contender, memory: float, best: list[float], best_with_step: list[float]
-) -> dict[str, str | float]:
-    """A row of the table; the seconds of the best exact softmax are what ratios refer to."""
-    return {
-        "layer": name,
-        "forward + backward ms": 1e3 * statistics.median(each.learning),
-        "with step ms": 1e3 * statistics.median(each.both()),
-        "times faster": ratio(best, each.learning),
-        "times faster with step": ratio(best_with_step, each.both()),
-        "memory GB": memory,
-    }
-
-
-def made(
+def make_contenders(
     names: list[str],
     shape: tuple[int, int, int],
     device: str,
@@ -214,7 +262,8 @@ def made(
     for name in names:
         try:
             contender = Contender(name, shape, device, dtype)
-            contender.step(hidden, target)
+            for _ in range(3):
+                contender.step(hidden, target)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             print(f"{name} is left out: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -231,25 +280,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("M", "D", "K"))
+    parser.add_argument("--targets", nargs="+", choices=("zipf", "uniform"), default=["zipf"])
+    parser.add_argument("--generate", action="store_true", help="also draw classes")
     parser.add_argument("--rounds", type=int, default=None, help="timed steps (3, on CUDA 20)")
-    parser.add_argument("--layers", nargs="*", help="some of the layers")
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, help="some of the layers")
     parser.add_argument("--out", type=Path, help="a csv file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = args.layers or available(args.device)
-    shape = tuple(args.shape or SHAPES[args.device])
-    rows = measure(names, shape, args.device, args.rounds or (20 if args.device == "cuda" else 3))
-    print(f"M, D, K = {shape}, {args.device}")
+    args.layers = args.layers or available(args.device)
+    args.shape = args.shape or SHAPES[args.device]
+    args.rounds = args.rounds or (20 if args.device == "cuda" else 3)
+    rows: list[dict] = []
+    for targets in args.targets:
+        rows += measure(args, targets)
+        if args.out:
+            with args.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+    print(f"M, D, K = {tuple(args.shape)}, {args.device}, torch {torch.__version__}")
     print("| " + " | ".join(rows[0]) + " |")
     print("|" + "---|" * len(rows[0]))
     for row in rows:
         cells = (x if isinstance(x, str) else f"{x:.3g}" for x in row.values())
         print("| " + " | ".join(cells) + " |")
-    if args.out:
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":
