@@ -4,7 +4,7 @@ A DiscreteVAE with N = 4 latents of K = 8 categories is trained briefly for each
 gradient of E_q[loss] in the scores of some test images is computed exactly, by decoding all
 K^N = 4,096 codes, and estimated many times by each estimator.
 
-    python benchmarks/bench_estimators.py --root DATA > paper/estimators/tables.md
+    python benchmarks/bench_estimators.py --root DATA   # paper/estimators/bias.csv has one run
 """
 
 from __future__ import annotations

@@ -1,0 +1,337 @@
+"""Every number in the pages of this folder, computed again from the rows.
+
+    python paper/verdicts.py  # sentence, stated, computed; exit code 1 where they differ
+
+A claim is a page, a sentence of it with {} for each number, and these numbers, computed. What the
+page states is read from the page. To add a claim, write the sentence and yield a Claim below.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import chain, product
+
+import measures
+import mechanism_claims
+import numpy as np
+from measures import (
+    BOTH,
+    INTERVAL,
+    SIZES,
+    TREES,
+    Claim,
+    Numbers,
+    by_seed,
+    differences,
+    mean,
+    select,
+    values,
+    welch,
+)
+from scipy import stats
+
+PRINTED = json.loads((measures.PAPER / "paper.json").read_text())  # the paper's own tables
+
+
+def vae_claims() -> Iterator[Claim]:
+    """Likelihoods in 18 columns, beside those of the paper."""
+    columns = [
+        (N, K, data) for data, N, K in product(("gray", "binary"), ("10", "20", "30"), SIZES)
+    ]
+    names = {"mnist": "gray", "binary_mnist": "binary"}
+    printed = {
+        (row["head"], str(row["N"]), str(row["K"]), names[row["dataset"]]): row["mean"]
+        for row in PRINTED["vae_nll_adam"]
+    }
+    ours, theirs = {}, {}
+    for head in ("softmax", *TREES):
+        ours[head] = np.array(
+            [mean(values(measures.vae(head, *column), "test/nll")) for column in columns]
+        )
+        theirs[head] = np.array([printed[head, *column] for column in columns])
+    for words, table in (("ours", ours), ("the paper", theirs)):
+        gaps = table["softmax"] - np.minimum(table["sigmoid"], table["natural"])
+        blanks = " | ".join(["{}"] * 9)
+        yield Claim("vae/README.md", f"| gray, {words} | {blanks} |", list(gaps[:9]))
+        yield Claim("vae/README.md", f"| binary, {words} | {blanks} |", list(gaps[9:]))
+    gaps = ours["softmax"] - np.minimum(ours["sigmoid"], ours["natural"])
+    lower = sum(np.maximum(ours["sigmoid"], ours["natural"]) < ours["softmax"])
+    pooled = [measures.t_test(list(ours["softmax"] - ours[head])) for head in TREES]
+    numbers = [lower, len(columns), min(gaps), max(gaps), *pooled]
+    text = "lower mean NLL than softmax in {} of {} columns, the better one by {} to {} nats"
+    text += " (t-test over columns: p = {} for sigmoid, {} for natural"
+    yield Claim("vae/README.md", text, numbers)
+    yield Claim("README.md", text, numbers)
+    best = 0
+    for column, nll in zip(columns, ours["softmax"], strict=True):
+        tried = [
+            measures.vae("softmax", *column, f"learning_rate={rate}")
+            for rate in (0.0005, 0.002, 0.003)
+        ]
+        best += all(mean(values(runs, "test/nll")) > nll for runs in tried if runs)
+    text = "0.001 is softmax's best rate of those run to the end in {} of {} columns"
+    yield Claim("vae/README.md", text, [best, len(columns)])
+    ahead = ours["natural"] - ours["sigmoid"]
+    numbers = [sum(ahead > 0), ahead.mean(), measures.t_test(list(ahead))]
+    text = (
+        "sigmoid's mean NLL is below natural's in {} of 18 columns, by {} nats on average (p = {})"
+    )
+    yield Claim("vae/README.md", text, numbers)
+    yield Claim("README.md", text, numbers)
+    ahead = theirs["natural"] - theirs["sigmoid"]
+    text = "in the paper's own table natural is ahead in {} columns, sigmoid in {}"
+    yield Claim("README.md", text, [sum(ahead < 0), sum(ahead > 0)])
+
+
+def longer_vae_claims() -> Iterator[Claim]:
+    """192,000 steps: (10, 8) and (20, 32), gray and binary."""
+    columns = [(N, K, data) for N, K in (("10", "8"), ("20", "32")) for data in ("gray", "binary")]
+    for steps in (60000, 96000, 120000, 192000):
+        gaps, ratios = [], []
+        for N, K, data in columns:
+            size = f"num_latents={N} num_categories={K} variant={data}"
+            pair = [by_seed("vae/longest_curve.csv", f"{size} head={head}") for head in BOTH]
+            gaps += differences(*pair, f"val/loss_{steps}")
+            ratios += measures.log_factors(*pair, until=steps)
+        numbers = [*measures.t_interval(gaps), *measures.factor(ratios)]
+        yield Claim("vae/README.md", f"| {steps:,} | {INTERVAL} | {INTERVAL} |", numbers)
+    text = f"after 192,000 steps softmax is {INTERVAL} nats of validation loss behind"
+    yield Claim("README.md", text, measures.t_interval(gaps))
+    numbers = []
+    for column in columns:
+        pair = [measures.vae(head, *column, "max_steps=192000") for head in BOTH]
+        numbers += welch(*pair, "test/nll")
+    yield Claim("vae/README.md", f"| 192,000 steps | {' | '.join([INTERVAL] * 4)} |", numbers)
+
+
+def other_vae_claims() -> Iterator[Claim]:
+    """Plain SGD, the score function, high rates, a dense VAE."""
+    sgd = "optimizer=sgd gradient_clip=0 learning_rate=0.001|0.003|0.01|0.03"
+    numbers = []
+    for size, data in product((("10", "8"), ("20", "16")), ("gray", "binary")):
+        numbers += welch(*(measures.vae(head, *size, data, sgd) for head in BOTH), "test/nll")
+    yield Claim("vae/README.md", f"| plain SGD | {' | '.join([INTERVAL] * 4)} |", numbers)
+    below = 0
+    for size, data in product((("10", "8"), ("20", "16")), ("gray", "binary")):
+        trees = [measures.vae(head, *size, data, sgd) for head in ("natural", "sigmoid")]
+        below += welch(*trees, "test/nll")[1] > 0
+    yield Claim("vae/README.md", "is significantly below natural in {} of them", [below])
+    yield Claim("README.md", "sigmoid is significantly below natural in {} of 4 columns", [below])
+    failed = []
+    for head in ("softmax", "natural", "sigmoid"):
+        columns = [
+            measures.vae(head, N, "32", data, sgd)
+            for N, data in product(("20", "30"), ("gray", "binary"))
+        ]
+        failed.append(sum(loss > 150 for runs in columns for loss in values(runs, "test/nll")))
+    text = "{} of 12 softmax runs do not learn (NLL above 150), {} of natural, {} of sigmoid"
+    yield Claim("vae/README.md", text, failed)
+
+    for N, rate, size in ((10, 0.0002, "(10, 8)"), (20, 0.0005, "(20, 16)")):
+        where = f"model=mlp-vae stage=final num_latents={N} learning_rate={rate}"
+        runs = {
+            head: by_seed("vae/runs.csv", f"{where} head={head}") for head in ("softmax", *TREES)
+        }
+        text = (
+            f"At {size}, rate {rate}, sigmoid's ELBO is {INTERVAL} above softmax's and {INTERVAL}"
+        )
+        numbers = [
+            bound
+            for head in ("softmax", "natural")
+            for bound in welch(runs["sigmoid"], runs[head], "test/elbo")
+        ]
+        yield Claim("vae/README.md", f"{text} above natural's", numbers)
+
+    names = ("num_latents", "num_categories", "variant", "head", "seed")
+    nll: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in select("vae/runs.csv", stage="final"):
+        if "vae_rates" in row["plans"]:
+            cell = nll.setdefault(tuple(row[name] for name in names), {})
+            cell[row["learning_rate"]] = float(row["test/nll"])
+    cells = [cell for cell in nll.values() if "0.003" in cell]
+    worse = sum(cell["0.003"] == max(cell.values()) for cell in cells)
+    yield Claim("vae/README.md", "0.003 is the worst rate in {} of {} cells", [worse, len(cells)])
+
+    pair = [by_seed("vae/dense_curve.csv", f"head={head}") for head in BOTH]
+    gaps = [mean(differences(*pair, f"val/loss_{step}")) for step in (2000, 12000)]
+    ratio = np.exp(mean(measures.log_factors(*pair)))
+    text = (
+        "softmax is {} nats of validation loss ahead after 2,000 steps and {} behind after 12,000"
+    )
+    yield Claim("vae/README.md", f"{text}, with a factor of {{}}", [-gaps[0], gaps[1], ratio])
+    yield Claim("README.md", "dense, (10, 16) | straight-through Gumbel | {}", [ratio])
+
+
+def latent_claims() -> Iterator[Claim]:
+    """The factors of README.md's table of data, architectures and estimators."""
+    rows = []
+    for size, K in (("(10, 8)", "8"), ("(20, 16)", "16"), ("(20, 32)", "32")):
+        pair = [mechanism_claims.mechanism(K, head) for head in BOTH]
+        rows.append((f"| MNIST | convolutional, {size} | straight-through Gumbel", pair))
+    for N, K in (("10", "8"), ("20", "32")):
+        where = f"num_latents={N} num_categories={K} variant=binary"
+        pair = [by_seed("vae/longest_curve.csv", f"{where} head={head}") for head in BOTH]
+        rows.append(
+            (f"| MNIST, binary | convolutional, ({N}, {K}) | straight-through Gumbel", pair)
+        )
+        pair = [mechanism_claims.probing(K, head, "draws=8") for head in BOTH]
+        rows.append((f"| MNIST | convolutional, ({N}, {K}) | Gumbel, eight draws", pair))
+    for words, pair in rows:
+        ratios = measures.log_factors(*pair, until=60000)
+        numbers = [*measures.factor(ratios), len(ratios)]
+        yield Claim("README.md", f"{words} | {INTERVAL}, n = {{}} |", numbers)
+
+
+def game_claims() -> Iterator[Claim]:
+    """Returns of PPO after 8 million steps."""
+    for game, rates, text in (
+        (
+            "Breakout",
+            ("0.00025", "0.00025"),
+            "softmax returns {} and natural {} (n = {}, {}; p = {})",
+        ),
+        (
+            "Breakout",
+            ("0.002", "0.001"),
+            "softmax at 0.002 returns {}, natural at 0.001 {} (n = {}, {}",
+        ),
+        (
+            "Seaquest",
+            ("0.00025", "0.00025"),
+            "Seaquest: softmax {}, natural {} (n = {}, {}; p = {})",
+        ),
+    ):
+        returns = []
+        for head, rate in zip(("softmax", "natural"), rates, strict=True):
+            options = f"stage=final total_steps=8000000 env={game} head={head} learning_rate={rate}"
+            returns.append(values(by_seed("games/runs.csv", options), "test/return"))
+        p = stats.ttest_ind(*returns, equal_var=False).pvalue
+        numbers = [*map(mean, returns), *map(len, returns), p]
+        yield Claim("games/README.md", text, numbers[: text.count("{}")])
+    printed = {
+        (row["env"], row["head"]): (row["mean"], row["std"], 10) for row in PRINTED["rl_return"]
+    }
+    p_values = []
+    for game in ("Breakout", "Seaquest"):
+        samples = printed[game, "softmax"] + printed[game, "natural"]
+        p_values.append(stats.ttest_ind_from_stats(*samples, equal_var=False).pvalue)
+    text = "the paper's own differences have p = {} (Breakout) and {} (Seaquest) if its n is 10"
+    yield Claim("games/README.md", text, p_values)
+    yield Claim("README.md", text, p_values)
+    variance = sum(printed["Breakout", head][1] ** 2 for head in ("softmax", "natural"))
+    needed = variance * (stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) ** 2 / 8**2
+    yield Claim("games/README.md", "of 8 points needs about {} seeds a head", [round(needed, -1)])
+
+
+def graph_claims() -> Iterator[Claim]:
+    """Energy scores at the rates with the lowest mean validation loss over three seeds."""
+    heads = ("softmax 0.0", "sigmoid 0.0", "natural 0.0", "natural 0.005")
+    below, above = dict.fromkeys(heads, 0), dict.fromkeys(heads, 0)
+    for theta in ("0.1", "0.25", "0.5", "0.75", "0.9"):
+        runs = {}
+        for name in heads:
+            head, tail = name.split()
+            where = f"plans=gsl theta={theta} head={head} head_options.tail={tail}"
+            losses: dict[tuple[str, str], Numbers] = {}
+            for row in select("graphs/runs.csv", f"{where} stage=search"):
+                rates = row["learning_rate"], row["psi_learning_rate"]
+                losses.setdefault(rates, []).append(float(row["val/loss"]))
+            rate, psi_rate = min(losses, key=lambda rates: mean(losses[rates]))
+            rates_chosen = f"learning_rate={rate} psi_learning_rate={psi_rate}"
+            runs[name] = by_seed("graphs/runs.csv", f"{where} stage=final {rates_chosen}")
+            _, low, high = welch(runs[name], runs["softmax 0.0"], "test/energy_score_2x")
+            below[name] += high < 0
+            above[name] += low > 0
+        scores = [mean(values(runs[name], "test/energy_score_2x")) for name in heads]
+        yield Claim("graphs/README.md", f"| {theta} | {{}} | {{}} | {{}} | {{}} |", scores)
+    text = "natural with tail 0.005 is significantly below softmax on {} of 5 data sets, natural"
+    text += " without a tail on {} and above on {}, sigmoid on {}"
+    numbers = [
+        below["natural 0.005"],
+        below["natural 0.0"],
+        above["natural 0.0"],
+        below["sigmoid 0.0"],
+    ]
+    yield Claim("graphs/README.md", text, numbers)
+    yield Claim("README.md", text, numbers)
+
+
+def estimator_claims() -> Iterator[Claim]:
+    """The small VAE: sigmoid's lead over softmax, each at the better one of its rates."""
+    for estimator in ("exact", "score-function", "reinmax", "gumbel", "straight-through"):
+        best = []
+        for head in ("sigmoid", "softmax"):
+            where = f"stage=final estimator={estimator} head={head}"
+            tried = [
+                by_seed("estimators/runs.csv", where, learning_rate=rate)
+                for rate in ("0.0003", "0.001", "0.003")
+            ]
+            best.append(min(filter(None, tried), key=lambda runs: mean(values(runs, "val/loss"))))
+        lead = welch(*best, "test/elbo")
+        numbers = [len(best[0]), *lead, *welch(*reversed(best), "test/nll")]
+        yield Claim(
+            "estimators/README.md", f"| {estimator} | {{}} | {INTERVAL} | {INTERVAL} |", numbers
+        )
+        if estimator == "gumbel":
+            p_values = [measures.t_test(differences(*best, "test/elbo"))]
+            p_values.append(5 * measures.p_value(*best, "test/elbo"))
+            text = "in pairs of a seed its lead has p = {}, and by Holm's method over the five"
+            yield Claim("estimators/README.md", f"{text} estimators Welch's p is {{}}", p_values)
+        if estimator == "reinmax":
+            yield Claim(
+                "README.md", f"ReinMax, in a small VAE alone: {INTERVAL} nats of ELBO", lead
+            )
+
+
+def label_claims() -> Iterator[Claim]:
+    """Digits, words of a language model, and the time of an output layer."""
+    page, path = "language_model/README.md", "language_model/runs.csv"
+    rates = {"sparsemax": "3e-05", "natural": "0.0001", "tree, cooccurrence, natural": "0.004"}
+    for output in sorted({row["output"] for row in select(path, plans="classify")}):
+        rate = rates.get(output, "0.001")
+        runs = by_seed(path, f"plans=classify learning_rate={rate}", output=output)
+        numbers = [mean(values(runs, metric)) for metric in ("test/nll", "test/accuracy")]
+        yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
+    for output in sorted({row["output"] for row in select(path, plans="language_model")}):
+        rate = rates.get(output, "0.008")
+        runs = by_seed(
+            path, f"plans=language_model learning_rate={rate} max_steps=1000", output=output
+        )
+        numbers = [mean(values(runs, metric)) for metric in ("val/perplexity", "test/perplexity")]
+        yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
+    layers = select("speed/output_layer_h200.csv", "K=131072 commit=f57b353")
+    times = {row["layer"]: float(row["forward + backward ms"]) for row in layers}
+    numbers = [times["linear + cross_entropy"], times["tree natural"], times["tree sigmoid"]]
+    text = "softmax takes {} ms forward and backward, a tree {} (natural) and {} (sigmoid)"
+    yield Claim("speed/README.md", text, numbers)
+
+
+CLAIMS = (
+    *(mechanism_claims.factors, mechanism_claims.rotation, mechanism_claims.noise_and_coupling),
+    *(vae_claims, longer_vae_claims, other_vae_claims),
+    latent_claims,
+    *(game_claims, graph_claims, estimator_claims, label_claims),
+)
+
+
+def main() -> int:
+    """Print all claims."""
+    failed = 0
+    print("| page | sentence | stated | computed |\n|---|---|---|---|")
+    for claim in chain.from_iterable(study() for study in CLAIMS):
+        numbers = measures.stated(claim)
+        holds = len(numbers) == len(claim.computed) and all(
+            map(measures.agrees, numbers, claim.computed)
+        )
+        failed += not holds
+        cells = [claim.page, claim.sentence.replace("|", "/"), ", ".join(numbers)]
+        cells.append(", ".join(f"{number:.4g}" for number in claim.computed))
+        print(f"| {' | '.join(cells)} |{'' if holds else ' differs'}")
+    print(f"{failed} claims differ from the rows", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
