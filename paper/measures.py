@@ -142,11 +142,19 @@ def vae(head: str, N: str, K: str, variant: str, options: str = "") -> Runs:
     return by_seed("vae/runs.csv", f"{setting} {options} {size} head={head}")
 
 
+def text_of(page: str) -> str:
+    """A page on one line."""
+    return " ".join((PAPER / page).read_text().split())
+
+
+def pattern_of(claim: Claim) -> str:
+    """The regular expression of a sentence, with a group for each number."""
+    return re.escape(" ".join(claim.sentence.split())).replace(r"\{\}", NUMBER)
+
+
 def stated(claim: Claim) -> list[str]:
     """The numbers of the sentence in its page; none if the page does not have it exactly once."""
-    page = " ".join((PAPER / claim.page).read_text().split())
-    pattern = re.escape(" ".join(claim.sentence.split())).replace(r"\{\}", NUMBER)
-    matches = list(re.finditer(pattern, page))
+    matches = list(re.finditer(pattern_of(claim), text_of(claim.page)))
     return list(matches[0].groups()) if len(matches) == 1 else []
 
 

@@ -5,14 +5,10 @@ The site's build runs all.
 
 import runpy
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
-
-from catnat import SigmoidHead, make_head
-from catnat.head import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -65,128 +61,3 @@ def test_both_heads_learn_roads_with_and_without_masks(run, capsys):
     first = [float(line.split()[-7]) for line in lines]
     assert min(first[0], first[2]) > max(first[1], first[3]), "masks waste no steps"
     assert Path("roads.png").stat().st_size > 10_000
-
-
-def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
-    kind = runpy.run_path(str(FOLDER / "mechanism" / "small_vae.py"))["SmallVAE"]
-    torch.manual_seed(0)
-    model, images = kind("sigmoid", num_latents=2, num_categories=3), torch.rand(4, 1, 28, 28)
-    assert model.codes.shape == (9, 2, 3)
-    with torch.no_grad():
-        for each in model.decoder.parameters():
-            each *= 5  # latents matter
-        q = model(images)
-        exact, model.exact = model.loss(images, q), False
-        sampled = torch.stack([model.loss(images, q) for _ in range(400)])
-    error = float(sampled.std()) / 400**0.5
-    assert float(exact) == pytest.approx(float(sampled.mean()), abs=4 * error)
-    assert sampled.std() > 1
-
-
-@pytest.fixture
-def mechanism():
-    """The heads of the study by name, registered for the length of a test."""
-    before = dict(REGISTRY)
-    runpy.run_path(str(FOLDER / "mechanism" / "mechanism_heads.py"))
-    names = [name for name in REGISTRY if name not in before]
-    yield {name: make_head(name, 8) for name in names}
-    for name in names:
-        del REGISTRY[name]
-
-
-def test_a_transplanted_head_begins_with_the_distributions_of_the_old_one(monkeypatch):
-    made = runpy.run_path(str(FOLDER / "mechanism" / "transplant.py"))
-    monkeypatch.setitem(made["transplanted"].__globals__, "FITTING_STEPS", 600)
-    torch.manual_seed(0)
-    images = torch.rand(200, 1, 28, 28)
-    data = types.SimpleNamespace(train_dataloader=lambda: images.split(100))
-    model = made["VAE"]("softmax", 2, 4)
-    with torch.no_grad():
-        model.encoder[-1].weight *= 40
-    new, left = made["transplanted"](model, "sigmoid", data, steps=10_000)
-    assert isinstance(new.head, SigmoidHead) and new.encoder[-1].out_features == 2 * 3
-    q, old = (each.eval()(images) for each in (new, model))
-    assert left < 0.02
-    assert (q.probs - old.probs).abs().mean() < 0.03 < 0.1 < (old.probs - 0.25).abs().mean()
-    for name, each in new.decoder.state_dict().items():
-        assert torch.equal(each, model.decoder.state_dict()[name])
-    assert new.annealed_temperature(0) == model.annealed_temperature(10_000) < 1
-
-
-def test_a_probing_vae_gives_its_decoder_the_tree_and_charges_uneven_use_and_early_certainty():
-    made = runpy.run_path(str(FOLDER / "mechanism" / "probing_vae.py"))
-    for decoder, first in (("tree", [3, 2, 1, 1, 0, 0, 0, 0]), ("copies", [3] + 7 * [0])):
-        features = made["category_features"](decoder, 8)
-        torch.testing.assert_close(3 * features[0] @ features.T, torch.tensor(first).float())
-    images, losses = torch.rand(5, 1, 28, 28), []
-    options = {"head": "sigmoid", "num_latents": 2, "num_categories": 8}
-    for even, early in ((0.0, 1.0), (2.0, 1.0), (0.0, 3.0)):
-        torch.manual_seed(0)
-        model = made["ProbingVAE"]("tree", even, 3, early, **options)
-        with torch.no_grad():
-            model.encoder[-1].weight *= 50
-        model.prepare_step(1500)  # of 3,000: half of the way
-        losses.append(model.step_loss(images))
-    mean_q, kl = model(images).probs.mean(0), model.kl(model(images)).mean()
-    price = 2 * (mean_q * (8 * mean_q).log()).sum()
-    assert price > 0.1
-    torch.testing.assert_close(losses[1] - losses[0], price, atol=2e-3, rtol=0)
-    torch.testing.assert_close(losses[2] - losses[0], kl, atol=2e-3, rtol=0)
-
-
-def log_probs_and_gradient(head, scores, weights):
-    scores = scores.clone().requires_grad_()
-    found = head.log_probs(scores)
-    return found.detach(), torch.autograd.grad((weights * found).sum(), scores)[0]
-
-
-def test_scales_of_the_mechanism_study_are_those_of_the_haar_basis(mechanism):
-    def slope(name):
-        head = mechanism[name] if name in mechanism else make_head(name, 8)
-        return torch.func.jacrev(head.log_probs)(torch.zeros(head.num_scores))
-
-    torch.testing.assert_close(slope("sigmoid-flat"), slope("softmax-haar")[:, 1:])
-    for name in ("softmax-paths", "sigmoid-coupled-0.5", "sigmoid-opposed-1"):
-        torch.testing.assert_close(slope("sigmoid"), slope(name))
-    torch.testing.assert_close(slope("sigmoid-steep"), slope("softmax-steep"))
-    norms = slope("softmax-steep").norm(dim=0)
-    torch.testing.assert_close(norms, torch.tensor([2.0, 1, 1, 0.5, 0.5, 0.5, 0.5]))
-    torch.testing.assert_close(slope("softmax-scaled-4"), 4 * slope("softmax"))
-    torch.testing.assert_close(slope("sigmoid-scaled-2"), 2 * slope("sigmoid"))
-
-
-def test_heads_of_the_mechanism_study_change_one_thing(mechanism):
-    torch.manual_seed(0)
-    weights = torch.randn(5, 8)
-    assert len(mechanism) == 46
-    for name, head in mechanism.items():
-        scores = torch.randn(5, head.num_scores)
-        values, gradient = log_probs_and_gradient(head, scores, weights)
-        torch.testing.assert_close(values.logsumexp(-1), torch.zeros(5), atol=1e-5, rtol=0)
-        assert head.saturated(scores).shape == scores.shape
-        if hasattr(head, "Q"):
-            torch.testing.assert_close(values, head.inner.log_probs(scores @ head.Q))
-        if name in ("sigmoid-coupled-0", "sigmoid-coupled-1"):
-            same = mechanism["softmax-paths"] if head.coupling else make_head("sigmoid", 8)
-            torch.testing.assert_close(values, same.log_probs(scores), atol=1e-5, rtol=1e-4)
-        if "chain" in name or hasattr(head, "Q") or hasattr(head, "coupling"):
-            p = values.exp()[..., None, None]
-            each = torch.func.vmap(torch.func.jacrev(head.log_probs))(scores)
-            expected = (p * each[..., None] * each[..., None, :]).sum(1)
-            if name != "softmax-paths-gated":  # whose gradient is another
-                torch.testing.assert_close(head.fisher(scores), expected, atol=1e-5, rtol=1e-4)
-            continue
-        plain, before = log_probs_and_gradient(head.inner, scores, weights)
-        torch.testing.assert_close(values, plain)
-        if "ungated" in name:
-            softmax = name.startswith("softmax")
-            reached = plain.exp() if softmax else head.inner.node_probs(scores)
-            before = before / (reached + head.damping)
-        elif "levels" in name:
-            before = before * torch.tensor([1.0, 2, 2, 4, 4, 4, 4])
-        elif "natural-gradient" in name:
-            metric = head.inner.fisher(scores) + head.damping * torch.eye(head.num_scores)
-            before = torch.linalg.solve(metric, before)
-        elif "gradient" in name:  # that of the other head, at the same distribution
-            _, before = log_probs_and_gradient(head.other, head.other.inverse(plain.exp()), weights)
-        torch.testing.assert_close(gradient, before, atol=1e-4, rtol=1e-3)

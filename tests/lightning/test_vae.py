@@ -2,8 +2,6 @@
 
 import math
 import re
-import runpy
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -258,23 +256,6 @@ def test_the_test_metrics_agree_with_enumeration(kind, x):
     assert found["test/elbo"] == pytest.approx(elbo.item(), abs=0.1)
     assert found["test/kl"] == pytest.approx(model.kl(q).mean().item(), rel=1e-4)
     assert found["test/nll"] < -found["test/elbo"]
-
-
-def test_agrees_with_the_model_in_plain_torch(x):
-    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "paper" / "vae" / "plain_vae.py"))
-    model, plain = DiscreteVAE("softmax", 3, 4), benchmark["VAE"](3, 4)
-    for name in ("encoder", "decoder"):
-        getattr(plain, name).load_state_dict(getattr(model, name).state_dict())
-    found = evaluated(model, x)
-    model.eval()
-    plain.eval()
-    with torch.no_grad():
-        q, z = model(x), torch.eye(4)[torch.randint(4, (len(x), 3))]
-        assert torch.allclose(plain.log_q(x), q.logits, atol=1e-6)
-        assert torch.allclose(plain.distortion(z, x), model.reconstruction(x, z), rtol=1e-5)
-        assert found["test/nll"] == pytest.approx(plain.nll(x).mean().item(), abs=0.2)
-        elbo = torch.stack([plain.elbo(x) for _ in range(200)]).mean().item()
-        assert found["test/elbo"] == pytest.approx(elbo, abs=0.2)
 
 
 def test_the_table_of_the_paper_leaves_out_most_of_the_prior(x):

@@ -1,9 +1,6 @@
 """Tables, tests and figures from rows."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -157,9 +154,3 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
     assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
     assert figures.main(words) == 0 and figures.main([*words, "--only", "seed=2"]) == 2
-
-
-def test_the_page_of_recomputed_verdicts_follows_from_the_rows():
-    page = Path(__file__).parents[2] / "paper" / "recomputed.md"
-    done = subprocess.run([sys.executable, page.with_name("recompute.py")], stdout=-1, text=True)
-    assert done.stdout == page.read_text()
