@@ -14,11 +14,11 @@ of catnat imports it. All functions work under ``jax.jit``, ``jax.vmap`` and ``j
 float32, in bfloat16 (computed in float32) and, where JAX is told to use it, in float64.
 """
 
-from catnat.jax.catnat_heads import NaturalHead, SigmoidHead
 from catnat.jax.distribution import Categorical
 from catnat.jax.flat_heads import MixedHead, SoftmaxHead, SparsemaxHead, head_names, make_head
 from catnat.jax.head import CategoricalHead
-from catnat.jax.tree_heads import CatnatHead
+from catnat.jax.tree_heads import CatnatHead, NaturalHead, SigmoidHead
+from catnat.jax.tree_linear import TreeLinear
 
 __all__ = [
     "Categorical",
@@ -29,6 +29,7 @@ __all__ = [
     "SigmoidHead",
     "SoftmaxHead",
     "SparsemaxHead",
+    "TreeLinear",
     "head_names",
     "make_head",
 ]

@@ -91,7 +91,8 @@ class Categorical:
 
     def rsample_straight_through(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
         """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with the gradient of probs."""
-        value, p = self.sample(seed=seed, sample_shape=sample_shape), self.probs
+        value = self.sample(seed=seed, sample_shape=sample_shape)
+        p = self.probs
         drawn = jax.nn.one_hot(value, self.head.num_categories, dtype=p.dtype)
         return drawn + (p - jax.lax.stop_gradient(p))
 
@@ -112,39 +113,49 @@ class Categorical:
 
     def _like(self, other: Categorical) -> Categorical:
         """``other``, which has as many categories as this distribution."""
-        sizes = [each.head.num_categories for each in (self, other)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"distributions over {sizes} categories cannot be compared")
+        K = self.head.num_categories
+        other_K = other.head.num_categories
+        if other_K != K:
+            raise ValueError(f"distributions over {K} and {other_K} categories cannot be compared")
         return other
 
     def path_entropy(self, value: Array) -> Array:
         r"""An estimate of :meth:`entropy` from one category, (*), in O(log K); tree heads alone.
 
-        The sum of the entropies of the nodes above ``value``. Its mean over samples of this
-        distribution is the entropy: sum_i P(node i) H(a_i). It is never negative, and varies much
-        less than -log p. Its derivative in the scores is not an unbiased estimate, because P(node)
-        depends on them: add ``stop_gradient(estimate) * log_prob(value)``, whose derivative is the
-        rest.
+        The sum of the entropies of the nodes above ``value``. Over samples of this distribution it
+        has the mean sum_i P(node i) H(a_i), the entropy, and its gradient in the scores has the
+        mean of the entropy's gradient. It is never negative, and varies much less than -log p.
         """
-        left, right, _ = self.head.path_logs(self.scores, value)
-        return -(jnp.exp(left) * left + jnp.exp(right) * right).sum(-1)
+        left, right, bits = self.head.path_logs(self.scores, value)
+        entropies = -(jnp.exp(left) * left + jnp.exp(right) * right)
+        return _path_sum(entropies, jnp.where(bits, right, left))
 
     def path_kl(self, other: Categorical, value: Array) -> Array:
         r"""An estimate of KL(self || other) from one category, (*), in O(log K); tree heads alone.
 
-        The sum of the binary divergences at the nodes above ``value``. Its mean over samples of
-        this distribution is the divergence: sum_i P(node i) KL(a_i || b_i). It is never negative.
-        Its derivative in the scores of ``other`` is an unbiased estimate, too; that in the scores
-        of this distribution lacks a term, as for :meth:`path_entropy`.
+        The sum of the binary divergences at the nodes above ``value``. Over samples of this
+        distribution it has the mean sum_i P(node i) KL(a_i || b_i), the divergence, and gradients
+        in the scores of both distributions with the means of the exact ones. It is never negative.
 
         Args:
             other: of a tree head over the same tree: as many categories, in the same order.
             value: samples of this distribution.
         """
-        left, right, _ = self.head.path_logs(self.scores, value)
-        others = self._like(other).head.path_logs(other.scores, value)
-        orders = [getattr(each.head, "order", None) for each in (self, other)]
-        if orders[0] != orders[1]:
+        left, right, bits = self.head.path_logs(self.scores, value)
+        other_left, other_right, _ = self._like(other).head.path_logs(other.scores, value)
+        if getattr(self.head, "order", None) != getattr(other.head, "order", None):
             raise ValueError("path_kl needs two distributions with the same order of categories")
-        of_left, of_right = jnp.exp(left) * (left - others[0]), jnp.exp(right) * (right - others[1])
-        return jnp.maximum(of_left + of_right, 0).sum(-1)  # rounding may go below 0
+        of_left = jnp.exp(left) * (left - other_left)
+        of_right = jnp.exp(right) * (right - other_right)
+        divergences = jnp.maximum(of_left + of_right, 0)  # rounding may go below 0
+        return _path_sum(divergences, jnp.where(bits, right, left))
+
+
+def _path_sum(terms: Array, steps: Array) -> Array:
+    """Sum along a path, (*, H) -> (*), with the gradient of the mean over all paths.
+
+    Entries go from the leaf up: those before an entry are below its node, and move with the
+    log-probability of the step there.
+    """
+    below = jax.lax.stop_gradient(jnp.cumsum(terms, -1) - terms)
+    return (terms + below * (steps - jax.lax.stop_gradient(steps))).sum(-1)

@@ -11,9 +11,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from catnat.checks import require_choice, require_within
-from catnat.jax.catnat_heads import NaturalHead, SigmoidHead
 from catnat.jax.head import CategoricalHead
-from catnat.jax.numerics import LOG_ZERO, largest_score, safe_log
+from catnat.jax.numerics import (
+    LOG_ZERO,
+    add_pairs,
+    largest_score,
+    safe_log,
+    times_pair,
+    two_sum,
+)
+from catnat.jax.tree_heads import NaturalHead, SigmoidHead
 
 
 def head_names() -> tuple[str, ...]:
@@ -38,10 +45,10 @@ def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) 
     >>> make_head("softmax", 8)
     SoftmaxHead(num_categories=8)
     """
-    known = _ALIASES.get(name, name)
-    require_choice(head_names(), head=known)
-    cls = _HEADS[known]
-    choices = [*[each.name for each in fields(cls) if each.init][1:], "mix"]
+    full_name = _ALIASES.get(name, name)
+    require_choice(head_names(), head=full_name)
+    cls = _HEADS[full_name]
+    choices = [*[option.name for option in fields(cls) if option.init][1:], "mix"]
     unknown = sorted(set(options) - set(choices))
     if unknown:
         raise ValueError(
@@ -77,8 +84,7 @@ class SparsemaxHead(CategoricalHead):
     r"""p = the point of the simplex nearest to the scores, S = K; sets many p_k to exactly 0.
 
     An impossible category gets no gradient. Where log-ratios of probabilities matter (PPO), mix
-    in a little of the uniform distribution. A probability is a difference of scores, and has their
-    accuracy: in float32 about 1e-7, however small it is.
+    in a little of the uniform distribution.
     """
 
     name: str = field(init=False, repr=False, default="sparsemax")
@@ -103,21 +109,37 @@ class SparsemaxHead(CategoricalHead):
 
 @jax.custom_jvp
 def _project(scores: Array) -> Array:
-    """p_k = max(s_k - tau, 0) with tau such that the p_k sum to 1 (Martins and Astudillo, 2016)."""
-    z = scores - scores.max(-1, keepdims=True)
-    ranked = -jnp.sort(-z, -1)
-    excess = jnp.cumsum(ranked, -1) - 1
-    n = (ranked * jnp.arange(1, z.shape[-1] + 1) > excess).sum(-1, keepdims=True)
-    tau = jnp.take_along_axis(excess, jnp.maximum(n, 1) - 1, -1) / jnp.maximum(n, 1)
-    p = jnp.where(z > tau, z - tau, 0.0)
-    broken = jnp.isnan(z).any(-1, keepdims=True)
-    return jnp.where(broken, jnp.nan, p / p.sum(-1, keepdims=True))
+    """p_k = max(s_k - tau, 0) with tau such that the p_k sum to 1 (Martins and Astudillo, 2016).
+
+    Computed with pairs of floats, so that probabilities just above 0 keep their relative accuracy.
+    """
+    largest = scores.max(-1, keepdims=True)
+    z = _below(largest, scores)
+    ranked = _below(largest, -jnp.sort(-scores, -1))
+    total = jax.lax.associative_scan(add_pairs, ranked, axis=-1)
+    excess = add_pairs(total, (jnp.full_like(scores, -1), jnp.zeros_like(scores)))
+    rank = jnp.arange(1, scores.shape[-1] + 1).astype(scores.dtype)
+    margin, _ = add_pairs(times_pair(rank, ranked), (-excess[0], -excess[1]))
+    size = jnp.maximum((margin > 0).sum(-1, keepdims=True), 1)
+    at_size = [jnp.take_along_axis(part, size - 1, -1) for part in excess]
+    size = size.astype(scores.dtype)
+    above, _ = add_pairs(times_pair(size, z), (-at_size[0], -at_size[1]))
+    p = jnp.where(above > 0, above / size, 0.0)
+    return jnp.where(jnp.isnan(scores).any(-1, keepdims=True), jnp.nan, p)
+
+
+def _below(largest: Array, scores: Array) -> tuple[Array, Array]:
+    """Scores minus the largest one, as pairs; -2 for lower ones, which never matter."""
+    high, low = two_sum(scores, -largest)
+    is_far = ~(high > -2)
+    return jnp.where(is_far, -2.0, high), jnp.where(is_far, 0.0, low)
 
 
 @_project.defjvp
 def _project_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """On the support a tangent minus its mean, 0 elsewhere."""
-    p, tangent = _project(*primals), tangents[0]
+    p = _project(*primals)
+    tangent = tangents[0]
     support = ~(p <= 0)
     n = support.sum(-1, keepdims=True).astype(p.dtype)
     mean = jnp.where(support, tangent, 0.0).sum(-1, keepdims=True) / n
@@ -152,7 +174,8 @@ class MixedHead(CategoricalHead):
 
     def log_probs(self, scores: Array) -> Array:
         """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
-        log_p, allowed = self.inner.log_probs(scores), self.inner.allowed(scores)
+        log_p = self.inner.log_probs(scores)
+        allowed = self.inner.allowed(scores)
         n = allowed.sum(-1, keepdims=True).astype(log_p.dtype)
         mixed = jnp.logaddexp(log_p + math.log1p(-self.mix), math.log(self.mix) - jnp.log(n))
         return jnp.where(allowed, mixed, log_p)

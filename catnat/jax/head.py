@@ -73,7 +73,8 @@ class CategoricalHead(ABC):
         """
         scores = self._checked(scores)
         rows = jax.vmap(jax.jacrev(self.probs))(scores.reshape(-1, self.num_scores))
-        jacobian, p = rows.reshape(*scores.shape[:-1], *rows.shape[1:]), self.probs(scores)
+        jacobian = rows.reshape(*scores.shape[:-1], *rows.shape[1:])
+        p = self.probs(scores)
         weight = jnp.where(p <= 0, 0.0, 1 / jnp.where(p <= 0, 1.0, p))[..., None]
         return jnp.einsum("...ki,...kj->...ij", jacobian, weight * jacobian, precision="highest")
 
@@ -87,8 +88,9 @@ class CategoricalHead(ABC):
 
         NaN for a value that is not a category.
         """
-        log_probs, value, known = self.log_probs(scores), *self._checked_value(value)
-        return jnp.where(known, pick(log_probs, value[..., None])[..., 0], jnp.nan)
+        value, is_category = self._checked_value(value)
+        log_prob = pick(self.log_probs(scores), value[..., None])[..., 0]
+        return jnp.where(is_category, log_prob, jnp.nan)
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
         """What a tree head knows of the nodes above categories; other heads have no paths."""
@@ -117,13 +119,14 @@ class CategoricalHead(ABC):
             mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
                 that of the scores. A row that allows no category becomes NaN.
         """
-        scores, mask = self._checked(scores), _array("mask", mask, self.num_categories)
+        scores = self._checked(scores)
+        mask = _array("mask", mask, self.num_categories)
         if mask.dtype != jnp.bool_:
             raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
         before = self.allowed(scores)
         mask = mask & before
-        some = mask.any(-1, keepdims=True)
-        return jnp.where(some, self._masked(scores, mask, before), jnp.nan)
+        is_possible = mask.any(-1, keepdims=True)
+        return jnp.where(is_possible, self._masked(scores, mask, before), jnp.nan)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
         """Scores under this mask, which is part of the mask that they had before."""
@@ -156,8 +159,8 @@ class CategoricalHead(ABC):
         value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(f"value must hold integers, got {value.dtype}")
-        known = (value >= 0) & (value < self.num_categories)
-        return jnp.where(known, value, 0).astype(jnp.int32), known
+        is_category = (value >= 0) & (value < self.num_categories)
+        return jnp.where(is_category, value, 0).astype(jnp.int32), is_category
 
 
 def _array(name: str, x: Any, size: int) -> Array:

@@ -346,6 +346,15 @@ def test_mix(name, dtype):
         assert difference(got["back"][rows], got["probs"][rows]) < TOLERANCE[dtype]
 
 
+def test_small_probabilities_of_sparsemax_have_the_relative_accuracy_of_torch():
+    scores = (0.01 * np.random.default_rng(0).standard_normal((300, 64))).astype(np.float32)
+    got = np.asarray(jax.jit(make_head("sparsemax", 64).probs)(scores), np.float64)
+    want = catnat.make_head("sparsemax", 64).probs(torch.from_numpy(scores)).double().numpy()
+    assert want[want > 0].min() < 1e-5
+    assert ((got > 0) == (want > 0)).all()
+    assert (np.abs(got - want) <= 5e-6 * want).all()
+
+
 def test_order_says_which_leaf_a_class_has():
     order = (3, 0, 4, 1, 2)
     head, plain = make_head("natural", 5, order=list(order)), make_head("natural", 5)

@@ -25,7 +25,7 @@ from cases_jax import (
 from scipy import stats
 
 import catnat
-from catnat.jax import Categorical, head_names, make_head
+from catnat.jax import Categorical, TreeLinear, head_names, make_head
 from catnat.jax.numerics import uniform as accurate_uniform
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,22 +115,31 @@ def test_path_estimates_have_the_exact_mean_and_are_never_negative(name, options
     q = head(rng.standard_normal(head.num_scores).astype(np.float32), mask)
     p = other(rng.standard_normal(other.num_scores).astype(np.float32), mask)
 
+    every = jnp.arange(6)
+
+    def mean_kl(q_scores, p_scores):
+        drawn_from = head(q_scores)
+        weights = jax.lax.stop_gradient(drawn_from.probs)
+        return (weights * drawn_from.path_kl(other(p_scores), every)).sum()
+
+    def mean_entropy(q_scores):
+        drawn_from = head(q_scores)
+        return (jax.lax.stop_gradient(drawn_from.probs) * drawn_from.path_entropy(every)).sum()
+
     @jax.jit
-    def compute(q, p):
-        every = jnp.arange(6)
-        estimates = q.path_kl(p, every), q.path_entropy(every)
-        exact = q.kl_divergence(p), q.entropy()
-        of_p = jax.grad(lambda s: (q.probs * q.path_kl(other(s), every)).sum())(p.scores)
-        wanted = jax.grad(lambda s: q.kl_divergence(other(s)))(p.scores)
-        return estimates, exact, q.probs, of_p, wanted
+    def compute(q_scores, p_scores):
+        both_scores = (q_scores, p_scores)
+        estimates = jax.value_and_grad(mean_kl, (0, 1))(*both_scores)
+        exact = jax.value_and_grad(lambda a, b: head(a).kl_divergence(other(b)), (0, 1))
+        entropy = jax.value_and_grad(mean_entropy)(q_scores)
+        exact_entropy = jax.value_and_grad(lambda a: head(a).entropy())(q_scores)
+        return (estimates, entropy), (exact(*both_scores), exact_entropy)
 
     near = head(q.scores * (1 + 1e-7), mask)
-    assert bool((q.path_kl(near, jnp.arange(6)) >= 0).all()), "in spite of rounding"
-    estimates, exact, probs, of_p, wanted = jax.tree.map(np.asarray, compute(q, p))
-    for each, mean in zip(estimates, exact, strict=True):
-        assert (each[probs > 0] >= -1e-6).all()
-        assert difference((probs * each).sum(), mean) < 2e-6
-    assert difference(of_p, wanted) < 2e-6
+    assert bool((q.path_kl(near, every) >= 0).all()), "in spite of rounding"
+    assert (np.asarray(q.path_entropy(every))[np.asarray(q.probs) > 0] >= -1e-6).all()
+    for got, want in zip(*map(jax.tree.leaves, compute(q.scores, p.scores)), strict=True):
+        assert difference(got, want) < 3e-6  # values, and gradients in the scores of both
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -203,6 +212,32 @@ def test_shapes(name):
     assert shape_of(head.log_prob, np.zeros(head.num_scores), 1) == ()
     column = np.zeros((1, 5, 1), np.uint8)
     assert shape_of(head.log_prob, np.zeros((1, 2, head.num_scores)), column) == (1, 5, 2)
+
+
+def test_the_output_layer_is_that_of_torch():
+    order = np.random.default_rng(5).permutation(30).tolist()
+    layer = catnat.TreeLinear(4, 30, "natural", frequent=[3, 7, 9], order=order)
+    ours = TreeLinear(30, "natural", frequent=3, order=tuple(layer.order.tolist()))
+    parameters = {name: jnp.asarray(x.numpy()) for name, x in layer.state_dict().items()}
+    hidden = torch.randn(30, 4)
+    states = jnp.asarray(hidden.numpy())
+    got = jax.jit(ours.log_prob)(parameters, states, jnp.arange(30))
+    assert difference(got, layer.log_prob(hidden, torch.arange(30)).detach()) < 2e-6
+    assert np.isnan(ours.log_prob(parameters, states[:2], jnp.array([-1, 30]))).all()
+
+    drawn = jax.jit(ours.sample, static_argnums=3)(
+        jax.random.key(0), parameters, states[0], (4000,)
+    )
+    counts = np.bincount(np.asarray(drawn), minlength=30)
+    probs = layer.log_probs(hidden[0]).exp().detach().double().numpy()
+    assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 1e-4
+
+    plain = TreeLinear(30)
+    made = plain.init(jax.random.key(1), in_features=4)
+    total = jnp.exp(plain.log_prob(made, states, jnp.arange(30)[:, None])).sum(0)
+    assert difference(total, np.ones(30)) < 2e-6
+    with pytest.raises(ValueError, match="needs a tree head"):
+        TreeLinear(30, "softmax")
 
 
 def test_a_million_categories_take_a_path():

@@ -1,0 +1,141 @@
+"""TreeLinear in JAX: log-probabilities and samples of an output layer over many classes.
+
+The parameters are those of :class:`catnat.TreeLinear`, as a dictionary of arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from catnat.checks import checked_categories, checked_order, require_at_least, require_within
+from catnat.jax.flat_heads import make_head
+from catnat.jax.numerics import at_least_float32, pick, uniform
+from catnat.jax.tree_heads import CatnatHead
+
+Parameters = Mapping[str, Array]
+DEFAULT_TAIL = 0.05  # of natural
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class TreeLinear:
+    """From hidden states (*, D) to K classes: a softmax over frequent ones, a tree over the others.
+
+    p(k) = softmax(k) for one of the first F places, and p(k) = softmax(rare) tree(k) for another.
+    The object holds options alone; methods take the parameters. Those of a torch layer:
+    ``{name: jnp.asarray(tensor) for name, tensor in layer.state_dict().items()}``.
+
+    Args:
+        num_categories: K, at least 2.
+        head: the name of a tree head. ``"natural"`` has a tail of 0.05.
+        frequent: F, the number of places in the softmax, 0 to K - 2.
+        order: the place of each class, a permutation of 0..K-1, which begins with the frequent
+            ones: ``layer.order`` of a torch layer; None for class k at place k.
+
+    >>> layer = TreeLinear(1000, frequent=100)
+    >>> parameters = layer.init(jax.random.key(0), in_features=4)
+    >>> layer.log_prob(parameters, jnp.zeros((3, 4)), jnp.array([7, 0, 999])).shape
+    (3,)
+    """
+
+    num_categories: int
+    head: str = "sigmoid"
+    frequent: int = 0
+    order: tuple[int, ...] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        K = checked_categories(self.num_categories)
+        require_within(0, K - 2, frequent=self.frequent)
+        if self.order is not None:
+            object.__setattr__(self, "order", checked_order(self.order, K))
+        if not isinstance(self.tree, CatnatHead):
+            raise ValueError(f"TreeLinear needs a tree head, sigmoid or natural, got {self.head!r}")
+
+    @property
+    def tree(self) -> Any:
+        """The head over the rare classes."""
+        options = {"tail": DEFAULT_TAIL} if self.head in ("natural", "catnat-natural") else {}
+        return make_head(self.head, self.num_categories - self.frequent, **options)
+
+    def init(self, key: Array, in_features: int) -> dict[str, Array]:
+        """Weights and biases, drawn as ``torch.nn.Linear`` does."""
+        require_at_least(1, in_features=in_features)
+        rows = {"": self.tree.num_scores}
+        if self.frequent:
+            rows["shortlist."] = self.frequent + 1
+        bound = 1 / math.sqrt(in_features)
+        parameters = {}
+        for prefix, count in rows.items():
+            for name, shape in (("weight", (count, in_features)), ("bias", (count,))):
+                key, part = jax.random.split(key)
+                parameters[prefix + name] = jax.random.uniform(
+                    part, shape, minval=-bound, maxval=bound
+                )
+        return parameters
+
+    def log_prob(self, parameters: Parameters, hidden: Array, value: Array) -> Array:
+        """Log-probabilities of classes, (*, D), (*) -> (*), along their paths; NaN for others."""
+        value = jnp.asarray(value)
+        is_class = (value >= 0) & (value < self.num_categories)
+        place = jnp.where(is_class, value, 0)
+        if self.order is not None:
+            place = jnp.asarray(np.array(self.order))[place]
+        leaf = jnp.maximum(place - self.frequent, 0)
+        scores_at = _scores_at(parameters, hidden)
+        left, right, bits = self.tree.path_logs_by(scores_at, leaf)
+        log_prob = jnp.where(bits, right, left).sum(-1)
+        if self.frequent:
+            block = self._block(parameters, hidden)
+            column = jnp.minimum(place, self.frequent)[..., None]
+            log_prob = jnp.where(place < self.frequent, 0.0, log_prob)
+            log_prob = log_prob + pick(block, column)[..., 0]
+        return jnp.where(is_class, log_prob, jnp.nan)
+
+    def sample(
+        self, key: Array, parameters: Parameters, hidden: Array, sample_shape: tuple[int, ...] = ()
+    ) -> Array:
+        """Random classes, (*, D) -> (*sample_shape, *) in int32; -1 where a score is NaN."""
+        hidden = jnp.asarray(hidden)
+        shape = (*sample_shape, *hidden.shape[:-1])
+        tree_key, block_key = jax.random.split(key)
+        dtype = at_least_float32(hidden).dtype
+        leaf = self.tree.sample_by(tree_key, _scores_at(parameters, hidden), shape, dtype)
+        place = jnp.where(leaf < 0, -1, leaf + self.frequent)
+        if self.frequent:
+            block = self._block(parameters, hidden)
+            u = uniform(block_key, (*shape, self.frequent + 1), block.dtype)
+            column = (jnp.log(-jnp.log1p(-u)) - block).argmin(-1).astype(jnp.int32)
+            place = jnp.where(column < self.frequent, column, place)
+            place = jnp.where(jnp.isnan(block).any(-1), -1, place)
+        if self.order is None:
+            return place
+        classes = jnp.asarray(np.argsort(self.order).astype(np.int32))
+        return jnp.where(place < 0, -1, classes[place])
+
+    def _block(self, parameters: Parameters, hidden: Array) -> Array:
+        """Log-probabilities of the frequent classes and of "rare", (*, D) -> (*, F+1)."""
+        scores = at_least_float32(hidden @ parameters["shortlist.weight"].T)
+        if "shortlist.bias" in parameters:
+            scores = scores + parameters["shortlist.bias"]
+        return jax.nn.log_softmax(scores, -1)
+
+
+def _scores_at(parameters: Parameters, hidden: Array) -> Any:
+    """A function that gives the scores of nodes, (*, H) -> (*, H)."""
+
+    def scores_at(node: Array) -> Array:
+        rows = parameters["weight"][node]
+        scores = at_least_float32(jnp.einsum("...d,...hd->...h", hidden, rows))
+        if "bias" not in parameters:
+            return scores
+        return scores + parameters["bias"][node]
+
+    return scores_at
