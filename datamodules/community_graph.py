@@ -96,9 +96,12 @@ class CommunityGraphDataModule(InMemoryDataModule):
         )
         require_at_least(10, num_pairs=num_pairs)
         self.save_hyperparameters()
-        self.theta, self.communities, self.psi_scale = theta, communities, psi_scale
-        self.in_features, self.out_features = in_features, out_features
+        self.theta = theta
+        self.communities = communities
+        self.in_features = in_features
+        self.out_features = out_features
         self.num_pairs = num_pairs
+        self.psi_scale = psi_scale
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -110,10 +113,11 @@ class CommunityGraphDataModule(InMemoryDataModule):
         psi = torch.empty(self.in_features, self.out_features)
         nn.init.xavier_uniform_(psi, generator=generator)
         self.psi = psi * (self.psi_scale / psi.square().sum(0).mean()).sqrt()
-        nodes, graph = num_nodes(self.communities), community_graph(self.communities)
-        x = torch.randn(self.num_pairs, nodes, self.in_features, generator=generator)
+        graph = community_graph(self.communities)
+        x = torch.randn(self.num_pairs, len(graph), self.in_features, generator=generator)
         y = _outputs(x @ self.psi, graph, self.theta, generator)
-        self.edge_probs, self._noise = self.theta * graph, generator.get_state()
+        self.edge_probs = self.theta * graph
+        self._random_state = generator.get_state()
         tenth = self.num_pairs // 10
         sizes = [self.num_pairs - 2 * tenth, tenth, tenth]
         parts = zip(x.split(sizes), y.split(sizes), strict=True)
@@ -129,16 +133,16 @@ class CommunityGraphDataModule(InMemoryDataModule):
     def optimal(self) -> dict[str, float]:
         """The metrics of the true model on the test pairs, over several passes."""
         generator = torch.Generator()
-        generator.set_state(self._noise)
+        generator.set_state(self._random_state)
         with forked_random_state(torch.device("cpu"), self.seed):  # a run draws none of this noise
             model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": self.psi})
         means = prediction_means(sync_on_compute=False)  # all ranks compute the same
-        x, y = (each.split(_SHARED_BY) for each in self._parts["test"])
+        batches = InMemoryLoader(self._parts["test"], _SHARED_BY)
         for _ in range(_PASSES):
-            for one, other in zip(x, y, strict=True):
+            for x, y in batches:
                 graphs = sample_graphs(self.edge_probs, _NUM_SAMPLES, generator)
-                means.add_rows(**prediction_errors(model(one, graphs), other))
+                means.add_rows(**prediction_errors(model(x, graphs), y))
         values = {name: float(value.float()) for name, value in means.compute().items()}
         return values | {"energy_score_2x": 2 * values["energy_score"]}
 
@@ -149,6 +153,6 @@ def _outputs(messages: Tensor, graph: Tensor, theta: float, generator: torch.Gen
     outputs = torch.zeros_like(messages)
     at_once = max(1, _AT_ONCE // (len(source) * messages.shape[-1]))
     for sent, sums in zip(messages.split(at_once), outputs.split(at_once), strict=True):
-        there = torch.rand(len(sent), len(source), generator=generator) < theta
-        sums.index_add_(1, target, sent[:, source] * there[..., None])
+        is_present = torch.rand(len(sent), len(source), generator=generator) < theta
+        sums.index_add_(1, target, sent[:, source] * is_present[..., None])
     return outputs

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from catnat.checks import require_at_least, require_positive
 
-SPLIT, _ORDER, BINARIZATION, GRAPH_DATA = 1, 2, 3, 4  # the first number of a seed: its purpose
+# The first number of a seed is its purpose.
+SPLIT = 1
+_ORDER = 2
+BINARIZATION = 3
+GRAPH_DATA = 4
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -51,14 +55,18 @@ class InMemoryLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.items, self.size = items, len(items[0])
+        self.items = items
+        self.size = len(items[0])
         if shuffle and batch_size * world_size > self.size:
             raise ValueError(
                 f"a batch of {batch_size} on {world_size} device(s) is more than the "
                 f"{self.size} items to train on"
             )
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.rank, self.world_size = rank, world_size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
         # The iterating loop may end each epoch after so many batches; the next one begins there.
         self.max_batches: int | None = None
         self.epoch = 0
@@ -69,7 +77,7 @@ class InMemoryLoader:
 
     def gather(self, index: Tensor, batch: int) -> Any:
         """The items with these numbers, (B,), as batch of this number in the epoch."""
-        return tuple(each[index] for each in self.items)
+        return tuple(values[index] for values in self.items)
 
     def state_dict(self) -> dict[str, int]:
         """The number of this epoch, and of the batches given out; the same on all ranks."""
@@ -77,7 +85,9 @@ class InMemoryLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Make the next pass continue where the state was taken."""
-        self.epoch, self._position, self._resumed = state["epoch"], state["position"], True
+        self.epoch = state["epoch"]
+        self._position = state["position"]
+        self._resumed = True
 
     def __len__(self) -> int:
         stride = self.batch_size * self.world_size
@@ -87,16 +97,18 @@ class InMemoryLoader:
         # Lightning may make an iterator and never draw from it, or load a state in between. This is
         # a generator, so nothing is decided before the first draw. The epochs are counted here,
         # because Lightning's count is one too high after resuming from the end of an epoch.
-        length = len(self)
-        if self.max_batches is not None:
-            length = min(length, self.max_batches)
+        length = len(self) if self.max_batches is None else min(len(self), self.max_batches)
         if self._position and not (self._resumed and self._position < length):
-            self.epoch, self._position = self.epoch + int(self.shuffle), 0
+            self.epoch += int(self.shuffle)
+            self._position = 0
         self._resumed = False
-        order, batch = self._new_order(), self._position
+        order = self._new_order()
+        batch = self._position
         while batch < len(self):
-            self._order, self._position, self._drawn = order, batch + 1, 0
-            yield self._batch(order, batch)
+            self._order = order
+            self._position = batch + 1
+            self._drawn = 0
+            yield self._batch(batch)
             batch += 1 + self._drawn
 
     def next_batches(self, most: int) -> list[Any]:
@@ -110,7 +122,7 @@ class InMemoryLoader:
         first = self._position
         self._position = min(first + most, len(self))
         self._drawn += self._position - first
-        return [self._batch(self._order, each) for each in range(first, self._position)]
+        return [self._batch(batch) for batch in range(first, self._position)]
 
     def _new_order(self) -> Tensor:
         device = self.items[0].device
@@ -119,10 +131,10 @@ class InMemoryLoader:
         generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
         return torch.randperm(self.size, generator=generator).to(device)
 
-    def _batch(self, order: Tensor, batch: int) -> Any:
+    def _batch(self, batch: int) -> Any:
         stride = self.batch_size * self.world_size
-        share = order[batch * stride : (batch + 1) * stride][self.rank :: self.world_size]
-        return self.gather(share, batch)
+        index = self._order[batch * stride : (batch + 1) * stride]
+        return self.gather(index[self.rank :: self.world_size], batch)
 
 
 class InMemoryDataModule(LightningDataModule):
@@ -137,7 +149,8 @@ class InMemoryDataModule(LightningDataModule):
         super().__init__()
         require_positive(batch_size=batch_size)
         require_at_least(0, seed=seed)
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = batch_size
+        self.seed = seed
         self._train_loader: InMemoryLoader | None = None
         self._train_state: dict[str, int] | None = None
 

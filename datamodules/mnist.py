@@ -27,7 +27,7 @@ from catnat.datamodules.loader import (
 
 Variant = Literal["gray", "binary", "stochastic"]
 
-_NAMES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
+_FILES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
@@ -54,11 +54,11 @@ class ImageLoader(InMemoryLoader):
         self, images: Tensor, batch_size: int, variant: Variant = "gray", **options: Any
     ) -> None:
         super().__init__((images,), batch_size, **options)
-        self.images, self.variant = images, variant
+        self.variant = variant
 
     def gather(self, index: Tensor, batch: int) -> Tensor:
         """Images in the variant asked for."""
-        images = self.images[index].unsqueeze(1)
+        images = self.items[0][index].unsqueeze(1)
         if self.variant == "binary":
             return (images > 127).float()
         gray = images.float().div_(255)
@@ -111,23 +111,24 @@ class MNISTDataModule(InMemoryDataModule):
             require_at_least(1, eval_batch_size=eval_batch_size)
         require_choice(get_args(Variant), variant=variant)
         self.save_hyperparameters()
-        self.root, self.variant, self.download = root, variant, download
+        self.root = root
+        self.variant = variant
         self.eval_batch_size = eval_batch_size
         self._problem = "" if download else "download is off"  # why there is no download
         self._images: dict[str, Tensor] = {}
 
     def prepare_data(self) -> None:
-        """Download the files if they are wanted and not there."""
+        """Download the files if they are missing."""
         if self._files() is not None or self._problem:
             return
-        before = socket.getdefaulttimeout()
+        timeout = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
         try:
             getattr(datasets, self.dataset)(self.root, download=True)
         except (RuntimeError, OSError) as error:  # setup() says so; the last line is the reason
             self._problem = f"the download failed ({str(error).strip().splitlines()[-1]})"
         finally:
-            socket.setdefaulttimeout(before)
+            socket.setdefaulttimeout(timeout)
 
     def setup(self, stage: str | None = None) -> None:
         """Read and split the images."""
@@ -159,12 +160,13 @@ class MNISTDataModule(InMemoryDataModule):
         return {**state, "source": self.source} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to train on with the small MNIST where the run had the whole, or the reverse."""
-        made, here = (each.get("source") for each in (state_dict, self.hparams))  # after setup
+        """Refuse to resume training with other images than those of the run."""
+        saved_source = state_dict.get("source")
+        source = self.hparams.get("source")  # after setup
         trains = self.trainer is None or self.trainer.state.fn == "fit"
-        if trains and made and here and made != here:
+        if trains and saved_source and source and saved_source != source:
             raise ValueError(
-                f"the checkpoint's run had data from {made}, here they are from {here}"
+                f"the checkpoint's run had data from {saved_source}, here they are from {source}"
             )
         super().load_state_dict(state_dict)
 
@@ -182,30 +184,31 @@ class MNISTDataModule(InMemoryDataModule):
         images = images[torch.randperm(len(images), generator=generator)]
         share = len(images) // 7
         train, val, test = images.split([len(images) - 2 * share, share, share])
-        parts = {"train": train, "val": val, "test": test}
-        sizes = {name: len(each) for name, each in parts.items()}
-        _say(_NOTICE.format(root=str(self.root), problem=problem, **sizes))
-        return parts
+        notice = _NOTICE.format(
+            root=str(self.root), problem=problem, train=len(train), val=len(val), test=len(test)
+        )
+        rank_zero_only(print)(notice, file=sys.stderr)
+        return {"train": train, "val": val, "test": test}
 
     def _folders(self) -> list[Path]:
         """Where the files may lie; those in the root itself are MNIST's."""
         root = Path(self.root)
-        own = [root / self.dataset / "raw", root / self.dataset.lower()]
-        return [*own, root] if self.dataset == "MNIST" else own
+        folders = [root / self.dataset / "raw", root / self.dataset.lower()]
+        return [*folders, root] if self.dataset == "MNIST" else folders
 
     def _files(self) -> list[Path] | None:
         """The two files; None if the default folder does not have them: a substitute is needed."""
         for folder in self._folders():
-            either = ((folder / name, folder / f"{name}.gz") for name in _NAMES)
-            found = [path for each in either for path in list(filter(Path.is_file, each))[:1]]
-            if len(found) == 2:
-                return found
+            paths = [folder / name for name in _FILES]
+            paths = [path if path.is_file() else path.with_suffix(".gz") for path in paths]
+            if all(path.is_file() for path in paths):
+                return paths
         if Path(self.root) == Path(_ROOT):
             return None
-        places = " nor in ".join(str(each) for each in self._folders())
+        folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
-            f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_NAMES)} "
-            f"(or .gz), neither in {places}"
+            f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "
+            f"(or .gz), neither in {folders}"
         )
 
 
@@ -216,12 +219,14 @@ def read_images(path: Path) -> Tensor:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
-    n, rest = divmod(len(content), 28 * 28)
-    if rest != 16 or content[:16] != struct.pack(">4I", 0x803, n, 28, 28):
+    count, header = divmod(len(content), 28 * 28)
+    if header != 16 or content[:16] != struct.pack(">4I", 0x803, count, 28, 28):
         raise ValueError(
             f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
         )
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(n, 28, 28)
+    if not count:
+        raise ValueError(f"{path} is an IDX file of 0 images")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(-1, 28, 28)
 
 
 class FashionMNISTDataModule(MNISTDataModule):
@@ -242,8 +247,3 @@ class KMNISTDataModule(MNISTDataModule):
     """
 
     dataset = "KMNIST"
-
-
-@rank_zero_only
-def _say(notice: str) -> None:
-    print(notice, file=sys.stderr)

