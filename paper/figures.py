@@ -30,7 +30,7 @@ def draw_factors(axes: Axes, rows: dict[str, list[tuple[Runs, Runs]]], title: st
     for place, pairs in enumerate(rows.values()):
         for K, height, (softmax, head) in zip(SIZES, (-0.22, 0.0, 0.22), pairs, strict=True):
             if head:
-                middle, low, high = factor(log_factors(softmax, head))
+                middle, low, high = factor(log_factors((softmax, head)))
                 shape, color = MARKS[K]
                 axes.plot([low, high], [place + height] * 2, color=color, lw=1.3)
                 axes.plot(middle, place + height, shape, color=color, ms=4.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from scipy import stats
 PAPER = Path(__file__).resolve().parent
 Row = dict[str, str]
 Runs = dict[str, Row]  # by seed
+Pair = Sequence[Runs]  # of two
 Numbers = list[float]
 SIZES = ("8", "16", "32")  # K of (10, 8), (20, 16), (20, 32)
 TREES = ("sigmoid", "natural")
@@ -27,7 +29,7 @@ class Claim(NamedTuple):
 
     page: str
     sentence: str  # {} for each number
-    computed: Numbers
+    computed: Sequence[float]
 
 
 @cache
@@ -62,8 +64,9 @@ def values(runs: Runs, metric: str) -> Numbers:
     return [float(runs[seed][metric]) for seed in sorted(runs)]
 
 
-def differences(first: Runs, second: Runs, metric: str) -> Numbers:
+def differences(pair: Pair, metric: str) -> Numbers:
     """A metric of the first runs minus that of the second, by seed."""
+    first, second = pair
     common = sorted(first.keys() & second.keys())
     return [float(first[seed][metric]) - float(second[seed][metric]) for seed in common]
 
@@ -84,17 +87,17 @@ def t_test(numbers: Numbers) -> float:
     return float(stats.ttest_1samp(numbers, 0).pvalue)
 
 
-def welch(first: Runs, second: Runs, metric: str) -> Numbers:
+def welch(pair: Pair, metric: str) -> Numbers:
     """Difference of means and Welch's 95 % interval."""
-    samples = values(first, metric), values(second, metric)
-    low, high = stats.ttest_ind(*samples, equal_var=False).confidence_interval()
-    return [mean(samples[0]) - mean(samples[1]), low, high]
+    first, second = (values(runs, metric) for runs in pair)
+    low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval()
+    return [mean(first) - mean(second), low, high]
 
 
-def p_value(first: Runs, second: Runs, metric: str) -> float:
+def p_value(pair: Pair, metric: str) -> float:
     """The p of Welch's test."""
-    samples = values(first, metric), values(second, metric)
-    return float(stats.ttest_ind(*samples, equal_var=False).pvalue)
+    first, second = (values(runs, metric) for runs in pair)
+    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
 
 
 def curve(run: Row, until: int = 10**9) -> tuple[np.ndarray, np.ndarray]:
@@ -114,14 +117,14 @@ def log_step_of(log_steps: np.ndarray, losses: np.ndarray, target: float) -> flo
     return float(log_steps[place - 1] + share * (log_steps[place] - log_steps[place - 1]))
 
 
-def log_factors(slow: Runs, fast: Runs, until: int = 10**9) -> Numbers:
-    """By seed, log of the steps of one head divided by those of another to the same loss.
+def log_factors(pair: Pair, until: int = 10**9) -> Numbers:
+    """By seed, log of the steps of the first head divided by those of the second to the same loss.
 
     The loss is the higher one of their last two: softmax's, where softmax is behind.
     """
     ratios = []
-    for seed in sorted(slow.keys() & fast.keys()):
-        curves = [curve(runs[seed], until) for runs in (slow, fast)]
+    for seed in sorted(pair[0].keys() & pair[1].keys()):
+        curves = [curve(runs[seed], until) for runs in pair]
         target = max(losses[-1] for _, losses in curves)
         first, second = (log_step_of(*points, target) for points in curves)
         ratios.append(first - second)

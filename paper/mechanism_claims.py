@@ -11,6 +11,7 @@ from measures import (
     SIZES,
     TREES,
     Claim,
+    Numbers,
     Runs,
     by_seed,
     differences,
@@ -76,11 +77,11 @@ def factors() -> Iterator[Claim]:
         ran = [(softmax, head) for softmax, head in pairs if head]
         cells = " | ".join(INTERVAL if head else "" for _, head in pairs)
         blanks = ", ".join("{}" for _ in ran)
-        numbers = [len(softmax.keys() & head.keys()) for softmax, head in ran]
+        numbers: Numbers = [len(softmax.keys() & head.keys()) for softmax, head in ran]
         for softmax, head in ran:
-            numbers += factor(log_factors(softmax, head))
-        numbers += [mean(differences(head, softmax, "test/elbo")) for softmax, head in ran]
-        numbers += [mean(differences(softmax, head, "test/nll")) for softmax, head in ran]
+            numbers += factor(log_factors((softmax, head)))
+        numbers += [mean(differences((head, softmax), "test/elbo")) for softmax, head in ran]
+        numbers += [mean(differences((softmax, head), "test/nll")) for softmax, head in ran]
         sentence = f"| {words} | {blanks} | {cells} | {blanks} | {blanks} |"
         yield Claim("mechanism/README.md", sentence, numbers)
 
@@ -91,10 +92,10 @@ def rotation() -> Iterator[Claim]:
     for K, head in product(SIZES, TREES):
         plain = mechanism(K, head)
         rotated = mechanism(K, f"{head}-rotated-3")
-        costs.append(mean(differences(plain, rotated, "test/elbo")))
-        log_steps.append(mean(log_factors(rotated, plain)))
+        costs.append(mean(differences((plain, rotated), "test/elbo")))
+        log_steps.append(mean(log_factors((rotated, plain))))
         if K != "8":  # where the rotated matrix is denser than softmax's
-            lead = mean(differences(plain, mechanism(K, "softmax"), "test/elbo"))
+            lead = mean(differences((plain, mechanism(K, "softmax")), "test/elbo"))
             shares.append(1 - costs[-1] / lead)
             masses.append(mean(values(rotated, "fim/off_diagonal_mass")))
     runs_of_softmax = [mechanism(K, "softmax") for K in SIZES[1:]]
@@ -114,7 +115,7 @@ def noise_and_coupling() -> Iterator[Claim]:
     changes, slower = [], []
     for K in ("8", "32"):
         ratios = {
-            draws: log_factors(*(probing(K, head, f"draws={draws}") for head in BOTH))
+            draws: log_factors([probing(K, head, f"draws={draws}") for head in BOTH])
             for draws in (1, 8)
         }
         change = [first - second for first, second in zip(ratios[1], ratios[8], strict=True)]
@@ -123,7 +124,7 @@ def noise_and_coupling() -> Iterator[Claim]:
         for draws in (1, 8):
             heads = ("sigmoid-coupled-1", "sigmoid-coupled-0")
             pair = [probing(K, head, f"draws={draws}") for head in heads]
-            slower += factor(log_factors(*pair))
+            slower += factor(log_factors(pair))
     text = "from {} to {} at K = 8 (p = {}) and from {} to {} at K = 32 (p = {}"
     yield Claim("mechanism/README.md", text, changes)
     text = (
@@ -137,9 +138,9 @@ def noise_and_coupling() -> Iterator[Claim]:
         new = f"variant={variant} seed=4|5|6|7|8"
         tree = mechanism(K, "sigmoid-coupled-0", new)
         opposed = mechanism(K, "sigmoid-opposed-0.5", new)
-        elbo += differences(opposed, tree, "test/elbo")
-        nll += differences(tree, opposed, "test/nll")
-        log_steps += log_factors(tree, opposed)
+        elbo += differences((opposed, tree), "test/elbo")
+        nll += differences((tree, opposed), "test/nll")
+        log_steps += log_factors((tree, opposed))
     text = (
         f"{{}} new pairs: ELBO {INTERVAL} above, NLL {INTERVAL} below, {INTERVAL} times fewer steps"
     )

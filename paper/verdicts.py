@@ -93,8 +93,8 @@ def longer_vae_claims() -> Iterator[Claim]:
         for N, K, data in columns:
             size = f"num_latents={N} num_categories={K} variant={data}"
             pair = [by_seed("vae/longest_curve.csv", f"{size} head={head}") for head in BOTH]
-            gaps += differences(*pair, f"val/loss_{steps}")
-            ratios += measures.log_factors(*pair, until=steps)
+            gaps += differences(pair, f"val/loss_{steps}")
+            ratios += measures.log_factors(pair, until=steps)
         numbers = [*measures.t_interval(gaps), *measures.factor(ratios)]
         yield Claim("vae/README.md", f"| {steps:,} | {INTERVAL} | {INTERVAL} |", numbers)
     text = f"after 192,000 steps softmax is {INTERVAL} nats of validation loss behind"
@@ -102,7 +102,7 @@ def longer_vae_claims() -> Iterator[Claim]:
     numbers = []
     for column in columns:
         pair = [measures.vae(head, *column, "max_steps=192000") for head in BOTH]
-        numbers += welch(*pair, "test/nll")
+        numbers += welch(pair, "test/nll")
     yield Claim("vae/README.md", f"| 192,000 steps | {' | '.join([INTERVAL] * 4)} |", numbers)
 
 
@@ -111,12 +111,13 @@ def other_vae_claims() -> Iterator[Claim]:
     sgd = "optimizer=sgd gradient_clip=0 learning_rate=0.001|0.003|0.01|0.03"
     numbers = []
     for size, data in product((("10", "8"), ("20", "16")), ("gray", "binary")):
-        numbers += welch(*(measures.vae(head, *size, data, sgd) for head in BOTH), "test/nll")
+        pair = [measures.vae(head, *size, data, sgd) for head in BOTH]
+        numbers += welch(pair, "test/nll")
     yield Claim("vae/README.md", f"| plain SGD | {' | '.join([INTERVAL] * 4)} |", numbers)
     below = 0
     for size, data in product((("10", "8"), ("20", "16")), ("gray", "binary")):
         trees = [measures.vae(head, *size, data, sgd) for head in ("natural", "sigmoid")]
-        below += welch(*trees, "test/nll")[1] > 0
+        below += welch(trees, "test/nll")[1] > 0
     yield Claim("vae/README.md", "is significantly below natural in {} of them", [below])
     yield Claim("README.md", "sigmoid is significantly below natural in {} of 4 columns", [below])
     failed = []
@@ -129,18 +130,18 @@ def other_vae_claims() -> Iterator[Claim]:
     text = "{} of 12 softmax runs do not learn (NLL above 150), {} of natural, {} of sigmoid"
     yield Claim("vae/README.md", text, failed)
 
-    for N, rate, size in ((10, 0.0002, "(10, 8)"), (20, 0.0005, "(20, 16)")):
+    for N, rate, words in ((10, 0.0002, "(10, 8)"), (20, 0.0005, "(20, 16)")):
         where = f"model=mlp-vae stage=final num_latents={N} learning_rate={rate}"
         runs = {
             head: by_seed("vae/runs.csv", f"{where} head={head}") for head in ("softmax", *TREES)
         }
         text = (
-            f"At {size}, rate {rate}, sigmoid's ELBO is {INTERVAL} above softmax's and {INTERVAL}"
+            f"At {words}, rate {rate}, sigmoid's ELBO is {INTERVAL} above softmax's and {INTERVAL}"
         )
         numbers = [
             bound
             for head in ("softmax", "natural")
-            for bound in welch(runs["sigmoid"], runs[head], "test/elbo")
+            for bound in welch((runs["sigmoid"], runs[head]), "test/elbo")
         ]
         yield Claim("vae/README.md", f"{text} above natural's", numbers)
 
@@ -155,8 +156,8 @@ def other_vae_claims() -> Iterator[Claim]:
     yield Claim("vae/README.md", "0.003 is the worst rate in {} of {} cells", [worse, len(cells)])
 
     pair = [by_seed("vae/dense_curve.csv", f"head={head}") for head in BOTH]
-    gaps = [mean(differences(*pair, f"val/loss_{step}")) for step in (2000, 12000)]
-    ratio = np.exp(mean(measures.log_factors(*pair)))
+    gaps = [mean(differences(pair, f"val/loss_{step}")) for step in (2000, 12000)]
+    ratio = np.exp(mean(measures.log_factors(pair)))
     text = (
         "softmax is {} nats of validation loss ahead after 2,000 steps and {} behind after 12,000"
     )
@@ -179,7 +180,7 @@ def latent_claims() -> Iterator[Claim]:
         pair = [mechanism_claims.probing(K, head, "draws=8") for head in BOTH]
         rows.append((f"| MNIST | convolutional, ({N}, {K}) | Gumbel, eight draws", pair))
     for words, pair in rows:
-        ratios = measures.log_factors(*pair, until=60000)
+        ratios = measures.log_factors(pair, until=60000)
         numbers = [*measures.factor(ratios), len(ratios)]
         yield Claim("README.md", f"{words} | {INTERVAL}, n = {{}} |", numbers)
 
@@ -236,12 +237,12 @@ def graph_claims() -> Iterator[Claim]:
             where = f"plans=gsl theta={theta} head={head} head_options.tail={tail}"
             losses: dict[tuple[str, str], Numbers] = {}
             for row in select("graphs/runs.csv", f"{where} stage=search"):
-                rates = row["learning_rate"], row["psi_learning_rate"]
-                losses.setdefault(rates, []).append(float(row["val/loss"]))
+                setting = row["learning_rate"], row["psi_learning_rate"]
+                losses.setdefault(setting, []).append(float(row["val/loss"]))
             rate, psi_rate = min(losses, key=lambda rates: mean(losses[rates]))
             rates_chosen = f"learning_rate={rate} psi_learning_rate={psi_rate}"
             runs[name] = by_seed("graphs/runs.csv", f"{where} stage=final {rates_chosen}")
-            _, low, high = welch(runs[name], runs["softmax 0.0"], "test/energy_score_2x")
+            _, low, high = welch((runs[name], runs["softmax 0.0"]), "test/energy_score_2x")
             below[name] += high < 0
             above[name] += low > 0
         scores = [mean(values(runs[name], "test/energy_score_2x")) for name in heads]
@@ -269,14 +270,14 @@ def estimator_claims() -> Iterator[Claim]:
                 for rate in ("0.0003", "0.001", "0.003")
             ]
             best.append(min(filter(None, tried), key=lambda runs: mean(values(runs, "val/loss"))))
-        lead = welch(*best, "test/elbo")
-        numbers = [len(best[0]), *lead, *welch(*reversed(best), "test/nll")]
+        lead = welch(best, "test/elbo")
+        numbers = [len(best[0]), *lead, *welch(best[::-1], "test/nll")]
         yield Claim(
             "estimators/README.md", f"| {estimator} | {{}} | {INTERVAL} | {INTERVAL} |", numbers
         )
         if estimator == "gumbel":
-            p_values = [measures.t_test(differences(*best, "test/elbo"))]
-            p_values.append(5 * measures.p_value(*best, "test/elbo"))
+            p_values = [measures.t_test(differences(best, "test/elbo"))]
+            p_values.append(5 * measures.p_value(best, "test/elbo"))
             text = "in pairs of a seed its lead has p = {}, and by Holm's method over the five"
             yield Claim("estimators/README.md", f"{text} estimators Welch's p is {{}}", p_values)
         if estimator == "reinmax":

@@ -55,7 +55,8 @@ def paths(num_categories: int) -> Tensor:
     """(K-1, K): -1/2 and +1/2 for leaves left and right of a node, 0 elsewhere; K = 2^H."""
     if num_categories & (num_categories - 1):
         raise ValueError(f"num_categories must be a power of 2 here, got {num_categories}")
-    rows, width = [], num_categories
+    rows = []
+    width = num_categories
     while width > 1:
         for start in range(0, num_categories, width):
             row = torch.zeros(num_categories)
@@ -192,12 +193,14 @@ class Coupled(Wrapped):
 
     def log_odds(self, scores: Tensor) -> Tensor:
         """Of right against left at every node."""
-        leaves, width, found = scores @ self.paths, 1, []
-        while width < self.num_categories:
-            left, right = leaves.unflatten(-1, (width, 2, -1)).logsumexp(-1).unbind(-1)
-            found.append(right - left)
-            width *= 2
-        return torch.lerp(scores, torch.cat(found, -1), self.coupling)
+        leaves = scores @ self.paths
+        log_odds = []
+        nodes = 1
+        while nodes < self.num_categories:
+            left, right = leaves.unflatten(-1, (nodes, 2, -1)).logsumexp(-1).unbind(-1)
+            log_odds.append(right - left)
+            nodes *= 2
+        return torch.lerp(scores, torch.cat(log_odds, -1), self.coupling)
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Those of the tree with these log-odds."""
@@ -209,9 +212,9 @@ class Coupled(Wrapped):
 
     def fisher(self, scores: Tensor) -> Tensor:
         """J^T G J, J the Jacobian of the log-odds."""
-        slope = vmap(jacrev(self.log_odds))(scores.reshape(-1, self.num_scores))
-        slope = slope.reshape(*scores.shape, self.num_scores)
-        return slope.mT @ self.inner.fisher(self.log_odds(scores)) @ slope
+        jacobian = vmap(jacrev(self.log_odds))(scores.reshape(-1, self.num_scores))
+        jacobian = jacobian.reshape(*scores.shape, self.num_scores)
+        return jacobian.mT @ self.inner.fisher(self.log_odds(scores)) @ jacobian
 
     def saturated(self, scores: Tensor) -> Tensor:
         """No score, as in the sigmoid tree."""
@@ -289,7 +292,8 @@ class NaturalGradient(Wrapped):
         if self.base != "softmax":
             return x / (self.inner.fisher_diagonal(at) + self.damping)
         p = at.softmax(-1)  # G = diag(p) - p p^T, by the formula of Sherman and Morrison
-        u, v = x / (p + self.damping), p / (p + self.damping)
+        u = x / (p + self.damping)
+        v = p / (p + self.damping)
         correction = (p * u).sum(-1, keepdim=True) / (self.damping * v.sum(-1, keepdim=True))
         return u + v * correction
 
@@ -344,8 +348,8 @@ for _base in ("softmax", "sigmoid", "natural"):
     for _angle in (0.3, 1.0, 3.0):
         define(f"{_base}-rotated-{_angle:g}", Linear, base=_base, angle=_angle)
     for _damping in (0.1, 0.01):
-        define(f"{_base}-natural-gradient-{_damping:g}", NaturalGradient, base=_base,
-               damping=_damping)  # fmt: skip
+        _name = f"{_base}-natural-gradient-{_damping:g}"
+        define(_name, NaturalGradient, base=_base, damping=_damping)
 for _base in ("sigmoid", "natural"):
     for _kind in (Ungated, Shuffled, Chain, Levels):
         define(f"{_base}-{_kind.__name__.lower()}", _kind, base=_base)

@@ -51,7 +51,9 @@ class ProbingVAE(DiscreteVAE):
         super().__init__(**options)
         features = category_features(decoder, self.head.num_categories)  # (K, F)
         self.register_buffer("features", features, persistent=False)
-        self.even, self.draws, self.early_kl = even, draws, early_kl
+        self.even = even
+        self.draws = draws
+        self.early_kl = early_kl
         self.kl_weight = DeviceScalar(1.0)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
@@ -77,8 +79,8 @@ class ProbingVAE(DiscreteVAE):
         """The loss of a training batch, with the prices of uneven use and of early certainty."""
         q = self(batch)
         uneven = kl_to_uniform(q.probs.mean(0).log()).sum()
-        more = (self.kl_weight() - 1) * self.kl(q).mean()
-        return self.loss(batch, q) + self.even * uneven + more
+        early = (self.kl_weight() - 1) * self.kl(q).mean()
+        return self.loss(batch, q) + self.even * uneven + early
 
 
 def category_features(decoder: Decoder, num_categories: int) -> Tensor:

@@ -10,6 +10,7 @@ two draws a row underestimate it.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -32,32 +33,40 @@ class Rows(Logger):
 
     name = version = "rows"
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.values = {}
+        self.values: dict[str, list[float]] = {}
 
-    def log_hyperparams(self, *args, **kwargs):
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Not needed."""
 
-    def log_metrics(self, metrics, step=None):
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Add a value to each tag's list."""
         for tag, value in metrics.items():
             self.values.setdefault(tag, []).append(value)
 
 
 def train(head: str, steps: int, root: str) -> dict[str, np.ndarray]:
+    """Train a VAE; return what it logs, by tag."""
     L.seed_everything(0, verbose=False)
     rows = Rows()
     trainer = L.Trainer(
-        max_steps=steps, logger=rows, callbacks=[FisherMonitor()], accelerator="auto", devices=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=steps,
         limit_val_batches=0,
-    )  # fmt: skip
+        logger=rows,
+        callbacks=[FisherMonitor()],
+        accelerator="auto",
+        devices=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(DiscreteVAE(head), datamodule=MNISTDataModule(root))
     return {tag: np.array(values) for tag, values in rows.values.items()}
 
 
 def main() -> None:
+    """Train three VAEs and draw them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--root", default="data")
@@ -65,9 +74,9 @@ def main() -> None:
     args = parser.parse_args()
     figure, axes = plt.subplots(2, len(HEADS), figsize=(9, 4.4), sharex=True, sharey="row")
     for (axis, below), head in zip(axes.T, HEADS, strict=True):
-        seen = train(head, args.steps, args.root)
-        shares = seen["fim_sampled/off_diagonal_share"]
-        exact = seen["fim/off_diagonal_mass"] ** 2
+        logged = train(head, args.steps, args.root)
+        shares = logged["fim_sampled/off_diagonal_share"]
+        exact = logged["fim/off_diagonal_mass"] ** 2
         axis.plot(shares, color=color(head), lw=1, label="two draws a row")
         axis.plot(exact, color="black", lw=1, label="exact")
         axis.set(title=head)

@@ -57,8 +57,8 @@ class SmallVAE(DiscreteVAE):
         self.exact = estimator == "exact"
         if self.exact:
             choices = [torch.arange(num_categories)] * num_latents
-            every = torch.cartesian_prod(*choices).reshape(-1, num_latents)
-            codes = F.one_hot(every, num_categories).float()  # (C, N, K), C = K^N
+            categories = torch.cartesian_prod(*choices).reshape(-1, num_latents)
+            codes = F.one_hot(categories, num_categories).float()  # (C, N, K), C = K^N
             self.register_buffer("codes", codes, persistent=False)
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:

@@ -1,8 +1,8 @@
-"""The recipe of ``paper/plans/vae_recipe.yaml`` for softmax, in plain torch.
+"""The recipe of ``paper/plans/vae_adam.yaml``, scale recipe, for softmax in plain torch.
 
 Written without a line of catnat, to check it by: both should end at the same likelihoods.
 
-    python benchmarks/plain_vae.py --root DATA --seed 1
+    python paper/vae/plain_vae.py --root DATA --seed 1
 """
 
 from __future__ import annotations
@@ -30,20 +30,36 @@ class VAE(nn.Module):
 
     def __init__(self, N: int, K: int) -> None:
         super().__init__()
-        self.N, self.K, self.tau = N, K, 1.0
+        self.N = N
+        self.K = K
+        self.tau = 1.0
         self.encoder = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(),
-            nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, 2), nn.ReLU(),
-            nn.Flatten(), nn.Linear(288, 128), nn.ReLU(), nn.Linear(128, N * K),
-        )  # fmt: skip
+            nn.Conv2d(1, 8, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, 2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(288, 128),
+            nn.ReLU(),
+            nn.Linear(128, N * K),
+        )
         self.decoder = nn.Sequential(
-            nn.Linear(N * K, 128), nn.ReLU(), nn.Linear(128, 288), nn.ReLU(),
+            nn.Linear(N * K, 128),
+            nn.ReLU(),
+            nn.Linear(128, 288),
+            nn.ReLU(),
             nn.Unflatten(1, (32, 3, 3)),
-            nn.ConvTranspose2d(32, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 3, 2, 1, 1), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.ConvTranspose2d(32, 16, 3, 2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 3, 2, 1, 1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
             nn.ConvTranspose2d(8, 1, 3, 2, 1, 1),
-        )  # fmt: skip
+        )
 
     def log_q(self, x: Tensor) -> Tensor:
         """(B, N, K)."""
@@ -64,14 +80,14 @@ class VAE(nn.Module):
 
     def nll(self, x: Tensor, samples: int = 512) -> Tensor:
         """Importance samples from q, one image after the other."""
-        found = []
+        nll = []
         for image, log_q in zip(x, self.log_q(x), strict=True):
             drawn = torch.multinomial(log_q.exp(), samples, replacement=True)  # (N, samples)
             z = F.one_hot(drawn.t(), self.K).float()
             weights = -self.distortion(z, image.expand(samples, 1, 28, 28))
             weights -= self.N * math.log(self.K) + (z * log_q).sum((1, 2))
-            found.append(math.log(samples) - weights.logsumexp(0))
-        return torch.stack(found)
+            nll.append(math.log(samples) - weights.logsumexp(0))
+        return torch.stack(nll)
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def test_a_number_agrees_to_its_last_digit(number, computed, expected):
 def test_a_factor_is_the_ratio_of_steps_to_the_same_loss():
     slow = {"1": {f"val/loss_{step}": str(loss) for step, loss in ((10, 9), (100, 8), (1000, 7))}}
     fast = {"1": {f"val/loss_{step}": str(loss) for step, loss in ((10, 8), (100, 6), (1000, 5))}}
-    (ratio,) = measures.log_factors(slow, fast)  # to a loss of 7, after 1,000 and 10^1.5 steps
+    (ratio,) = measures.log_factors((slow, fast))  # to a loss of 7, after 1,000 and 10^1.5 steps
     assert ratio == pytest.approx(1.5 * 2.302585, rel=1e-5)
-    assert measures.log_factors(fast, slow) == pytest.approx([-ratio])
-    assert measures.log_factors(slow, slow) == [0]
+    assert measures.log_factors((fast, slow)) == pytest.approx([-ratio])
+    assert measures.log_factors((slow, slow)) == [0]
