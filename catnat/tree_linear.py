@@ -409,7 +409,7 @@ class TreeLinear(nn.Module):
     def _log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
         """(M, D), (M,) -> (M,); NaN for a target that is not a class."""
         parameters = (hidden, self.weight, self.bias)
-        fused = self._fused(hidden)
+        fused = None if self.sparse else self._fused(hidden)
         if fused is None:
             of_tree = self._by_paths(*parameters, target, self.sparse)
         else:
@@ -448,8 +448,8 @@ class TreeLinear(nn.Module):
         return torch.where(possible, self.order[torch.where(possible, target, 0)], -1)
 
     def _fused(self, hidden: Tensor) -> ModuleType | None:
-        """The module of the fused kernels, where they compute this layer's log-probabilities."""
-        if self.sparse or not (hidden.is_cuda and HAS_TRITON):
+        """The module of the fused kernels, where they take this layer."""
+        if not (hidden.is_cuda and HAS_TRITON):
             return None
         from catnat.kernels import triton_layer
 
@@ -518,6 +518,14 @@ class TreeLinear(nn.Module):
 
     def _walk(self, states: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         """Leaves that random walks from the root reach in some rows, (P,) -> (P,); -1 for NaN."""
+        fused = self._fused(states)
+        if fused is not None:
+            height = len(self.weight).bit_length()
+            uniforms = uniform((len(rows), height), states, generator)
+            constants = self.head.constants(states.new_empty(0, dtype=torch.float32))
+            described = (rows, uniforms, self.head.activation, constants)
+            leaves: Tensor = fused.sample(states, self.weight, self.bias, *described)
+            return leaves
 
         def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
             right = self._log_right(states, rows, nodes).double()

@@ -2,6 +2,7 @@
 
 :func:`log_prob` is for sigmoid and natural activations, with dense gradients; a plain torch
 function, which agrees to rounding, is the way for all else, and for a derivative of the gradient.
+:func:`sample` draws leaves, by one kernel for all levels.
 
 Shapes: hidden (M, D), weight (S, D) with S = K - 1, paths of H nodes. The scores of the first U
 nodes of a path come from one matmul, those of the L = H - U nodes below from gathered rows.
@@ -80,6 +81,48 @@ def log_prob(
     described = (order, frequent, activation, constants, plainly)
     with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
         return _LogProb.apply(hidden, weight, bias, target, *described)
+
+
+def sample(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    uniforms: Tensor,
+    activation: Activation,
+    constants: Tensor | None,
+) -> Tensor:
+    """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
+
+    Args:
+        hidden: (M, D).
+        weight: (K-1, D).
+        bias: (K-1,), or None.
+        rows: the row of hidden of each walk, (P,) int64.
+        uniforms: in [0, 1), in float64, (P, H): a walk goes right where a(s) is above.
+        activation: of the head, sigmoid or natural.
+        constants: of the nodes, (R, K-1), or None where all nodes are centered at 0.
+    """
+    hidden = hidden.contiguous()
+    leaf = torch.empty_like(rows)
+    absent = constants is None
+    sizes = {"D": hidden.shape[1], "K": weight.shape[0] + 1, "H": uniforms.shape[1]}
+    with torch.cuda.device_of(hidden):
+        _sample_kernel[(len(rows),)](
+            hidden,
+            weight,
+            hidden if bias is None else bias,
+            rows,
+            uniforms,
+            uniforms if absent else constants,
+            leaf,
+            **activation_arguments(activation, absent),
+            **sizes,
+            B=min(4096, _power(hidden.shape[1])),
+            BIAS=bias is not None,
+            num_warps=8,
+        )
+    return leaf
 
 
 class _LogProb(torch.autograd.Function):
@@ -269,6 +312,58 @@ def _forward_kernel(
     below, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
     tl.store(slopes + row * H + level[None, :], moves, mask=(level < H)[None, :])
     tl.store(out + row, tl.where(possible, _floored(total + below), float("nan")))
+
+
+@triton.jit
+def _sample_kernel(
+    hidden,
+    weight,
+    bias,
+    rows,
+    uniforms,
+    constants,
+    leaf,
+    rate,
+    high,
+    low,
+    joint,
+    slope,
+    edge,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    B: tl.constexpr,
+    BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    S: tl.constexpr = K - 1
+    known = (constants, S, rate, high, low, joint, slope, edge)
+    walk = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + walk)
+    column = tl.arange(0, B)
+    one = tl.arange(0, 1)  # a tensor of one number: what the activations take
+    heap = one + 1
+    lost = one > 0
+    for level in range(H):
+        inner = heap < K
+        node = tl.where(inner, heap - 1, 0)
+        at = weight + tl.sum(node).to(tl.int64) * D
+        products = tl.zeros((B,), tl.float32)
+        for start in range(0, D, B):
+            inside = start + column < D
+            h = tl.load(hidden + row * D + start + column, mask=inside, other=0.0)
+            w = tl.load(at + start + column, mask=inside, other=0.0)
+            products += w.to(tl.float32) * h.to(tl.float32)
+        s = tl.sum(products) + tl.zeros((1,), tl.float32)
+        if BIAS:
+            s += tl.load(bias + node).to(tl.float32)
+        _, right = _log_activation(s[None, :], node, known, inner, NATURAL, CENTERED)
+        right = tl.sum(right, axis=0)
+        u = tl.load(uniforms + walk * H + level + one)
+        heap = tl.where(inner, 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32), heap)
+        lost = lost | (inner & (right != right))
+    tl.store(leaf + walk + one, tl.where(lost, -1, heap - K).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,5 +1,6 @@
 """The kernels of TreeLinear: on a CUDA device, and in Triton's interpreter."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         (3000, "sigmoid", {"order": torch.randperm(3000)}, "none", torch.bfloat16),
         (2**14, "natural", {"bias": False}, "mean", torch.bfloat16),
         (70_000, "natural", {"tail": 0.05}, "sum", torch.float32),
+        (3000, "sigmoid", {"frequent": range(90, 190)}, "mean", torch.float32),
     ],
 )
 def test_on_cuda_the_fused_loss_is_that_of_a_linear_layer(K, head, options, reduction, dtype):
@@ -33,15 +35,14 @@ def test_on_cuda_the_fused_loss_is_that_of_a_linear_layer(K, head, options, redu
     layer = TreeLinear(72, K, head, device="cuda", dtype=dtype, **options)
     hidden = torch.randn(300, 72, device="cuda", dtype=dtype).requires_grad_()
     target = torch.randint(K, (300,), device="cuda")
-    target[:40], target[40:50] = target[0], -100
+    target[:40], target[40:50], target[50:80] = target[0], -100, 95
     parameters = [hidden, *layer.parameters()]
     assert layer._fused(hidden) is not None
     loss = layer.nll(hidden, target, reduction=reduction)
     found = torch.autograd.grad(loss.mean(), parameters)
-    copies = [x.detach().double().requires_grad_() for x in parameters]
-    full = layer.head.log_probs(F.linear(*copies[:2], *copies[2:]))
-    full = full if layer.order is None else full[:, layer.order]
-    known = F.nll_loss(full, target, reduction=reduction)
+    exact = copy.deepcopy(layer).double()
+    copies = [hidden.detach().double().requires_grad_(), *exact.parameters()]
+    known = F.nll_loss(exact.log_probs(copies[0]), target, reduction=reduction)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
     torch.testing.assert_close(loss.double(), known, **close)
     for ours, theirs in zip(found, torch.autograd.grad(known.mean(), copies), strict=True):
@@ -83,11 +84,11 @@ def test_on_cuda_ignored_targets_move_nothing_and_impossible_ones_are_nan():
 
 
 @NEEDS_CUDA
-@pytest.mark.parametrize("sparse", [False, True])
-def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse):
-    here, hidden, target = layer_and_data(3000, rows=50, width=40, dtype=torch.float32)
-    here.sparse = sparse
-    there = TreeLinear(40, 3000, "natural", here.order, sparse=sparse, device="cuda")
+@pytest.mark.parametrize(("sparse", "frequent"), [(False, 0), (True, 0), (False, 200)])
+def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse, frequent):
+    options = {"sparse": sparse, "frequent": frequent}
+    here, hidden, target = layer_and_data(3000, rows=50, width=40, dtype=torch.float32, **options)
+    there = TreeLinear(40, 3000, "natural", here.order, device="cuda", **options)
     there.load_state_dict(here.state_dict())
     for layer, device in ((here, "cpu"), (there, "cuda")):
         kind = torch.optim.SparseAdam if sparse else torch.optim.Adam
@@ -101,6 +102,9 @@ def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse):
     best = there.log_probs(hidden).topk(5).values
     torch.testing.assert_close(there.topk(hidden, 5).values, best, rtol=1e-4, atol=1e-4)
     assert there.sample(hidden, (3,)).shape == (3, 50)
+    drawn = there.sample(hidden[0], (40_000,)).bincount(minlength=3000) / 40_000
+    probs = there.log_probs(hidden[0]).exp()
+    assert (drawn - probs).abs().max() < 5 * (probs.max() / 40_000).sqrt()
     known = there.nll(hidden, target)
     with torch.autocast("cuda", torch.bfloat16):
         half = there.nll(hidden, target)
@@ -109,10 +113,11 @@ def test_on_cuda_a_layer_learns_and_draws_as_on_the_cpu(sparse):
 
 TRITON = """
 import torch
-from catnat import TreeLinear
+from catnat import TreeLinear, tree_linear
 from catnat.kernels import triton_layer
 
 torch.manual_seed(0)
+noise = torch.Generator()
 triton_layer.UPPER = 2
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
 
@@ -147,6 +152,17 @@ for K, D, head, options, dtype, reduction in cases:
     classes = torch.tensor([0, K, -1, K - 1])
     rows, layer._fused = hidden[:4], lambda h: triton_layer
     assert layer._log_prob(rows, classes).isnan().tolist() == [False, True, True, False]
+    walks = []
+    for way in (True, False):
+        layer._fused = lambda h: triton_layer if way else None
+        numbers = iter(torch.rand(24, 10, generator=noise.manual_seed(1)).double().T)
+        tree_linear.uniform = lambda shape, *_: (
+            torch.stack([next(numbers) for _ in range(shape[1])], 1) if len(shape) > 1
+            else next(numbers)
+        )
+        walks.append(layer._walk(hidden.detach(), torch.arange(24), None))
+    differ = (walks[0] != walks[1]).sum()
+    assert differ <= (0 if dtype == torch.float32 else 2), walks
     if dtype == torch.float32:
         twice = []
         for way in (True, False):
