@@ -82,7 +82,7 @@ def show_factors(title: str, slow: Runs, fast: Runs, until: tuple[int, ...] = (1
         return
     cells = []
     for steps in until:
-        middle, low, high = factor(log_factors(slow, fast, steps))
+        middle, low, high = factor(log_factors((slow, fast), steps))
         cells.append(f"{middle:5.2f} [{low:.2f}, {high:.2f}]")
     where = crossing(slow, fast)
     print(f"{title:54} n = {len(common)}  {'  '.join(cells)}  crossing {where:.0f}")
