@@ -16,7 +16,7 @@ from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.callbacks.tensorboard import Progress
-from catnat.sb3.run_state import state_of
+from catnat.sb3.algorithms import state_of
 
 Metrics = dict[str, float]
 

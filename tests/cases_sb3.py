@@ -14,8 +14,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import nn
 
 from catnat.sb3 import HeadPPO
-from catnat.sb3.contrib import HeadMaskableActorCriticPolicy as HeadMaskablePolicy
-from catnat.sb3.contrib import HeadRecurrentActorCriticPolicy as HeadLstmPolicy
+from catnat.sb3.policies import HeadMaskableActorCriticPolicy as HeadMaskablePolicy
+from catnat.sb3.policies import HeadRecurrentActorCriticPolicy as HeadLstmPolicy
 
 __all__ = ["HeadLstmPolicy", "HeadMaskablePolicy", "HeadPPO"]  # beside what is defined here
 BOX = spaces.Box(-1, 1, (3,))

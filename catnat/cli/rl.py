@@ -33,7 +33,7 @@ from catnat.cli.run import RunCLI, arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.rng import forked_random_state
 from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
-from catnat.sb3.run_state import load_state
+from catnat.sb3.algorithms import load_state
 
 _OF_THE_RUN = {"seed", "gamma"}  # arguments of make_env that are no options of the data
 _EVALUATION_SEED = 10**9  # added to the seed of a run: the games of evaluations are others

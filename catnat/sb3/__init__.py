@@ -1,10 +1,7 @@
 """Stable-Baselines3 with categorical heads: policies for its algorithms, and a faster PPO."""
 
-from catnat.sb3.algorithm import NonFinite
-from catnat.sb3.head_a2c import HeadA2C
-from catnat.sb3.head_ppo import HeadPPO
+from catnat.sb3.algorithms import HeadA2C, NonFinite
 from catnat.sb3.masks import InfoMasks, MaskedPlayer
-from catnat.sb3.objective import cleanrl_schedule
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -14,6 +11,7 @@ from catnat.sb3.policies import (
     HeadMultiInputPolicy,
     HeadPolicy,
 )
+from catnat.sb3.ppo import HeadPPO, cleanrl_schedule
 
 __all__ = [
     "HeadA2C",

@@ -5,10 +5,10 @@ array of bool, True for each allowed action of a ``Discrete`` space. For ``Multi
 has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and 1. Gymnasium's
 convention, masks in ``info["action_mask"]``, becomes this one by :class:`InfoMasks`.
 
-A ``VecEnv`` may have an attribute ``forced_actions``: an array (n,) of the actions that the next
-step plays whatever actions it is given, -1 where the policy is free. HeadPPO and HeadA2C store the
-actions that are played. Forced actions are not the policy's choice: the critic learns from them,
-the policy does not.
+A ``VecEnv`` with a ``Discrete`` action space may have an attribute ``forced_actions``: an array (n,)
+of the actions that the next step plays whatever actions it is given, -1 where the policy is free.
+HeadPPO and HeadA2C store the actions that are played. Forced actions are not the policy's choice:
+the critic learns from them, the policy does not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Discrete
 from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
@@ -43,14 +44,25 @@ def has_masks(env: Env) -> bool:
 def masks_of(env: Env) -> NDArray[np.bool_]:
     """The present masks of an environment (C,), or of all environments of a ``VecEnv`` (n, C)."""
     if isinstance(env, VecEnv):
-        return np.stack([_booleans(each) for each in env.env_method(METHOD)])
+        return np.stack([_booleans(mask) for mask in env.env_method(METHOD)])
     return _booleans(env.get_wrapper_attr(METHOD)())
 
 
 def forced_actions_of(env: VecEnv) -> NDArray[np.int64] | None:
-    """The attribute ``forced_actions`` of an environment, None if it has none of that kind."""
-    forced = getattr(env, "forced_actions", None)
-    return forced if isinstance(forced, np.ndarray) and forced.shape == (env.num_envs,) else None
+    """The attribute ``forced_actions`` of an environment, None if it is not an array.
+
+    Raises:
+        ValueError: actions are not ``Discrete``, or there is not one for each environment.
+    """
+    forced_actions = getattr(env, "forced_actions", None)
+    if not isinstance(forced_actions, np.ndarray):
+        return None
+    if not isinstance(env.action_space, Discrete) or forced_actions.shape != (env.num_envs,):
+        raise ValueError(
+            f"forced_actions need the shape ({env.num_envs},) and a Discrete action space, got "
+            f"{forced_actions.shape} and {env.action_space}"
+        )
+    return forced_actions
 
 
 def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
@@ -62,22 +74,25 @@ def decide(wanted: bool | None, policy: BasePolicy, env: VecEnv) -> bool:
         policy: the policy that acts.
         env: the environments it acts in.
     """
-    given = wanted is not False and has_masks(env)
-    missing = "" if given else "the environment has no method action_masks()"
-    method: Any = policy.get_distribution
-    if given and METHOD not in inspect.signature(method).parameters:
-        missing = f"{type(policy).__name__} takes no action_masks"
+    if wanted is False:
+        return False
+    get_distribution: Any = policy.get_distribution
+    obstacle = ""
+    if not has_masks(env):
+        obstacle = "the environment has no method action_masks()"
+    elif METHOD not in inspect.signature(get_distribution).parameters:
+        obstacle = f"{type(policy).__name__} takes no action_masks"
         if not wanted:
-            warnings.warn(f"actions are not masked: {missing}", stacklevel=2)
-    if wanted and missing:
-        raise ValueError(f"masks is True, but {missing}")
-    return not missing
+            warnings.warn(f"actions are not masked: {obstacle}", stacklevel=2)
+    if wanted and obstacle:
+        raise ValueError(f"masks is True, but {obstacle}")
+    return not obstacle
 
 
 def warn_of_evaluation(callback: BaseCallback) -> None:
     """Warn where an EvalCallback would play forbidden actions in an environment with masks."""
-    for each in getattr(callback, "callbacks", ()):
-        warn_of_evaluation(each)
+    for child in getattr(callback, "callbacks", ()):
+        warn_of_evaluation(child)
     if not isinstance(callback, EvalCallback) or getattr(callback, "use_masking", False):
         return
     if has_masks(callback.eval_env):
@@ -103,19 +118,19 @@ def split_masks(
         name: what a row belongs to, for the error.
     """
     on_device = isinstance(masks, Tensor) and not can_branch_on(masks)
-    given: Tensor = masks.bool() if on_device else torch.from_numpy(_booleans(masks))
+    allowed: Tensor = masks.bool() if on_device else torch.from_numpy(_booleans(masks))
     shape = (*batch, sum(sizes))
-    if given.numel() != math.prod(shape):
+    if allowed.numel() != math.prod(shape):
         raise ValueError(
             f"masks need {sum(sizes)} entries for each of {math.prod(batch)} {name}s, got shape "
-            f"{tuple(given.shape)}"
+            f"{tuple(allowed.shape)}"
         )
-    parts = given.reshape(shape).split(list(sizes), -1)
+    parts = allowed.reshape(shape).split(list(sizes), -1)
     for number, part in enumerate(parts):
         if not on_device and not bool(part.any(-1).all()):
             row = int((~part.any(-1)).flatten().nonzero()[0])
-            what = f"choice of action {number}" if len(sizes) > 1 else "action"
-            raise ValueError(f"the mask of {name} {row} allows no {what}")
+            action = f"choice of action {number}" if len(sizes) > 1 else "action"
+            raise ValueError(f"the mask of {name} {row} allows no {action}")
     return list(parts)
 
 
@@ -164,9 +179,11 @@ class MaskedPlayer:
         deterministic: bool = False,
     ) -> tuple[Any, Any]:
         """Allowed actions for the present observations of the environment."""
-        chosen: Any = self.model.predict
-        now = masks_of(self.env)
-        actions, state = chosen(observation, state, episode_start, deterministic, action_masks=now)
+        predict: Any = self.model.predict
+        masks = masks_of(self.env)
+        actions, state = predict(
+            observation, state, episode_start, deterministic, action_masks=masks
+        )
         return actions, state
 
 
@@ -176,9 +193,9 @@ def _booleans(masks: Any) -> NDArray[np.bool_]:
     Masks that are added to scores have 0 where a choice is allowed: read as ours they would mean
     the opposite.
     """
-    given = np.asarray(masks)
-    yes = given.astype(bool)
-    if not np.array_equal(given, yes):
-        wrong = given[given != yes].flat[0]
+    numbers = np.asarray(masks)
+    allowed = np.array(numbers, bool)  # a copy: torch wants an array that it may write to
+    if not np.array_equal(numbers, allowed):
+        wrong = numbers[numbers != allowed].flat[0]
         raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong}")
-    return np.array(yes)  # torch wants an array that it may write to
+    return allowed

@@ -1,7 +1,7 @@
 """Policies of Stable-Baselines3 whose actions come from a categorical head.
 
 ``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too. Any
-other policy gets a head by a class of two bases, as those in ``contrib.py`` do.
+other policy gets a head by a class of two bases, as those of sb3-contrib do at the end of this file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import nn
 
 from catnat.checks import require_choice, require_name
 from catnat.heads import make_head
-from catnat.sb3.action_distributions import (
+from catnat.sb3.distributions import (
     HeadDistribution,
     HeadMultiDistribution,
     MaskMode,
+    OneChoice,
     categories_of,
 )
 
@@ -38,8 +39,8 @@ else:
 class HeadPolicy(_Base):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
-    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space,
-    each of two choices or more. A probability that is NaN raises a ValueError, as in the policies
+    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space; an
+    action with one choice has no scores. A probability that is NaN raises a ValueError, as in the policies
     of Stable-Baselines3. The deterministic action is the likeliest of all categories; a tree does
     not decide it split by split.
 
@@ -87,16 +88,20 @@ class HeadPolicy(_Base):
 
     def _build(self, lr_schedule: Schedule) -> None:
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
-        name, options = self._head_arguments["head"], dict(self._head_arguments["head_options"])
+        name = self._head_arguments["head"]
+        options = dict(self._head_arguments["head_options"])
         if name == "sparsemax":
             options.setdefault("mix", SPARSEMAX_MIX)
-        sizes = categories_of(self.action_space)
-        heads = [make_head(name, K, **options) for K in sizes]
-        for head in heads:
-            head.validate_args = False  # the policy itself checks for NaN
+        make_head(name, 2, **options)  # refuses wrong options, also where no action has two choices
+        heads: list[Any] = []
+        for K in categories_of(self.action_space):
+            heads.append(make_head(name, K, **options) if K > 1 else OneChoice())
+            heads[-1].validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
-        one = isinstance(self.action_space, spaces.Discrete)
-        self.action_dist = HeadDistribution(heads[0]) if one else HeadMultiDistribution(heads)
+        if isinstance(self.action_space, spaces.Discrete):
+            self.action_dist = HeadDistribution(heads[0])
+        else:
+            self.action_dist = HeadMultiDistribution(heads)
         self.action_dist.mask_mode = self._head_arguments["mask_mode"]
         super()._build(lr_schedule)  # type: ignore[misc]
 
@@ -148,3 +153,43 @@ POLICIES: dict[str, type[BasePolicy]] = {
     "MultiInputPolicy": HeadMultiInputPolicy,
 }
 POLICIES |= {f"Head{name}": policy for name, policy in POLICIES.items()}
+
+
+# -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------
+
+try:
+    from sb3_contrib.common.maskable.policies import (
+        MaskableActorCriticCnnPolicy,
+        MaskableActorCriticPolicy,
+        MaskableMultiInputActorCriticPolicy,
+    )
+    from sb3_contrib.common.recurrent.policies import (
+        RecurrentActorCriticCnnPolicy,
+        RecurrentActorCriticPolicy,
+        RecurrentMultiInputActorCriticPolicy,
+    )
+except ImportError:
+    pass
+else:
+
+    class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):  # type: ignore[misc]
+        """A multilayer perceptron with a head, for MaskablePPO; HeadPPO does not need it."""
+
+    class HeadMaskableActorCriticCnnPolicy(HeadPolicy, MaskableActorCriticCnnPolicy):  # type: ignore[misc]
+        """The Nature CNN with a head, for MaskablePPO."""
+
+    class HeadMaskableMultiInputActorCriticPolicy(  # type: ignore[misc]
+        HeadPolicy, MaskableMultiInputActorCriticPolicy
+    ):
+        """For ``Dict`` observations, with a head, for MaskablePPO."""
+
+    class HeadRecurrentActorCriticPolicy(HeadPolicy, RecurrentActorCriticPolicy):  # type: ignore[misc]
+        """An LSTM with a head, for RecurrentPPO."""
+
+    class HeadRecurrentActorCriticCnnPolicy(HeadPolicy, RecurrentActorCriticCnnPolicy):  # type: ignore[misc]
+        """The Nature CNN and an LSTM with a head, for RecurrentPPO."""
+
+    class HeadRecurrentMultiInputActorCriticPolicy(  # type: ignore[misc]
+        HeadPolicy, RecurrentMultiInputActorCriticPolicy
+    ):
+        """For ``Dict`` observations, an LSTM with a head, for RecurrentPPO."""

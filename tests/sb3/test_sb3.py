@@ -25,7 +25,7 @@ from catnat.sb3 import (
     HeadActorCriticPolicy,
     HeadPPO,
 )
-from catnat.sb3.action_distributions import HeadDistribution
+from catnat.sb3.distributions import HeadDistribution
 
 
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):

@@ -39,7 +39,7 @@ from catnat.sb3 import (
     InfoMasks,
     MaskedPlayer,
 )
-from catnat.sb3.action_distributions import HeadDistribution, HeadMultiDistribution
+from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution
 from catnat.sb3.masks import masks_of
 
 SPACES = {

@@ -26,7 +26,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from torch.distributions import kl_divergence
 
 from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule
-from catnat.sb3.objective import value_error
+from catnat.sb3.ppo import value_error
 
 STEPS = {
     "plain": {},
@@ -76,7 +76,7 @@ def test_the_kl_divergence_of_trees_is_that_of_their_paths(space, masked):
     model = learn(env=env, rollouts=1, learning_rate=0.01, masks=masked)
     batch, heads = model._rollout, model.policy.action_dist
     model._loss(torch.arange(32))
-    old = heads.given(batch["scores"], batch.get("masks"))
+    old = heads.parts_from(batch["scores"], batch.get("masks"))
     exact = sum(kl_divergence(q, p) for q, p in zip(old, heads.parts, strict=True))
     choices = [torch.arange(q.probs.shape[-1]) for q in old]
     every = torch.cartesian_prod(*choices).reshape(-1, len(old))  # actions

@@ -1,11 +1,14 @@
-"""HeadPPO: the PPO of Stable-Baselines3 with rollout, policy and update on the device."""
+"""HeadPPO: the PPO of Stable-Baselines3 with rollout, policy and update on the device.
+
+It also has what is CleanRL's: a value loss and a schedule of the learning rate.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,24 +22,22 @@ from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 
-from catnat.checks import require_choice
+from catnat.checks import require_at_least, require_choice
 from catnat.cuda_graph import (
     StepGraph,
     make_capturable,
     make_portable,
     portable_state,
-    set_learning_rate,
     why_not_captured,
 )
-from catnat.sb3.action_distributions import categories_of, unchecked
-from catnat.sb3.algorithm import HeadAlgorithm, NonFinite, map_arrays
+from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, map_arrays, normalized
+from catnat.sb3.distributions import OneChoice, categories_of, unchecked
 from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
-from catnat.sb3.objective import ValueLoss, value_error
 from catnat.sb3.policies import HeadPolicy
 from catnat.tree_heads import CatnatHead
 
+ValueLoss = Literal["sb3", "cleanrl"]
 STATISTICS = (
     "policy_gradient_loss",
     "value_loss",
@@ -62,7 +63,7 @@ class HeadPPO(HeadAlgorithm, PPO):
     ``target_kl`` it is the estimate of Stable-Baselines3, so that both stop at the same step.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
-    the update; go on from a checkpoint. An action that was played and has become impossible does
+    the update; resume from a checkpoint. An action that was played and has become impossible does
     not raise: its term in the KL divergence is 1000.
 
     Args:
@@ -103,7 +104,9 @@ class HeadPPO(HeadAlgorithm, PPO):
         **kwargs: Any,
     ) -> None:
         require_choice(get_args(ValueLoss), value_loss=value_loss)
-        self.value_loss, self.capture, self.masks = value_loss, capture, masks
+        self.value_loss = value_loss
+        self.capture = capture
+        self.masks = masks
         self._baked: tuple[Any, ...] | None = None
         super().__init__(policy, env, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -113,25 +116,26 @@ class HeadPPO(HeadAlgorithm, PPO):
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: Any, n_rollout_steps: int
     ) -> bool:
         """Play one rollout; return False if a callback stopped it."""
-        shape = (n_rollout_steps, env.num_envs, sum(categories_of(self.action_space)))
-        # The name is that of sb3-contrib's buffers.
-        rollout_buffer.action_masks = np.ones(shape, bool) if self.uses_masks else None
-        self._scores: dict[int, Tensor] = {}  # (n, sum of S) of each step, if all heads are trees
+        rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
+        if self.uses_masks:
+            shape = (n_rollout_steps, env.num_envs, sum(categories_of(self.action_space)))
+            rollout_buffer.action_masks = np.ones(shape, bool)
+        self._scores: list[Tensor] = []  # (n, sum of S) of each step, if all heads are trees
         return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
 
-    def _act(self, env: VecEnv, shown: Any) -> Any:
-        batch = [shown[key] for key in self._keys] if self._keys else [shown]
+    def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
+        batch = [obs_tensor[key] for key in self._keys] if self._keys else [obs_tensor]
         if self.uses_masks:
             sizes = categories_of(self.action_space)
             parts = split_masks(masks_of(env), sizes, (env.num_envs,), "environment")
             masks = torch.cat(parts, -1)
-            self.rollout_buffer.action_masks[self._step] = masks
+            self.rollout_buffer.action_masks[self.rollout_buffer.pos] = masks
             batch.append(masks.to(self.device))
         # Copies, because a graph writes its output to the same place at each step.
-        played = [x.clone() for x in self._play(batch)]
+        outputs = [output.clone() for output in self._play(batch)]
         if self._paths:
-            self._scores[self._step] = played.pop()
-        return played
+            self._scores.append(outputs.pop())
+        return outputs
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -141,11 +145,11 @@ class HeadPPO(HeadAlgorithm, PPO):
             batch: the observation, or all entries of a dict observation; then the masks, if they
                 are used.
         """
-        shown = dict(zip(self._keys, batch, strict=False)) if self._keys else batch[0]
+        observations = dict(zip(self._keys, batch, strict=False)) if self._keys else batch[0]
         masks = {"action_masks": batch[-1]} if self.uses_masks else {}
         with unchecked(self.policy):
-            played: tuple[Tensor, ...] = self._own_forward(shown, **masks)
-        return (*played, self.policy.action_dist.scores) if self._paths else played
+            outputs: tuple[Tensor, ...] = self.policy(observations, **masks)
+        return (*outputs, self.policy.action_dist.scores) if self._paths else outputs
 
     @property
     def _keys(self) -> list[str]:
@@ -171,8 +175,10 @@ class HeadPPO(HeadAlgorithm, PPO):
         table = torch.stack([row for rows in epochs for row in rows]).cpu()  # waits here, once
         if not table.isfinite().all():
             row, column = (~table.isfinite()).nonzero()[0].tolist()
-            lost = f"{STATISTICS[column]} is {table[row, column].item()}"
-            raise NonFinite(f"{lost} in the update after {self.num_timesteps} steps")
+            raise NonFinite(
+                f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
+                f"{self.num_timesteps} steps"
+            )
         record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
         record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
         record["loss"] = float(table[-1, STATISTICS.index("loss")])
@@ -186,12 +192,12 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
         buffer = self.rollout_buffer
-        given = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
+        arrays = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
         if self.uses_masks:
-            given["masks"] = buffer.action_masks
+            arrays["masks"] = buffer.action_masks
         if self._paths:
-            given["scores"] = torch.stack([self._scores[step] for step in range(self.n_steps)])
-        flat = map_arrays(lambda x: torch.as_tensor(x).flatten(0, 1), given)  # (T n, ...)
+            arrays["scores"] = torch.stack(self._scores)
+        flat = map_arrays(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             map_arrays(lambda place, x: place.copy_(x), self._rollout, flat)
         else:
@@ -200,10 +206,10 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _minibatches(self) -> Iterator[Tensor]:
         """Indices of minibatches, (B,) each, on the device: every transition once.
 
-        The order is the one in which Stable-Baselines3 would take them.
+        The order is that of Stable-Baselines3, whose buffer copies each minibatch to the device.
         """
         order = np.random.permutation(self.n_steps * self.n_envs)
-        envs, steps = np.divmod(order, self.n_steps)  # there, environments come first
+        envs, steps = np.divmod(order, self.n_steps)  # its buffer sorts by environments
         indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
         yield from indices.split(self.batch_size)
 
@@ -242,7 +248,7 @@ class HeadPPO(HeadAlgorithm, PPO):
             )
         advantages = batch["advantages"]
         if self.normalize_advantage and len(advantages) > 1:
-            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            advantages = normalized(advantages)
         # A forced action was not chosen by the policy, so it has no part in the ratios.
         log_ratio = torch.where(batch["forced"], 0.0, log_prob - batch["log_probs"])
         ratio = log_ratio.exp()
@@ -266,10 +272,10 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _path_kl(self, batch: dict[str, Any]) -> Tensor:
         """KL(old || new) along the paths to the actions, (B,); the policy has just seen them."""
-        heads, actions = self.policy.action_dist, batch["actions"].long().unbind(-1)
-        old = heads.given(batch["scores"], batch.get("masks"))
-        pairs = zip(old, heads.parts, actions, strict=True)
-        total = torch.stack([q.path_kl(p, action) for q, p, action in pairs]).sum(0)
+        distribution = self.policy.action_dist
+        old_parts = distribution.parts_from(batch["scores"], batch.get("masks"))
+        triples = zip(old_parts, distribution.parts, batch["actions"].long().unbind(-1), strict=True)
+        total = torch.stack([q.path_kl(p, action) for q, p, action in triples]).sum(0)
         return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
 
     def _descend(self, loss: Tensor, statistics: Tensor) -> Tensor:
@@ -283,11 +289,12 @@ class HeadPPO(HeadAlgorithm, PPO):
         """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
         clip = self.clip_range(remaining)  # type: ignore[operator]
-        own = self.clip_range_vf
-        clip_value = clip if own is None else own(remaining)  # type: ignore[operator]
+        clip_value = clip
+        if self.clip_range_vf is not None:
+            clip_value = self.clip_range_vf(remaining)  # type: ignore[operator]
         numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
         self._numbers.copy_(torch.tensor(numbers))
-        baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, own is None)
+        baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, self._clips_values)
         if self._captured and baked != self._baked:
             self._optimize.reset()  # type: ignore[attr-defined]
         self._baked = baked
@@ -297,21 +304,24 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _clips_values(self) -> bool:
         return self.clip_range_vf is not None or self.value_loss == "cleanrl"
 
-    def _update_learning_rate(self, optimizers: list[Optimizer] | Optimizer) -> None:
-        """Set the learning rate, in place where it lies on the device."""
-        rate = self.lr_schedule(self._current_progress_remaining)
-        self.logger.record("train/learning_rate", rate)
-        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-            for group in optimizer.param_groups:
-                set_learning_rate(group, rate, self.device if self._captured else None)
+    def _update_learning_rate(self, optimizers: Any) -> None:
+        """Set the learning rate, in place where a captured step reads it on the device."""
+        groups = self.policy.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        super()._update_learning_rate(optimizers)
+        if self._captured:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate.fill_(group["lr"])
 
     # -- setting up, saving, playing -------------------------------------------------------------
 
     def _setup_model(self) -> None:
         categories_of(self.action_space)
-        given = self.rollout_buffer_class  # a zip of stable_baselines3.PPO brings that of its own
-        if given not in (None, RolloutBuffer, DictRolloutBuffer):
-            raise ValueError(f"HeadPPO makes minibatches by itself, it cannot use {given.__name__}")
+        buffer_class = self.rollout_buffer_class  # a zip of stable_baselines3.PPO has one
+        if buffer_class not in (None, RolloutBuffer, DictRolloutBuffer):
+            raise ValueError(
+                f"HeadPPO makes minibatches by itself, it cannot use {buffer_class.__name__}"
+            )
         self.rollout_buffer_class = None
         super()._setup_model()
         self._numbers = torch.zeros(6, device=self.device)
@@ -334,13 +344,15 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
-        policy, optimizer = self.policy, self.policy.optimizer
-        headed = isinstance(policy, HeadPolicy)
-        trees = headed and all(isinstance(head, CatnatHead) for head in policy.heads)
+        policy = self.policy
+        optimizer = policy.optimizer
+        has_heads = isinstance(policy, HeadPolicy)
+        kinds = (CatnatHead, OneChoice)
+        trees = has_heads and all(isinstance(head, kinds) for head in policy.heads)
         self._paths = trees and self.target_kl is None
         obstacles = {
             "target_kl looks at each minibatch before the step": self.target_kl is not None,
-            "the policy has no head, and may wait for the device": not headed,
+            "the policy has no head, and may wait for the device": not has_heads,
             f"{type(optimizer).__name__} cannot be captured": "capturable"
             not in optimizer.defaults,
         }
@@ -385,6 +397,58 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        made_anew = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
-        made_anew += ["_baked", "_last_epoch", "uses_masks", "rollout_buffer_class"]
-        return [*super()._excluded_save_params(), *made_anew]
+        rebuilt = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
+        rebuilt += ["_baked", "_last_epoch", "uses_masks", "rollout_buffer_class"]
+        return [*super()._excluded_save_params(), *rebuilt]
+
+
+def value_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: Tensor | None, kind: ValueLoss
+) -> Tensor:
+    """Mean squared error of the values, without a factor 1/2.
+
+    Args:
+        values: values of the present critic, (B,).
+        old_values: values of the critic when the rollout was made, (B,).
+        returns: targets of the values, (B,).
+        clip: largest difference of values and old values that counts; None for no limit.
+        kind: "sb3" takes the error of the clipped values; "cleanrl" takes the larger one of the
+            errors of clipped and unclipped values, so that a clipped value still gets a gradient
+            towards its target.
+    """
+    error = (returns - values).square()
+    if clip is None:
+        return error.mean()
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    clipped_error = (returns - clipped).square()
+    return (clipped_error if kind == "sb3" else torch.max(error, clipped_error)).mean()
+
+
+def cleanrl_schedule(
+    learning_rate: float, total_timesteps: int, batch: int
+) -> Callable[[float], float]:
+    """A learning rate that falls linearly to 0, update by update as in CleanRL.
+
+    Stable-Baselines3 counts a rollout as progress before it learns from it. With this schedule the
+    first update has the full rate, and the last update the smallest rate above 0. Where ``batch``
+    does not divide ``total_timesteps``, Stable-Baselines3 makes one update more than CleanRL, and
+    the rate falls over that one, too.
+
+    Args:
+        learning_rate: rate of the first update.
+        total_timesteps: steps of the run, as given to ``learn``.
+        batch: steps of all environments per update, ``n_steps * n_envs``.
+
+    >>> rate = cleanrl_schedule(1.0, total_timesteps=400, batch=100)
+    >>> [rate(1 - steps / 400) for steps in (100, 200, 300, 400)]
+    [1.0, 0.75, 0.5, 0.25]
+    """
+    require_at_least(1, total_timesteps=total_timesteps, batch=batch)
+    rollouts = total_timesteps / batch
+    updates = -(-total_timesteps // batch)  # rounded up
+
+    def rate(remaining: float) -> float:
+        number = round((1 - remaining) * rollouts)  # number of the update, counted from 1
+        return learning_rate * min(1.0, max(0.0, 1 - (number - 1) / updates))
+
+    return rate

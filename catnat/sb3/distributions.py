@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
@@ -23,21 +24,35 @@ from catnat.sb3.masks import split_masks
 MaskMode = Literal["prune", "renormalize"]
 
 
+class OneChoice(nn.Module):
+    """Stands for a head where an action has one choice alone: it needs no scores."""
+
+    num_categories = 1
+    num_scores = 0
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
+        """The distribution that is certain, (B, 0) -> (B,)."""
+        log_probs = scores.new_zeros((*scores.shape[:-1], 1))
+        return HeadCategorical(log_probs, validate_args=False, normalized=True)
+
+
 class FromHeads:
     """Scores become one categorical distribution for each head; the first of two base classes."""
 
-    heads: Sequence[CategoricalHead]
+    heads: Sequence[CategoricalHead | OneChoice]
     several: ClassVar[bool]  # whether an action has several parts
     distribution: Any
     parts: list[HeadCategorical]  # the distribution of each head
     scores: Tensor  # (B, sum of S)
     validate_args = True  # raise ValueError where a probability is NaN
     mask_mode: MaskMode = "prune"
-    _masks: Any = None  # of the scores to come
+    _masks: Any = None  # of the next scores
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """The layer that gives the scores of all heads."""
-        return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element")  # one choice, no score
+            return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
 
     def proba_distribution(self, action_logits: Tensor) -> Self:
         """Set the distribution from scores (B, sum of S)."""
@@ -49,52 +64,53 @@ class FromHeads:
 
     def apply_masking(self, masks: Any) -> None:
         """Allow only the choices that are True in masks (B, sum of K); None allows all again."""
-        self.parts = self.given(self.scores, masks)
+        self.parts = self.parts_from(self.scores, masks)
         self.distribution = self.parts if self.several else self.parts[0]
 
     @contextmanager
     def allowing(self, masks: Any) -> Iterator[None]:
-        """Within this context masks hold for all scores; None leaves those that hold already."""
-        before, self._masks = self._masks, self._masks if masks is None else masks
+        """Within this context masks hold for all scores; None leaves the present masks."""
+        previous_masks = self._masks
+        if masks is not None:
+            self._masks = masks
         try:
             yield
         finally:
-            self._masks = before
+            self._masks = previous_masks
 
-    def given(self, scores: Tensor, masks: Any = None) -> list[HeadCategorical]:
-        """The distribution of each head, given scores (B, sum of S) and masks (B, sum of K)."""
-        parts = scores.split([head.num_scores for head in self.heads], -1)
+    def parts_from(self, scores: Tensor, masks: Any = None) -> list[HeadCategorical]:
+        """The distribution of each head, from scores (B, sum of S) and masks (B, sum of K)."""
+        pairs = zip(self.heads, scores.split([head.num_scores for head in self.heads], -1))
         if masks is None:
-            return [head(each) for head, each in zip(self.heads, parts, strict=True)]
+            return [head(part) for head, part in pairs]
         sizes = [head.num_categories for head in self.heads]
-        allowed = (each.to(scores.device) for each in split_masks(masks, sizes, scores.shape[:-1]))
-        rows = zip(self.heads, parts, allowed, strict=True)
+        split = [mask.to(scores.device) for mask in split_masks(masks, sizes, scores.shape[:-1])]
         if self.mask_mode == "renormalize":
-            return [renormalized(head(each), mask) for head, each, mask in rows]
-        return [head(each, mask=mask) for head, each, mask in rows]
+            return [renormalized(head(part), mask) for (head, part), mask in zip(pairs, split)]
+        return [head(part, mask=mask) for (head, part), mask in zip(pairs, split)]
 
     def sample(self) -> Tensor:
         """Random actions (B,), or (B, A) where an action has several parts."""
-        return self._joined([draw(each) for each in self.parts])
+        return self._joined([draw(part) for part in self.parts])
 
     def mode(self) -> Tensor:
         """The likeliest actions, of the same shape."""
-        return self._joined([each.logits.argmax(-1) for each in self.parts])
+        return self._joined([part.logits.argmax(-1) for part in self.parts])
 
     def _joined(self, actions: list[Tensor]) -> Tensor:
         return torch.stack(actions, -1) if self.several else actions[0]
 
     def _check(self) -> None:
-        """Raise ValueError if a probability is NaN, as Stable-Baselines3's own policies do.
+        """Raise ValueError if a probability is NaN, as the policies of Stable-Baselines3 do.
 
         The host waits for the device here. See :func:`unchecked` for code that must not wait.
         """
-        for each in self.parts:
+        for part in self.parts:
             # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is
-            if is_plain(each.logits) and bool(each.logits.sum().isnan()):
-                lost = each.logits.isnan().any(-1).flatten()
+            if is_plain(part.logits) and bool(part.logits.sum().isnan()):
+                is_nan = part.logits.isnan().any(-1).flatten()
                 raise ValueError(
-                    f"the policy's probabilities are NaN in {int(lost.sum())} of {len(lost)} "
+                    f"the policy's probabilities are NaN in {int(is_nan.sum())} of {len(is_nan)} "
                     "states: look for NaN in the observations and in the policy's parameters"
                 )
 
@@ -108,7 +124,7 @@ class HeadDistribution(FromHeads, CategoricalDistribution):
 
     several = False
 
-    def __init__(self, head: CategoricalHead) -> None:
+    def __init__(self, head: CategoricalHead | OneChoice) -> None:
         super().__init__(head.num_categories)
         self.heads = [head]
 
@@ -122,14 +138,14 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
 
     several = True
 
-    def __init__(self, heads: Sequence[CategoricalHead]) -> None:
+    def __init__(self, heads: Sequence[CategoricalHead | OneChoice]) -> None:
         super().__init__([head.num_categories for head in heads])
         self.heads = heads
 
 
-def renormalized(free: HeadCategorical, mask: Tensor) -> HeadCategorical:
+def renormalized(unmasked: HeadCategorical, mask: Tensor) -> HeadCategorical:
     """The distribution given that an allowed category is drawn: p_k / sum of allowed p."""
-    log_probs = torch.where(mask, free.logits, -torch.inf).log_softmax(-1)
+    log_probs = torch.where(mask, unmasked.logits, -torch.inf).log_softmax(-1)
     return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
 
 
@@ -140,11 +156,12 @@ def unchecked(policy: nn.Module) -> Iterator[None]:
     if not isinstance(distribution, FromHeads):
         yield
         return
-    before, distribution.validate_args = distribution.validate_args, False
+    validate_args = distribution.validate_args
+    distribution.validate_args = False
     try:
         yield
     finally:
-        distribution.validate_args = before
+        distribution.validate_args = validate_args
 
 
 def categories_of(action_space: spaces.Space[Any]) -> list[int]:

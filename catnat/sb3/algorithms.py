@@ -1,0 +1,215 @@
+"""What HeadPPO and HeadA2C share: rollouts with forced actions, and the state of a run; HeadA2C."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3 import A2C
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor
+
+from catnat.rng import random_states, set_random_states
+from catnat.sb3.masks import forced_actions_of, has_masks
+from catnat.sb3.policies import POLICIES
+
+
+class NonFinite(RuntimeError):  # noqa: N818 - the name describes the numbers
+    """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
+
+
+class HeadAlgorithm(OnPolicyAlgorithm):
+    """An algorithm for policies with a head; the first of two base classes.
+
+    Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
+    that were played. Advantages are normalized over all steps, if at all; then the critic learns
+    from all steps, and the policy only from those that were not forced.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
+    _forced: NDArray[np.bool_]  # (T, n), which actions of the rollout were forced
+
+    def collect_rollouts(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
+        n_rollout_steps: int,
+    ) -> bool:
+        """Play one rollout; return False if a callback stopped it.
+
+        The loop is that of Stable-Baselines3, and callbacks find its local variables; the actions
+        come from :meth:`_act`, and some may be forced.
+        """
+        assert self._last_obs is not None, "no observation was given"
+        self.policy.set_training_mode(False)
+        rollout_buffer.reset()
+        self._forced = np.zeros((n_rollout_steps, env.num_envs), bool)
+        callback.on_rollout_start()
+        for n_steps in range(n_rollout_steps):
+            with torch.no_grad():
+                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+                actions, values, log_probs = self._act(env, obs_tensor)
+            actions = actions.cpu().numpy()
+            forced_actions = forced_actions_of(env)
+            if forced_actions is not None:
+                self._forced[n_steps] = forced_actions >= 0
+                actions = np.where(forced_actions >= 0, forced_actions, actions)
+            new_obs, rewards, dones, infos = env.step(actions)
+            self.num_timesteps += env.num_envs
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+            self._update_info_buffer(infos, dones)
+            if isinstance(self.action_space, spaces.Discrete):
+                actions = actions.reshape(-1, 1)
+            for index in np.flatnonzero(dones):  # a game that was cut off has a value
+                last_obs = infos[index].get("terminal_observation")
+                if last_obs is not None and infos[index].get("TimeLimit.truncated", False):
+                    last_obs = self.policy.obs_to_tensor(last_obs)[0]
+                    with torch.no_grad():
+                        terminal_value = self.policy.predict_values(last_obs)[0]  # type: ignore[operator]
+                    rewards[index] += self.gamma * terminal_value
+            rollout_buffer.add(
+                self._last_obs,  # type: ignore[arg-type]
+                actions,
+                rewards,
+                self._last_episode_starts,  # type: ignore[arg-type]
+                values,
+                log_probs,
+            )
+            self._last_obs = new_obs  # type: ignore[assignment]
+            self._last_episode_starts = dones
+        with torch.no_grad():
+            obs_tensor = obs_as_tensor(new_obs, self.device)  # type: ignore[arg-type]
+            values = self.policy.predict_values(obs_tensor)  # type: ignore[operator]
+        rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+    def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
+        """Actions, values and log-probabilities of the policy."""
+        return self.policy(obs_tensor)
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(mlp_class_name)
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_forced"]
+
+
+class HeadA2C(HeadAlgorithm, A2C):
+    """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
+
+    Weights that are not finite after an update raise :class:`NonFinite`. Actions are never masked.
+    Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
+    that were played: the critic learns from them, the policy does not. The arguments are those of
+    ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies
+    with a head.
+    """
+
+    def learn(self, *args: Any, **kwargs: Any) -> Self:
+        """As in Stable-Baselines3, with a warning where masks of the environment are not used."""
+        if self.env is not None and has_masks(self.env):
+            warnings.warn("actions are not masked: HeadA2C takes no action_masks", stacklevel=2)
+        return super().learn(*args, **kwargs)
+
+    def train(self) -> None:
+        """Learn from the rollout."""
+        normalize_advantage = self.normalize_advantage
+        if self._forced.any():  # with an advantage of 0 a step has no part in the policy's loss
+            advantages = torch.from_numpy(self.rollout_buffer.advantages)
+            if normalize_advantage:
+                advantages = normalized(advantages)
+            advantages[torch.from_numpy(self._forced)] = 0
+            self.rollout_buffer.advantages = advantages.numpy()
+            self.normalize_advantage = False
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):  # the error below names the update
+                super().train()
+        finally:
+            self.normalize_advantage = normalize_advantage
+        is_finite = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
+        if not is_finite.all():
+            raise NonFinite(
+                f"weights are not finite in the update after {self.num_timesteps} steps"
+            )
+
+
+def normalized(advantages: Tensor) -> Tensor:
+    """Advantages with mean 0 and standard deviation 1."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def map_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Apply a function to arrays, or to each entry of dicts of arrays."""
+    if isinstance(arrays[0], dict):
+        return {key: map_arrays(function, *(x[key] for x in arrays)) for key in arrays[0]}
+    return function(*arrays)
+
+
+# -- the state of a run, as tensors and plain values that load without code ------------------------
+
+
+def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
+    """Everything that a run resumes from, except environments: they begin new episodes."""
+    parameters = model.get_parameters()
+    logger = model.logger
+    return {
+        "state_dict": parameters["policy"],
+        "optimizer": parameters["policy.optimizer"],
+        "global_step": model.num_timesteps,
+        "updates": model._n_updates,
+        "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
+        "normalizer": {
+            name: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            for name, moments in _moments(model).items()
+        },
+        # Values of the latest update, which are written with the row of the next rollout.
+        "logged": {
+            name: (float(value), logger.name_to_excluded[name])
+            for name, value in logger.name_to_value.items()
+            if isinstance(value, Real)
+        },
+        "random": random_states(model.device),
+    }
+
+
+def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+    """Put a model that has a logger into a state that :func:`state_of` returned."""
+    model.set_parameters({"policy": state["state_dict"], "policy.optimizer": state["optimizer"]})
+    model.num_timesteps = state["global_step"]
+    model._n_updates = state["updates"]
+    model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
+    model.ep_success_buffer = deque(maxlen=model._stats_window_size)
+    for name, moments in _moments(model).items():
+        for part, value in state["normalizer"][name].items():
+            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
+    for name, (value, excluded) in state.get("logged", {}).items():
+        model.logger.record(name, value, exclude=excluded)
+    set_random_states(state["random"], model.device)
+
+
+def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:
+    """The running moments that observations and rewards are scaled by, if they are."""
+    normalizer = model.get_vec_normalize_env()
+    if normalizer is None:
+        return {}
+    moments = normalizer.obs_rms
+    if not isinstance(moments, dict):
+        moments = {"": moments}
+    return {f"obs.{key}": value for key, value in moments.items()} | {"ret": normalizer.ret_rms}
