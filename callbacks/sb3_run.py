@@ -4,63 +4,113 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import EvalCallback
+from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
 
 from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
 from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.callbacks.tensorboard import Progress
+from catnat.rng import forked_random_state
+from catnat.sb3 import MaskedPlayer
 from catnat.sb3.algorithms import state_of
 
 Metrics = dict[str, float]
+EVALUATION_SEED = 10**9  # added to the seed of a run: evaluations play other games
+_PATIENCE = 4  # seconds after a signal, before it is checked whether environments still answer
 
 
-class RunSB3(BaseCallback):
+class RunSB3(EvalCallback):
     """Evaluates, saves and stops, always between two rollouts.
 
-    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run continues from.
-    Beside each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load``
-    and those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
+    ``best.ckpt`` has the highest evaluated return, ``last.ckpt`` is what a run resumes from. Beside
+    each lies what Stable-Baselines3 reads: ``best.zip`` for ``PPO.load``, ``HeadPPO.load`` and
+    those of other algorithms, and ``best_vecnormalize.pkl`` for ``VecNormalize.load`` where
     observations are normalized. These hold pickled code, and nothing here reads them.
 
-    On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written, and :class:`Stopped` raised; a second
-    SIGINT does not wait.
+    On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written, and :class:`Stopped` raised. Where an
+    environment does not answer any more, that happens within 8 seconds, and the steps of the
+    present rollout are lost. A second SIGINT does not wait.
 
     Args:
+        eval_env: environments of the evaluations, wrapped as those of the training.
         folder: of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
         fisher: the monitor, whose state is kept there, too.
-        evaluate: gives metrics, "return" among them, and calls :meth:`stop_if_asked` meanwhile.
+        seed: of the run; the games of evaluations follow from it.
         save_every: environment steps between checkpoints.
         eval_every: environment steps between evaluations; 0 for none.
+        longest_game: steps after which an evaluation ends a game that has no end of its own.
         show: print a line at each evaluation.
+        kwargs: further arguments of ``EvalCallback``.
     """
+
+    model: OnPolicyAlgorithm
+    use_masking = True  # the name is that of sb3-contrib's MaskableEvalCallback
 
     def __init__(
         self,
+        eval_env: VecEnv,
         folder: Path,
         hyper_parameters: dict[str, Any],
         fisher: FisherMonitorSB3,
-        evaluate: Callable[[], Metrics],
+        seed: int,
         save_every: int,
         eval_every: int,
+        longest_game: int | None = None,
         show: bool = True,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self.folder, self.hyper_parameters, self.fisher = folder, hyper_parameters, fisher
-        self.save_every, self.eval_every, self.show = save_every, eval_every, show
-        self.best = -float("inf")
-        self.signals = StopSignals()
-        self.model: OnPolicyAlgorithm
-        self._evaluate = evaluate
-        self._saved = self._evaluated = self._first = 0
-        self._progress = Progress(0)
+        super().__init__(eval_env, verbose=0, **kwargs)
+        self.folder = folder
+        self.hyper_parameters = hyper_parameters
+        self.fisher = fisher
+        self.seed = seed
+        self.save_every = save_every
+        self.eval_every = eval_every
+        self.longest_game = longest_game
+        self.show = show
+        self.evaluated_step = 0  # step of the latest evaluation
+        self.signals = _WatchedSignals(self._stop_if_stuck)
+        self._rollout_start: int | None = None  # step at which the present rollout began
+        self._evaluating = False
+        self._calls_before = -1  # calls of the environments at the latest look
+
+    def evaluate(self) -> Metrics:
+        """Returns over a number of games: always the same games, and training is not affected."""
+        player: Any = self.model
+        if getattr(player, "uses_masks", False):
+            player = MaskedPlayer(player, self.eval_env)
+        self.eval_env.seed(self.seed + EVALUATION_SEED)
+        sync_envs_normalization(self.training_env, self.eval_env)
+        self._evaluating = True
+        with forked_random_state(self.model.device, self.seed):
+            returns, lengths = evaluate_policy(
+                player,
+                self.eval_env,
+                self.n_eval_episodes,
+                deterministic=self.deterministic,
+                callback=lambda *_: self.stop_if_asked(),
+                return_episode_rewards=True,
+            )
+        self._evaluating = False
+        metrics = {
+            "return": float(np.mean(returns)),
+            "return_std": float(np.std(returns)),
+            "length": float(np.mean(lengths)),
+        }
+        if self.longest_game and max(lengths) >= self.longest_game:  # type: ignore[arg-type]
+            metrics["unfinished"] = float(np.sum(np.array(lengths) >= self.longest_game))
+        return metrics
 
     def stop_if_asked(self) -> None:
         """Raise if a signal came; to be called where the last checkpoint is up to date."""
@@ -72,7 +122,8 @@ class RunSB3(BaseCallback):
         """Write a checkpoint; it is on the disk when this returns."""
         content = state_of(self.model) | {
             "hyper_parameters": self.hyper_parameters,
-            "best": self.best,
+            "best": self.best_mean_reward,
+            "evaluated": self.evaluated_step,
             "fisher": self.fisher.state_dict(),
         }
         AtomicCheckpointIO().save_checkpoint(content, self.folder / f"{name}.ckpt")
@@ -84,14 +135,14 @@ class RunSB3(BaseCallback):
 
     def keep_best(self, value: float) -> None:
         """Save the present model as the best one if its evaluated return is the highest."""
-        if value > self.best:
-            self.best = value
+        if value > self.best_mean_reward:
+            self.best_mean_reward = value
             self.save("best")
-            self.save()  # last.ckpt has the best return, too
+        self.save()  # last.ckpt knows of the evaluation, too
 
     def _on_training_start(self) -> None:
-        self._saved = self._evaluated = self._first = self.model.num_timesteps
-        self._progress = Progress(self._first)
+        self._saved_step = self.model.num_timesteps
+        self._progress = Progress(self._saved_step)
         self.signals.listen()
 
     def _on_step(self) -> bool:
@@ -100,38 +151,71 @@ class RunSB3(BaseCallback):
     def _on_rollout_start(self) -> None:
         """Save, stop and evaluate where that is due."""
         step = self.model.num_timesteps
-        if step == self._first:
-            return
-        evaluation = _due(step, self._evaluated, self.eval_every)
-        if self.signals.signum or evaluation or _due(step, self._saved, self.save_every):
-            self._saved = step
+        evaluates = _is_due(step, self.evaluated_step, self.eval_every)
+        if self.signals.signum or evaluates or _is_due(step, self._saved_step, self.save_every):
+            self._saved_step = step
             self.save()
         self.stop_if_asked()
-        if evaluation:
-            self._evaluated = step
-            self._evaluate_now(step)
+        if evaluates:
+            self.evaluated_step = step
+            metrics = {f"eval/{name}": value for name, value in self.evaluate().items()}
+            write_now(self.logger, metrics, step)
+            self.keep_best(metrics["eval/return"])
+            if self.show:
+                metrics |= recent_return(self.model)
+                print(self._progress.line(step, self.model._total_timesteps, metrics), flush=True)
+        self._rollout_start = step
+
+    def _on_rollout_end(self) -> None:
+        self._rollout_start = None
 
     def _on_training_end(self) -> None:
-        if self.model.num_timesteps > self._saved:
+        self._rollout_start = None
+        if self.model.num_timesteps > self._saved_step:
             self.save()
+
+    def _stop_if_stuck(self) -> None:
+        """Stop if no environment has answered since the latest look."""
+        stuck = self.n_calls == self._calls_before
+        self._calls_before = self.n_calls
+        if stuck and self._rollout_start is not None:
+            self.model.num_timesteps = self._rollout_start  # since then nothing was learned
+            self.save()
+            self.stop_if_asked()
+        if stuck and self._evaluating:
+            self.stop_if_asked()
 
     def close(self) -> None:
         """Give signals back."""
         self.signals.give_back()
 
-    def _evaluate_now(self, step: int) -> None:
-        """Evaluate, save if this is the best, print a line."""
-        metrics = {f"eval/{name}": value for name, value in self._evaluate().items()}
-        write_now(self.logger, metrics, step)
-        self.keep_best(metrics["eval/return"])
-        if self.show:
-            shown = metrics | recent_return(self.model)
-            print(self._progress.line(step, self.model._total_timesteps, shown), flush=True)
+
+class _WatchedSignals(StopSignals):
+    """Also looks, after a signal and every few seconds from then on, whether the run goes on."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        is_first = not self.signum
+        super()._ask_to_stop(signum, frame)
+        if is_first:
+            self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._ring)
+            self._ring()
+
+    def _ring(self, *_: Any) -> None:
+        signal.alarm(_PATIENCE)
+        self._look()
+
+    def give_back(self) -> None:
+        signal.alarm(0)
+        super().give_back()
 
 
-def _due(step: int, done: int, every: int) -> bool:
-    """Whether a multiple of ``every`` was passed since ``done``."""
-    return every > 0 and step // every > done // every
+def _is_due(step: int, previous_step: int, every: int) -> bool:
+    """Whether a multiple of ``every`` was passed since the previous step."""
+    return every > 0 and step // every > previous_step // every
 
 
 def recent_return(model: OnPolicyAlgorithm) -> Metrics:

@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TransformAction
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecCheckNan, VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
@@ -107,4 +107,5 @@ def make_env(
         )
     except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
-    return VecNormalize(made, gamma=gamma) if normalize else made
+    checked = VecCheckNan(made, raise_exception=True)
+    return VecNormalize(checked, gamma=gamma) if normalize else checked

@@ -12,9 +12,18 @@ import train
 from catnat.callbacks.sb3_run import RunSB3
 
 FOLDER = Path("runs/ppo/natural/version_0")
-QUICK = ["--env=CartPole-v1", "--num_envs=4", "--n_steps=16", "--n_epochs=1",
-         "--total_steps=128", "--eval_games=1", "--eval_every=64",
-         "--fisher.image_every_n_rollouts=0"]  # fmt: skip
+QUICK = [
+    "--env=CartPole-v1",
+    "--num_envs=4",
+    "--n_steps=16",
+    "--n_epochs=1",
+    "--batch_size=64",
+    "--total_steps=128",
+    "--eval_games=1",
+    "--eval_every=64",
+    "--fisher.image_every_n_rollouts=0",
+]
+OF_PPO = ("--n_epochs", "--batch_size")
 # Its episodes last as long as a rollout and always begin alike: so nothing of them is lost when a
 # run stops between two rollouts, and what follows must be the same to the last bit.
 CLOCK = """
@@ -66,7 +75,7 @@ def interrupted(monkeypatch):
 
 
 def run(*argv, head="natural", model="ppo"):
-    words = [word for word in map(str, argv) if model == "ppo" or "epochs" not in word]
+    words = [word for word in map(str, argv) if model == "ppo" or not word.startswith(OF_PPO)]
     return train.main([f"--model={model}", f"--head={head}", *words])
 
 

@@ -104,7 +104,6 @@ def silence() -> None:
         ".*LeafSpec",
         ".*all_gather is deprecated",
         ".*configure_optimizers. will be overridden",
-        ".*You have specified a mini-batch size",
         ".*is not in the possible render_modes",
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric

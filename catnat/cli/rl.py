@@ -10,34 +10,61 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from traceback import extract_tb
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
-import numpy as np
 import torch
+import yaml
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
+from jsonargparse.typing import PositiveInt
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize, sync_envs_normalization
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from torch import nn
+from torch.optim import Optimizer
 
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.fisher_monitor_sb3 import write_now
-from catnat.callbacks.sb3_run import RunSB3, recent_return
+from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.folder import begin
 from catnat.cli.options import RECIPES, Recipe, load
 from catnat.cli.run import RunCLI, arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
-from catnat.rng import forked_random_state
-from catnat.sb3 import HeadA2C, HeadPPO, MaskedPlayer, cleanrl_schedule
+from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 from catnat.sb3.algorithms import load_state
+from catnat.sb3.distributions import MaskMode
 
-_OF_THE_RUN = {"seed", "gamma"}  # arguments of make_env that are no options of the data
-_EVALUATION_SEED = 10**9  # added to the seed of a run: the games of evaluations are others
+_RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
+_UNUSED = {"tensorboard_log", "use_sde", "sde_sample_freq"}  # they would do nothing here
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
+_MOST_EVALUATED = 16  # environments of an evaluation
+
+
+class NetArch(TypedDict, total=False):
+    """Widths of the layers of the policy and of the value function."""
+
+    pi: list[PositiveInt]
+    vf: list[PositiveInt]
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Arguments of the policies of Stable-Baselines3, except those of the head."""
+
+    net_arch: list[PositiveInt] | NetArch
+    activation_fn: type[nn.Module]
+    ortho_init: bool
+    features_extractor_class: type[BaseFeaturesExtractor]
+    features_extractor_kwargs: dict[str, Any]
+    share_features_extractor: bool
+    normalize_images: bool
+    optimizer_class: type[Optimizer]
+    optimizer_kwargs: dict[str, Any]
+    mask_mode: MaskMode
 
 
 class Algorithm:
@@ -61,25 +88,22 @@ class Algorithm:
         self,
         head: str = "natural",
         head_options: dict[str, Any] | None = None,
-        policy_kwargs: dict[str, Any] | None = None,
+        policy_kwargs: PolicyOptions | None = None,
         learning_rate: float = 7e-4,
         anneal_lr: bool = False,
         **kwargs: Any,
     ) -> None:
         def numbers(*names: str) -> dict[str, Any]:
-            given = {name: kwargs.get(name) for name in names}
-            return {name: x for name, x in given.items() if isinstance(x, int | float)}
+            return {x: kwargs[x] for x in names if isinstance(kwargs.get(x), int | float)}
 
-        require_positive(learning_rate=learning_rate)
-        require_positive(**numbers("clip_range", "max_grad_norm", "rms_prop_eps"))
+        positive = ("clip_range", "clip_range_vf", "max_grad_norm", "rms_prop_eps", "target_kl")
+        require_positive(learning_rate=learning_rate, **numbers(*positive))
         require_at_least(0, **numbers("ent_coef", "vf_coef"))
-        require_at_least(1, **numbers("n_steps", "n_epochs"))
+        require_at_least(1, **numbers("n_steps", "n_epochs", "batch_size", "stats_window_size"))
         require_within(0, 1, **numbers("gamma", "gae_lambda"))
-        layers = (policy_kwargs or {}).get("net_arch")
-        if not isinstance(layers, list | dict | None):
-            raise ValueError(f"net_arch is a list or a dict of widths, not {layers!r}")
-        self.policy_kwargs = {"head": head, "head_options": head_options} | (policy_kwargs or {})
-        self.learning_rate, self.anneal_lr = learning_rate, anneal_lr
+        self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
+        self.learning_rate = learning_rate
+        self.anneal_lr = anneal_lr
         self.kwargs = kwargs
 
     def rate(self, env: VecEnv, steps: int) -> Any:
@@ -94,21 +118,37 @@ class PPO(Algorithm):
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
     atari: ClassVar[dict[str, Any]] = {
-        "learning_rate": 2.5e-4, "anneal_lr": True, "n_steps": 128, "batch_size": 256,
-        "n_epochs": 4, "clip_range": 0.1, "ent_coef": 0.01, "vf_coef": 0.25,
+        "learning_rate": 2.5e-4,
+        "anneal_lr": True,
+        "n_steps": 128,
+        "batch_size": 256,
+        "n_epochs": 4,
+        "clip_range": 0.1,
+        "ent_coef": 0.01,
+        "vf_coef": 0.25,
         "value_loss": "cleanrl",
-    }  # fmt: skip
+    }
     not_atari: ClassVar[dict[str, Any]] = {
-        "learning_rate": 1e-3, "anneal_lr": True, "n_steps": 32, "batch_size": 256,
-        "n_epochs": 20, "gamma": 0.98, "gae_lambda": 0.8,
-    }  # fmt: skip
+        "learning_rate": 1e-3,
+        "anneal_lr": True,
+        "n_steps": 32,
+        "batch_size": 256,
+        "n_epochs": 20,
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+    }
 
-    def make(self, policy: Any, env: VecEnv, steps: int, seed: int, device: str) -> HeadPPO:
+    def make(self, policy: str, env: VecEnv, steps: int, seed: int, device: str) -> HeadPPO:
         """The model, which learns for so many steps of all environments together."""
         return HeadPPO(
-            policy, env, learning_rate=self.rate(env, steps), policy_kwargs=self.policy_kwargs,
-            seed=seed, device=device, **self.kwargs,
-        )  # fmt: skip
+            policy,
+            env,
+            learning_rate=self.rate(env, steps),
+            policy_kwargs=self.policy_kwargs,
+            seed=seed,
+            device=device,
+            **self.kwargs,
+        )
 
 
 class A2C(Algorithm):
@@ -116,12 +156,17 @@ class A2C(Algorithm):
 
     every = 100  # rollouts are short
 
-    def make(self, policy: Any, env: VecEnv, steps: int, seed: int, device: str) -> HeadA2C:
+    def make(self, policy: str, env: VecEnv, steps: int, seed: int, device: str) -> HeadA2C:
         """The model, as that of PPO."""
         return HeadA2C(
-            policy, env, learning_rate=self.rate(env, steps), policy_kwargs=self.policy_kwargs,
-            seed=seed, device=device, **self.kwargs,
-        )  # fmt: skip
+            policy,
+            env,
+            learning_rate=self.rate(env, steps),
+            policy_kwargs=self.policy_kwargs,
+            seed=seed,
+            device=device,
+            **self.kwargs,
+        )
 
 
 @dataclass
@@ -150,13 +195,17 @@ class Training:
     default_root_dir: str = "runs"
 
     def __post_init__(self) -> None:
-        for name, least in (("total_steps", 1), ("eval_games", 1), ("eval_every", 0)):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(least, **{name: value})
-        # Stable-Baselines3 would take the CPU in place of a GPU that is not there.
+        require_at_least(1, eval_games=self.eval_games)
+        require_at_least(0, eval_every=self.eval_every or 0)
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         kind, _, number = self.device.partition(":")
-        if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-            raise ValueError(f"there is no device {self.device!r} here")
+        # Stable-Baselines3 would take the CPU in place of a device that is not there.
+        exists = not number or number in map(str, range(torch.accelerator.device_count()))
+        if self.device != "auto" and (kind not in kinds or not exists):
+            raise ValueError(
+                f"there is no device {self.device!r} here; choose from auto, {', '.join(kinds)}"
+            )
 
 
 class RLCLI(RunCLI):
@@ -168,29 +217,21 @@ class RLCLI(RunCLI):
     in_checkpoints = "optimizer"
     of_lightning_cli: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
 
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        try:
-            super().__init__(args, run)
-        except (EOFError, ConnectionError) as error:
-            if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
-                raise  # what reads our output has gone
-            raise ChildProcessError("the process of an environment has ended") from error
-
     # -- from words to objects -----------------------------------------------------------------
 
     def find_classes(self) -> None:
         """Find the class of the algorithm."""
         self.recipe = RECIPES[self.names.model]
         self.algorithm: type[Algorithm] = load(self.names.path, "--model")
-        of_data = arguments(make_env, _OF_THE_RUN)
-        self.short = short_names(arguments(self.algorithm), of_data, arguments(Training))
+        of_model = arguments(self.algorithm, _UNUSED)
+        self.short = short_names(of_model, arguments(make_env, _RUN_ARGUMENTS), arguments(Training))
         self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
         self.short["net_arch"] = "model.policy_kwargs.net_arch"
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
-        parser.add_subclass_arguments(Algorithm, "model", required=False)
-        parser.add_function_arguments(make_env, "data", skip=_OF_THE_RUN)
+        parser.add_subclass_arguments(Algorithm, "model", required=False, skip=_UNUSED)
+        parser.add_function_arguments(make_env, "data", skip=_RUN_ARGUMENTS)
         parser.add_class_arguments(Training, "trainer")
         parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
@@ -198,6 +239,8 @@ class RLCLI(RunCLI):
         """Defaults that depend on the environment and on the length of the run."""
         asked = [word for word in given if not word.startswith("--print_config")]
         first = self.parser.parse_args([*self._classes(), *asked])
+        if first.trainer.total_steps is not None:
+            require_at_least(1, total_steps=first.trainer.total_steps)
         kind, atari = self.algorithm, is_atari(first.data.env)
         recipe = kind.atari if atari else kind.not_atari
         usual = {f"model.{name}": value for name, value in recipe.items()}
@@ -214,46 +257,81 @@ class RLCLI(RunCLI):
 
     def instantiate_classes(self) -> None:
         """Make environments, model and callbacks."""
-        made = self.parser.instantiate(self.config)
-        self.training, self.fisher = made.trainer, made.fisher
-        self.seed, training = self.config.seed_everything, made.trainer
-        self.hparams = self.config.model.init_args.as_dict() | self.config.data.as_dict()
+        objects = self.parser.instantiate(self.config)
+        self.training = training = objects.trainer
+        self.fisher = objects.fisher
+        self.seed = self.config.seed_everything
+        self._check_seed_and_length()
+        options = yaml.safe_load(self.options)
+        self.hparams = options["model"]["init_args"] | options["data"]
         self.title += f" on {self.config.data.env}"
         self.env = self._environments()
-        seen, steps = self.env.observation_space, training.total_steps
-        policy = "CnnPolicy" if is_image_space(seen) else "MlpPolicy"
-        policy = "MultiInputPolicy" if isinstance(seen, spaces.Dict) else policy
-        small = training.device == "auto" and policy == "MlpPolicy"
-        device = "cpu" if small else training.device  # small networks are faster there
-        self.model: Any = made.model.make(policy, self.env, steps, self.seed, device)
-        self.masked = getattr(self.model, "uses_masks", False)  # A2C does not
+        if isinstance(self.env.observation_space, spaces.Dict):
+            policy = "MultiInputPolicy"
+        else:
+            policy = "CnnPolicy" if is_image_space(self.env.observation_space) else "MlpPolicy"
+        device = training.device
+        if device == "auto" and policy == "MlpPolicy":
+            device = "cpu"  # small networks are faster there
+        steps = training.total_steps
+        self.model: Any = objects.model.make(policy, self.env, steps, self.seed, device)
+        self.model.set_logger(Logger(str(self.folder.path), []))
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
             self.fisher.load_state_dict(self.checkpoint["fisher"])
             self.env.seed(self.seed + self.step)  # not the games that the run began with
-        count, limit = min(training.eval_games, 16), dict(self.config.data.env_kwargs or {})
-        self.limited = not (is_atari(self.config.data.env) or self.env.env_is_wrapped(TimeLimit)[0])
-        if self.limited:
-            limit["max_episode_steps"] = _LONGEST_GAME
-        self.eval_env = self._environments(num_envs=count, env_kwargs=limit)
-        save_every, eval_every = self.config.save_every, training.eval_every
-        save_every = max(25_000, steps // 100) if save_every is None else save_every
-        eval_every = max(steps // 10, 1) if eval_every is None else eval_every
+        env_kwargs = dict(self.config.data.env_kwargs or {})
+        is_limited = is_atari(self.config.data.env) or self.env.env_is_wrapped(TimeLimit)[0]
+        if not is_limited:
+            env_kwargs["max_episode_steps"] = _LONGEST_GAME
+        num_envs = min(training.eval_games, _MOST_EVALUATED)
+        eval_env = self._environments(num_envs=num_envs, env_kwargs=env_kwargs)
+        self.eval_env = OnPolicyAlgorithm._wrap_env(eval_env, 0)  # as the model wraps its own
+        save_every = self.config.save_every
+        if save_every is None:
+            save_every = max(25_000, steps // 100)
         require_at_least(1, save_every=save_every)
-        place, show = self.folder.path / "checkpoints", training.enable_progress_bar
+        eval_every = training.eval_every
+        if eval_every is None:
+            eval_every = max(steps // 10, 1)
         self.callback = RunSB3(
-            place, self.hparams, self.fisher, self.evaluate, save_every, eval_every, show
+            self.eval_env,
+            self.folder.path / "checkpoints",
+            self.hparams,
+            self.fisher,
+            self.seed,
+            save_every,
+            eval_every,
+            longest_game=None if is_limited else _LONGEST_GAME,
+            show=training.enable_progress_bar,
+            n_eval_episodes=training.eval_games,
+            deterministic=training.eval_deterministic,
         )
-        self.callback.best = self.checkpoint.get("best", self.callback.best)
+        if self.checkpoint:
+            self.callback.best_mean_reward = self.checkpoint["best"]
+            self.callback.evaluated_step = self.checkpoint.get("evaluated", self.began)
         self.callback.model = self.model
 
+    def _check_seed_and_length(self) -> None:
+        """Refuse what would fail, or do nothing, when everything is trained."""
+        if is_atari(self.config.data.env):  # the emulator's seeds have 31 bits
+            largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, self.config.data.num_envs)
+            require_within(0, largest, "[)", seed=self.seed)
+        rollout = self.config.model.init_args.n_steps * self.config.data.num_envs
+        if self.names.command == "fit" and self.training.total_steps <= self.began - rollout:
+            raise ValueError(
+                f"the checkpoint has {self.began} steps already, more than --total_steps "
+                f"{self.training.total_steps}"
+            )
+
     def _environments(self, **changes: Any) -> VecEnv:
-        """Environments with the options of the command line; with others, to play in only."""
+        """Environments with the options of the command line; with changes, for evaluations."""
         gamma = self.config.model.init_args.gamma
         options = self.config.data.as_dict() | changes
         env = make_env(**options, seed=self.seed, gamma=gamma)
         if changes and isinstance(env, VecNormalize):
-            env.training = env.norm_reward = False
+            env.training = False
+            env.norm_reward = False
         return env
 
     # -- commands ------------------------------------------------------------------------------
@@ -265,66 +343,58 @@ class RLCLI(RunCLI):
 
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""
-        model, training, folder = self.model, self.training, str(self.folder.path)
-        if self.masked:
+        model = self.model
+        training = self.training
+        folder = self.folder.path
+        if getattr(model, "uses_masks", False):
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        begin(self.folder.path, self.options)
+        begin(folder, self.options)
         self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
-        model.set_logger(Logger(folder, [_Output(self.writer)]))
-        left = max(training.total_steps - model.num_timesteps, 0)
-        callbacks = CallbackList([self.fisher, *(training.callbacks or ()), self.callback])
-        model.learn(
-            left,
-            callbacks,
-            log_interval=self.algorithm.every,
-            reset_num_timesteps=False,
-            progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
-        )
-        played = self.test()
-        self.callback.keep_best(played["test/return"])
+        model.logger.output_formats.append(_Output(self.writer))
+        callbacks = [self.fisher, *(training.callbacks or ()), self.callback]
+        try:
+            model.learn(
+                max(training.total_steps - model.num_timesteps, 0),
+                CallbackList(callbacks),
+                log_interval=self.algorithm.every,
+                reset_num_timesteps=False,
+                progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
+            )
+        except (EOFError, ConnectionError) as error:
+            if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
+                raise  # what reads our output has gone
+            raise ValueError("the process of an environment has ended") from error
+        tested = self.test()
+        self.callback.keep_best(tested["test/return"])
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
-        plain = {name: x if isinstance(x, int | float) else str(x)
-                 for name, x in (self.hparams | about).items()}  # fmt: skip
-        write_now(model.logger, {"hparams": HParam(plain, played)} | played, model.num_timesteps)
-        return dict(played | recent_return(model) | self.fisher.latest)
+        hparams = {
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in (self.hparams | about).items()
+        }
+        write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, model.num_timesteps)
+        return dict(tested | recent_return(model) | self.fisher.latest)
 
     def test(self) -> dict[str, Any]:
         """Play."""
         self.callback.signals.listen()
-        return {f"test/{name}": value for name, value in self.evaluate().items()}
+        return {f"test/{name}": value for name, value in self.callback.evaluate().items()}
 
     def close(self) -> None:
         """Give back signals, environments and the folder."""
-        for each in filter(None, map(vars(self).get, ("callback", "eval_env", "env", "writer"))):
-            for process in each.processes if getattr(each, "waiting", False) else ():
+        for name in ("callback", "eval_env", "env", "writer"):
+            resource = vars(self).get(name)
+            if resource is None:
+                continue
+            for process in resource.processes if getattr(resource, "waiting", False) else ():
                 process.terminate()  # in a step that did not end: closing would wait for it
             with contextlib.suppress(OSError, EOFError):  # of a process that is gone
-                each.close()
+                resource.close()
         super().close()
-
-    def evaluate(self) -> dict[str, float]:
-        """Returns over a number of games: always the same games, and training is not affected."""
-        self.eval_env.seed(self.seed + _EVALUATION_SEED)
-        sync_envs_normalization(self.env, self.eval_env)
-        lengths: Any
-        with forked_random_state(self.model.device, self.seed):
-            scores, lengths = evaluate_policy(
-                MaskedPlayer(self.model, self.eval_env) if self.masked else self.model,
-                self.eval_env,
-                self.training.eval_games,
-                deterministic=self.training.eval_deterministic,
-                callback=lambda *_: self.callback.stop_if_asked(),
-                return_episode_rewards=True,
-            )
-        mean, spread, length = np.mean(scores), np.std(scores), np.mean(lengths)
-        found = {"return": float(mean), "return_std": float(spread), "length": float(length)}
-        if self.limited and (unfinished := sum(each >= _LONGEST_GAME for each in lengths)):
-            found["unfinished"] = float(unfinished)
-        return found
 
 
 class _Output(TensorBoardOutputFormat):
     """Stable-Baselines3's rows in one event file with the rest: TensorBoard follows one only."""
 
     def __init__(self, writer: Any) -> None:
-        self._is_closed, self.writer = False, writer
+        self._is_closed = False
+        self.writer = writer

@@ -6,12 +6,21 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from cases_ppo import OF_PPO
 
 import train
 
 FOLDER = Path("runs/ppo/natural/version_0")
-QUICK = ["--env=Corridor-v0", "--num_envs=2", "--n_steps=16", "--n_epochs=1",
-         "--total_steps=64", "--eval_games=2", "--eval_every=32"]  # fmt: skip
+QUICK = [
+    "--env=Corridor-v0",
+    "--num_envs=2",
+    "--n_steps=16",
+    "--n_epochs=1",
+    "--batch_size=32",
+    "--total_steps=64",
+    "--eval_games=2",
+    "--eval_every=32",
+]
 
 
 class Corridor(gymnasium.Env):
@@ -67,7 +76,7 @@ def test_masks_are_used_and_said_in_one_line(capfd):
 def test_masks_that_are_not_used():
     assert run("--masks=false") == 0
     assert Corridor.forbidden > 0
-    line = [each for each in QUICK if "epochs" not in each]
+    line = [word for word in QUICK if not word.startswith(OF_PPO)]
     with pytest.warns(UserWarning, match="actions are not masked: HeadA2C takes no action_masks"):
         assert train.main(["--model=a2c", *line]) == 0
 

@@ -45,18 +45,33 @@ WRONG = {
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must be at least 0, got nan",
     "--n_steps 0": "n_steps must be at least 1",
-    "--net_arch foo": "net_arch is a list or a dict of widths, not 'foo'",
+    "--net_arch foo": "Expected a list",
     "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",
     "--batch_size 1": "batch_size",
     "--clip_range -1": "clip_range must be positive, got -1",
     "--gamma 1.1": "gamma must lie in 0..1",
     "--value_loss cleanr": "one of 'sb3', 'cleanrl'",
     "--total_steps 0": "total_steps must be at least 1, got 0",
+    "--total_steps -1": "total_steps must be at least 1, got -1",
     "--total_steps 1.5": "Expected a int",
     "--eval_every -1": "eval_every must be at least 0, got -1",
     "--devices 2": "did you mean --device?",
     "--device abacus": "abacus",
     "--device cuda:99": "no device 'cuda:99'",
+    "--device cuda:x": "no device 'cuda:x' here; choose from auto, cpu",
+    "--policy_kwargs {head:\u00a0softmax}": "Unexpected keys: {'head'}",
+    "--policy_kwargs.head_options {}": "Unexpected keys: {'head_options'}",
+    "--env Breakout --seed 1147483647": "seed must lie in",
+    "--net_arch [0]": "0 does not conform",
+    "--net_arch [-3]": "-3 does not conform",
+    "--net_arch [a]": "base 10: 'a'",
+    "--net_arch [8.5]": "8.5 not an integer",
+    "--net_arch {pi:\u00a0[8],qf:\u00a0[8]}": "Unexpected keys: {'qf'}",
+    "--net_arch {vf:\u00a0abc}": "Got value: abc",
+    "--policy_kwargs.activation_fn torch.nn.ReLo": "'torch.nn' has no attribute 'ReLo'",
+    "--target_kl -1": "target_kl must be positive, got -1",
+    "--tensorboard_log x": "unrecognized arguments: --tensorboard_log",
+    "--sde_sample_freq 4": "unrecognized arguments: --sde_sample_freq",
     "--save_every 0": "save_every must be at least 1",
     "--fisher.every_n_rollouts 0": "every_n_rollouts",
     "--trainer.total_step 3": "did you mean --trainer.total_steps?",
@@ -66,7 +81,8 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_a_wrong_command_line_gets_one_line(line, capfd):
-    assert run(*QUICK, *line.split()) == 2
+    words = [word.replace("\u00a0", " ") for word in line.split(" ")]
+    assert run(*QUICK, *words) == 2
     assert WRONG[line] in one_line(capfd)
     assert not Path("runs").exists()
 
@@ -133,18 +149,22 @@ def test_options_that_stable_baselines_has(capfd):
 
 @one_server
 def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
-    argv = [*clock, "--num_envs=2", "--subprocesses=true", "--eval_every=0", "--num_actions=3"]
+    argv = [*clock, "--num_envs=2", "--batch_size=32", "--subprocesses=true", "--eval_every=0"]
+    argv += ["--num_actions=3", "--save_every=1"]
     assert run(*argv) == 0
 
     def end_one(self):
         one, two = self.model.env.processes
         assert os.getpgid(one.pid) == one.pid, "Ctrl-C is not for it"
-        two.kill()
+        if self.num_timesteps == 40:
+            two.kill()
         return True
 
     monkeypatch.setattr(RunSB3, "_on_step", end_one)
     assert run(*argv) == 1
-    assert capfd.readouterr().err.endswith("catnat: the process of an environment has ended\n")
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert "ended after step 40: the process of an environment has ended; the latest" in line
+    assert last("runs/ppo/natural/version_1")["global_step"] == 32
 
 
 @pytest.mark.parametrize(("env", "limits"), [("CliffWalking-v1", (None, 10_000)),

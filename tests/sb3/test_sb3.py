@@ -11,6 +11,7 @@ from cases_sb3 import (
     SMALL,
     Guess,
     HeadLstmPolicy,
+    choices,
     every_head_with,
     same_parameters,
 )
@@ -111,10 +112,20 @@ def test_multidiscrete(head):
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
-def test_actions_with_one_choice_are_refused(space):
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.filterwarnings("error:Initializing zero-element")
+def test_actions_with_one_choice_need_no_scores(head, space, tmp_path):
     env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
-    with pytest.raises(ValueError, match="num_categories must be at least 2, got 1"):
-        HeadPPO("MlpPolicy", env)
+    model = HeadPPO("MlpPolicy", env, policy_kwargs={"head": head}, **SMALL).learn(32)
+    model.save(tmp_path / "it")
+    assert space.contains(HeadPPO.load(tmp_path / "it").predict(BOX.sample())[0])
+    masks = np.ones((4, sum(choices(space))), bool)
+    _, log_prob, entropy = model.policy.evaluate_actions(
+        torch.randn(4, 3), torch.zeros(4, *space.shape), action_masks=masks
+    )
+    certain = isinstance(space, spaces.Discrete)
+    assert bool((log_prob == 0).all()) == bool((entropy == 0).all()) == certain
+    assert model.policy.action_net.out_features == sum(x.num_scores for x in model.policy.heads)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
