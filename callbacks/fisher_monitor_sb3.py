@@ -15,8 +15,8 @@ from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, picture_of, seed_of
 from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
-from catnat.sb3.distributions import unchecked
 from catnat.sb3.algorithms import map_arrays
+from catnat.sb3.distributions import unchecked
 
 
 class FisherMonitorSB3(BaseCallback):

@@ -80,14 +80,15 @@ class FromHeads:
 
     def parts_from(self, scores: Tensor, masks: Any = None) -> list[HeadCategorical]:
         """The distribution of each head, from scores (B, sum of S) and masks (B, sum of K)."""
-        pairs = zip(self.heads, scores.split([head.num_scores for head in self.heads], -1))
+        parts = scores.split([head.num_scores for head in self.heads], -1)
         if masks is None:
-            return [head(part) for head, part in pairs]
+            return [head(part) for head, part in zip(self.heads, parts, strict=True)]
         sizes = [head.num_categories for head in self.heads]
-        split = [mask.to(scores.device) for mask in split_masks(masks, sizes, scores.shape[:-1])]
+        allowed = [mask.to(scores.device) for mask in split_masks(masks, sizes, scores.shape[:-1])]
+        triples = zip(self.heads, parts, allowed, strict=True)
         if self.mask_mode == "renormalize":
-            return [renormalized(head(part), mask) for (head, part), mask in zip(pairs, split)]
-        return [head(part, mask=mask) for (head, part), mask in zip(pairs, split)]
+            return [renormalized(head(part), mask) for head, part, mask in triples]
+        return [head(part, mask=mask) for head, part, mask in triples]
 
     def sample(self) -> Tensor:
         """Random actions (B,), or (B, A) where an action has several parts."""

@@ -5,10 +5,10 @@ array of bool, True for each allowed action of a ``Discrete`` space. For ``Multi
 has the choices of all actions in a row, for ``MultiBinary`` two for each: 0 and 1. Gymnasium's
 convention, masks in ``info["action_mask"]``, becomes this one by :class:`InfoMasks`.
 
-A ``VecEnv`` with a ``Discrete`` action space may have an attribute ``forced_actions``: an array (n,)
-of the actions that the next step plays whatever actions it is given, -1 where the policy is free.
-HeadPPO and HeadA2C store the actions that are played. Forced actions are not the policy's choice:
-the critic learns from them, the policy does not.
+A ``VecEnv`` with a ``Discrete`` action space may have an attribute ``forced_actions``: an array
+(n,) of the actions that the next step plays whatever actions it is given, -1 where the policy is
+free. HeadPPO and HeadA2C store the actions that are played. Forced actions are not the policy's
+choice: the critic learns from them, the policy does not.
 """
 
 from __future__ import annotations

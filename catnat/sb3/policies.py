@@ -1,7 +1,8 @@
 """Policies of Stable-Baselines3 whose actions come from a categorical head.
 
 ``PPO(HeadActorCriticCnnPolicy, env, policy_kwargs={"head": "natural"})``; A2C takes them too. Any
-other policy gets a head by a class of two bases, as those of sb3-contrib do at the end of this file.
+other policy gets a head by a class of two bases, as those of sb3-contrib do at the end of this
+file.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class HeadPolicy(_Base):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
     The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space; an
-    action with one choice has no scores. A probability that is NaN raises a ValueError, as in the policies
-    of Stable-Baselines3. The deterministic action is the likeliest of all categories; a tree does
-    not decide it split by split.
+    action with one choice has no scores. A probability that is NaN raises a ValueError, as in the
+    policies of Stable-Baselines3. The deterministic action is the likeliest of all categories; a
+    tree does not decide it split by split.
 
     Calling the policy, ``evaluate_actions``, ``get_distribution`` and ``predict`` take
     ``action_masks``, see :mod:`catnat.sb3.masks`.

@@ -274,7 +274,9 @@ class HeadPPO(HeadAlgorithm, PPO):
         """KL(old || new) along the paths to the actions, (B,); the policy has just seen them."""
         distribution = self.policy.action_dist
         old_parts = distribution.parts_from(batch["scores"], batch.get("masks"))
-        triples = zip(old_parts, distribution.parts, batch["actions"].long().unbind(-1), strict=True)
+        triples = zip(
+            old_parts, distribution.parts, batch["actions"].long().unbind(-1), strict=True
+        )
         total = torch.stack([q.path_kl(p, action) for q, p, action in triples]).sum(0)
         return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
 

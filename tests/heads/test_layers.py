@@ -47,7 +47,7 @@ GUESTS = {
     "catnat.rng": {"torch", "numpy"},
     "catnat.kernels": {"torch", "triton"},
     "catnat.sb3": SB3,
-    "catnat.sb3.contrib": {*SB3, "sb3_contrib"},
+    "catnat.sb3.policies": {*SB3, "sb3_contrib"},
     "catnat.jax": {"jax", "numpy"},
 }
 
@@ -151,7 +151,7 @@ def test_no_two_modules_import_each_other():
         ("catnat/__init__.py", "from catnat.sb3 import HeadActorCriticPolicy"),
         ("catnat/probe.py", "from catnat.callbacks import FisherMonitor"),
         ("catnat/probe.py", "import importlib\nimportlib.import_module('catnat.cli')"),
-        ("catnat/sb3/policies.py", "import sb3_contrib"),
+        ("catnat/sb3/masks.py", "import sb3_contrib"),
         ("catnat/jax/flat_heads.py", "import torch"),
         ("catnat/jax/flat_heads.py", "from catnat.tree import levels"),
         ("lit_modules/vae.py", "from catnat.datamodules import MNISTDataModule"),

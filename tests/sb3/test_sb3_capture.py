@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from catnat.cuda_graph import WARM_UP
-from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule
-from catnat.sb3 import ppo
+from catnat.sb3 import HeadPPO, NonFinite, cleanrl_schedule, ppo
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
