@@ -81,7 +81,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
                 if last_obs is not None and infos[index].get("TimeLimit.truncated", False):
                     last_obs = self.policy.obs_to_tensor(last_obs)[0]
                     with torch.no_grad():
-                        terminal_value = self.policy.predict_values(last_obs)[0]  # type: ignore[operator]
+                        terminal_value = self.policy.predict_values(last_obs)[0]
                     rewards[index] += self.gamma * terminal_value
             rollout_buffer.add(
                 self._last_obs,  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
             self._last_episode_starts = dones
         with torch.no_grad():
             obs_tensor = obs_as_tensor(new_obs, self.device)  # type: ignore[arg-type]
-            values = self.policy.predict_values(obs_tensor)  # type: ignore[operator]
+            values = self.policy.predict_values(obs_tensor)
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         callback.update_locals(locals())
         callback.on_rollout_end()

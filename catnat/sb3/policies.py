@@ -99,6 +99,7 @@ class HeadPolicy(_Base):
             heads.append(make_head(name, K, **options) if K > 1 else OneChoice())
             heads[-1].validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
+        self.action_dist: HeadDistribution | HeadMultiDistribution
         if isinstance(self.action_space, spaces.Discrete):
             self.action_dist = HeadDistribution(heads[0])
         else:
