@@ -16,6 +16,7 @@ from itertools import chain, product
 import measures
 import mechanism_claims
 import numpy as np
+import wider
 from measures import (
     BOTH,
     INTERVAL,
@@ -314,6 +315,7 @@ CLAIMS = (
     *(vae_claims, longer_vae_claims, other_vae_claims),
     latent_claims,
     *(game_claims, graph_claims, estimator_claims, label_claims),
+    wider.claims,
 )
 
 

@@ -1,6 +1,6 @@
-"""Tables of the newer studies: less noise, architectures, other data, and PPO with more seeds.
+"""Claims of the newer studies: less noise, architectures, other data, and PPO with more seeds.
 
-    python paper/wider.py
+    python paper/wider.py  # their tables, row by row
 
 Factors are softmax's steps divided by a head's to the same validation loss, with 95 % intervals
 over seeds. A crossing is the last step at which the mean curves of softmax and a head change
@@ -10,26 +10,42 @@ game.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
-from measures import PAPER, Row, Runs, by_seed, curve, factor, log_factors, select
+from measures import (
+    BOTH,
+    INTERVAL,
+    PAPER,
+    TREES,
+    Claim,
+    Numbers,
+    Pair,
+    Row,
+    by_seed,
+    curve,
+    factor,
+    log_factors,
+    mean,
+    select,
+    text_of,
+)
 from scipy import stats
+
+SOFTMAX = "softmax"
 
 UNTIL = (2500, 5000, 10000)  # steps: the losses of without_noise.yaml are softmax's after these
 GAMES = ("Asterix", "Breakout", "Seaquest", "SpaceInvaders")
 Returns = dict[str, list[float]]  # by game
 
 
-def crossing(slow: Runs, fast: Runs) -> float:
+def crossing(pair: Pair) -> float:
     """The last step at which the mean curves change places, interpolated; NaN if they never do."""
-    common = sorted(slow.keys() & fast.keys())
-    steps = [curve(runs[seed], 10**9)[0] for runs in (slow, fast) for seed in common]
+    common = sorted(pair[0].keys() & pair[1].keys())
+    steps = [curve(runs[seed])[0] for runs in pair for seed in common]
     length = min(len(log_steps) for log_steps in steps)
-    means = [
-        np.mean([curve(runs[seed], 10**9)[1][:length] for seed in common], 0)
-        for runs in (slow, fast)
-    ]
+    means = [np.mean([curve(runs[seed])[1][:length] for seed in common], 0) for runs in pair]
     ahead = means[0] - means[1]  # above 0 where the second has the lower loss
     changes = np.flatnonzero(np.sign(ahead[:-1]) != np.sign(ahead[1:]))
     if not len(changes):
@@ -58,12 +74,14 @@ def iqm_difference(first: Returns, second: Returns) -> list[float]:
     def statistic(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
         means = (samples[:games], samples[games:])
         ours, theirs = (interquartile_mean(*part, axis=axis) for part in means)
-        return ours - theirs
+        difference: np.ndarray = ours - theirs
+        return difference
 
     return _bootstrap([*first.values(), *second.values()], statistic)
 
 
-def _bootstrap(samples: list[list[float]], statistic) -> list[float]:  # type: ignore[no-untyped-def]
+def _bootstrap(samples: list[Numbers], statistic: Callable[..., np.ndarray]) -> Numbers:
+    """A statistic and its 95 % interval by the percentiles of 5,000 samples."""
     arrays = [np.array(sample) for sample in samples]
     noise = np.random.default_rng(1)
     drawn = stats.bootstrap(arrays, statistic, method="percentile", n_resamples=5000, rng=noise)
@@ -71,62 +89,58 @@ def _bootstrap(samples: list[list[float]], statistic) -> list[float]:  # type: i
     return [float(statistic(*arrays)), float(low), float(high)]
 
 
-# -- the tables ------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
-def show_factors(title: str, slow: Runs, fast: Runs, until: tuple[int, ...] = (10**9,)) -> None:
-    """A line: how many seeds, the factor at each loss, the crossing."""
-    common = slow.keys() & fast.keys()
-    if len(common) < 2:
-        print(f"{title:54} n = {len(common)}")
-        return
-    cells = []
+def factor_row(page: str, words: str, pair: Pair, until: tuple[int, ...] = (10**9,)) -> list[Claim]:
+    """A row of a table: seeds, the factor at each loss, and where the curves cross."""
+    count = len(pair[0].keys() & pair[1].keys())
+    if count < 2:
+        return []
+    numbers: Numbers = [count]
     for steps in until:
-        middle, low, high = factor(log_factors((slow, fast), steps))
-        cells.append(f"{middle:5.2f} [{low:.2f}, {high:.2f}]")
-    where = crossing(slow, fast)
-    print(f"{title:54} n = {len(common)}  {'  '.join(cells)}  crossing {where:.0f}")
+        numbers += factor(log_factors(pair, steps))
+    where = crossing(pair)
+    if np.isfinite(where):
+        numbers.append(round(where, -2))
+    cells = ["{}", *[INTERVAL] * len(until), "{}" if np.isfinite(where) else "none"]
+    return [Claim(page, f"| {words} | {' | '.join(cells)} |", numbers)]
 
 
-def without_noise() -> None:
+def without_noise() -> Iterator[Claim]:
     """Factors of three heads over softmax in each setting."""
-    path = "without_noise/curves.csv"
     settings = (("gumbel", "1"), ("gumbel", "8"), ("gumbel", "64"), ("score-function", "64"))
-    for (estimator, draws), head in product(
-        settings, ("sigmoid-coupled-1", "sigmoid", "sigmoid-opposed-0.5")
-    ):
-        slow, fast = (
-            by_seed(path, estimator=estimator, draws=draws, head=name) for name in ("softmax", head)
-        )
-        show_factors(f"{estimator}, {draws} draws, {head}", slow, fast, UNTIL)
+    heads = ("sigmoid-coupled-1", "sigmoid", "sigmoid-opposed-0.5")
+    for (estimator, draws), head in product(settings, heads):
+        setting = f"estimator={estimator} draws={draws}"
+        pair = [by_seed("without_noise/curves.csv", f"{setting} head={x}") for x in (SOFTMAX, head)]
+        words = f"{estimator}, {draws} | {head}"
+        yield from factor_row("mechanism/README.md", words, pair, UNTIL)
 
 
-def architecture() -> None:
+def architecture() -> Iterator[Claim]:
     """Factors of sigmoid over softmax in each model."""
     kinds = (("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense"))
     for encoder, decoder in (*kinds, ("conv-plain", "conv-plain")):
-        slow, fast = (
-            by_seed("architecture/curves.csv", encoder=encoder, decoder=decoder, head=head)
-            for head in ("softmax", "sigmoid")
-        )
-        rates = ", ".join(_rate(runs) for runs in (slow, fast))
-        show_factors(f"encoder {encoder}, decoder {decoder}, rates {rates}", slow, fast)
+        model = f"encoder={encoder} decoder={decoder}"
+        pair = [by_seed("architecture/curves.csv", f"{model} head={head}") for head in BOTH]
+        words = f"{encoder} | {decoder} | {rates_of(pair)}"
+        yield from factor_row("mechanism/README.md", words, pair)
 
 
-def glyphs() -> None:
+def glyphs() -> Iterator[Claim]:
     """Factors of trees over softmax at each size, with each estimator."""
-    estimators = ("gumbel", "straight-through")
-    for K, estimator, head in product(("16", "32"), estimators, ("sigmoid", "natural")):
-        slow, fast = (
-            by_seed("glyphs/curves.csv", num_categories=K, estimator=estimator, head=name)
-            for name in ("softmax", head)
-        )
-        rates = ", ".join(_rate(runs) for runs in (slow, fast))
-        show_factors(f"K = {K}, {estimator}, {head}, rates {rates}", slow, fast)
+    for K, estimator, head in product(("16", "32"), ("gumbel", "straight-through"), TREES):
+        setting = f"num_categories={K} estimator={estimator}"
+        pair = [by_seed("glyphs/curves.csv", f"{setting} head={x}") for x in (SOFTMAX, head)]
+        words = f"(20, {K}) | {estimator} | {head} | {rates_of(pair)}"
+        yield from factor_row("glyphs/README.md", words, pair)
 
 
-def _rate(runs: Runs) -> str:
-    return "/".join(sorted({run["learning_rate"] for run in runs.values()})) or "none"
+def rates_of(pair: Pair) -> str:
+    """The learning rates of two heads."""
+    rates = [sorted({run["learning_rate"] for run in runs.values()}) for runs in pair]
+    return ", ".join("/".join(names) for names in rates)
 
 
 def minatar_returns(head: str, new: bool) -> Returns:
@@ -134,7 +148,7 @@ def minatar_returns(head: str, new: bool) -> Returns:
     relative = {}
     for game in GAMES:
         returns = {name: _chosen(name, game, new) for name in ("softmax", head)}
-        relative[game] = [value / np.mean(returns["softmax"]) for value in returns[head]]
+        relative[game] = [value / mean(returns["softmax"]) for value in returns[head]]
     return relative
 
 
@@ -154,25 +168,41 @@ def _chosen(head: str, game: str, new: bool) -> list[float]:
     return [float(row["test/return"]) for row in chosen]
 
 
-def minatar() -> None:
-    """Interquartile means of all heads."""
-    for new, head in product((True, False), ("softmax", "sigmoid", "natural", "sparsemax")):
-        ours, softmax = minatar_returns(head, new), minatar_returns("softmax", new)
-        counts = ", ".join(str(len(ours[game])) for game in GAMES)
-        seeds = "new seeds" if new else "all seeds"
-        if min(len(ours[game]) for game in GAMES) < 2:
-            print(f"{head:10} {seeds}  n = {counts}")
+def minatar() -> Iterator[Claim]:
+    """Interquartile means of all heads, on seeds that chose no rate and on all."""
+    for new, head in product((True, False), (SOFTMAX, *TREES, "sparsemax")):
+        ours = minatar_returns(head, new)
+        counts = [len(returns) for returns in ours.values()]
+        if min(counts) < 2:
             continue
-        middle, low, high = iqm_interval(ours)
-        gap, gap_low, gap_high = iqm_difference(ours, softmax)
-        interval = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-        behind = f"minus softmax {gap:.2f} [{gap_low:.2f}, {gap_high:.2f}]"
-        print(f"{head:10} {seeds}  n = {counts}  {interval}  {behind}")
+        words = (
+            f"| {head} | {'seeds from 4 on' if new else 'all seeds'} | {{}} to {{}} | {INTERVAL} |"
+        )
+        numbers = [min(counts), max(counts), *iqm_interval(ours)]
+        if head != SOFTMAX:
+            words += f" {INTERVAL} |"
+            numbers += iqm_difference(ours, minatar_returns(SOFTMAX, new))
+        yield Claim("games/README.md", words, numbers)
+
+
+def table_rows() -> Iterator[Claim]:
+    """Rows of all tables, as far as their runs have ended."""
+    tables = {"without_noise": without_noise, "architecture": architecture, "glyphs": glyphs}
+    for study, rows in tables.items():
+        if (PAPER / study / "curves.csv").is_file():
+            yield from rows()
+    yield from minatar()
+
+
+def claims() -> Iterator[Claim]:
+    """The rows that pages have already; pages of runs that go on may lack some."""
+    for claim in table_rows():
+        words = claim.sentence.partition("{}")[0]
+        if words in text_of(claim.page):
+            yield claim
 
 
 if __name__ == "__main__":
-    for table in (without_noise, architecture, glyphs, minatar):
-        print(f"\n{(table.__doc__ or '').strip()}")
-        study = table.__name__
-        if any((PAPER / study / name).is_file() for name in ("curves.csv", "runs.csv")):
-            table()
+    for claim in table_rows():
+        numbers = [str(n) if isinstance(n, int) else f"{n:.2f}" for n in claim.computed]
+        print(claim.page, claim.sentence.format(*numbers))
