@@ -13,5 +13,8 @@ def layer_and_data(K, head="natural", rows=7, width=6, dtype=torch.float64, **op
 
 
 def by_linear_and_head(layer, hidden):
-    leaves = layer.head.log_probs(F.linear(hidden, layer.weight, layer.bias))
-    return leaves if layer.order is None else leaves[..., layer.order]
+    places = layer.head.log_probs(F.linear(hidden, layer.weight, layer.bias))
+    if layer.shortlist is not None:
+        block = layer.shortlist(hidden).log_softmax(-1)
+        places = torch.cat((block[..., :-1], places + block[..., -1:]), -1)
+    return places if layer.order is None else places[..., layer.order]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from catnat import TreeLinear
-from catnat.orders import by_embedding, by_frequency
+from catnat.orders import by_cooccurrence, by_embedding, by_frequency
 
 SIZES = (2, 3, 5, 8, 37, 100, 1000)
 
@@ -64,3 +64,18 @@ def test_clusters_become_subtrees():
 def test_wrong_input_gets_one_clear_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_classes_that_follow_the_same_classes_share_a_subtree_by_cooccurrence():
+    torch.manual_seed(0)
+    first = torch.randint(2, (4000,))  # class 0 comes before 2..5, class 1 before 6..9
+    second = 2 + 4 * first + torch.randint(4, (4000,))
+    tokens = torch.stack((first, second), 1).flatten()
+    order = by_cooccurrence(tokens, 10, frequent=2, dims=4)
+    assert order[:2].tolist() == [0, 1] and sorted(order.tolist()) == list(range(10))
+    halves = (order[2:] - 2) // 4
+    assert (halves[:4] == halves[0]).all() and (halves[4:] == 1 - halves[0]).all()
+    moved = by_cooccurrence(tokens, 10, frequent=[9, 0])
+    assert moved[[9, 0]].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="largest"):
+        by_cooccurrence(tokens, 9)

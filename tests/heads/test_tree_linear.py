@@ -23,9 +23,13 @@ class Cauchy(CauchyHead, name="cauchy"):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("K", [2, 3, 5, 8, 37, 1000])
-def test_all_log_probabilities_are_those_of_a_linear_layer_and_a_head(K, head):
-    layer, hidden, target = layer_and_data(K, head)
+@pytest.mark.parametrize(
+    ("K", "frequent"), [(2, 0), (3, 1), (5, 0), (8, 3), (37, [5, 30, 2]), (1000, 256)]
+)
+def test_all_log_probabilities_are_those_of_a_linear_layer_and_a_head(K, frequent, head):
+    layer, hidden, target = layer_and_data(K, head, frequent=frequent)
+    ones = torch.ones(7, dtype=torch.float64)
+    torch.testing.assert_close(layer.log_probs(hidden).exp().sum(-1), ones)
     full = by_linear_and_head(layer, hidden)
     torch.testing.assert_close(layer.log_probs(hidden), full)
     chosen = full.gather(1, target[:, None])[:, 0]
@@ -58,6 +62,48 @@ def test_nll_means_what_cross_entropy_means(reduction):
     torch.testing.assert_close(layer.nll(hidden, target, **options), expected)
 
 
+def test_frequent_classes_have_a_softmax_and_the_others_a_tree_in_their_order():
+    order = [3, 1, 5, 4, 0, 2]
+    layer = TreeLinear(3, 6, order=order, frequent=[4, 1])
+    hidden = torch.randn(2, 3)
+    found = layer.log_probs(hidden).exp()
+    block = layer.shortlist(hidden).softmax(-1)
+    torch.testing.assert_close(found[:, [4, 1]], block[:, :2])
+    leaves = layer.head.probs(layer.scores(hidden)) * block[:, 2:]
+    torch.testing.assert_close(found[:, [5, 0, 3, 2]], leaves)  # leaves 2, 3, 4, 5 of the order
+    layer.set_order(None)
+    torch.testing.assert_close(layer.log_probs(hidden).exp()[:, [0, 2, 3, 5]], leaves)
+    first = TreeLinear(3, 6, frequent=2)
+    assert first.order is None and first.log_probs(hidden).shape == (2, 6)
+
+
+@pytest.mark.parametrize("frequent", [0, 5, [7, 1]])
+def test_biases_from_counts_give_the_frequencies_of_the_classes(frequent):
+    layer, hidden, _ = layer_and_data(11, "sigmoid", frequent=frequent)
+    counts = torch.randint(50, (11,))
+    layer.start_from_counts(counts)
+    for name, parameter in layer.named_parameters():
+        if "weight" in name:
+            torch.nn.init.zeros_(parameter)
+    shares = (counts + 1).double() / (counts + 1).sum()
+    torch.testing.assert_close(layer.log_probs(hidden)[0].exp(), shares)
+
+
+@pytest.mark.parametrize("frequent", [0, 4])
+def test_the_fisher_matrix_is_a_block_and_a_diagonal(frequent):
+    layer = TreeLinear(11 if frequent else 10, 11, frequent=frequent, dtype=torch.float64)
+    weights = [layer.weight] if layer.shortlist is None else [layer.shortlist.weight, layer.weight]
+    rows = torch.eye(layer.in_features, dtype=torch.float64).split([len(w) for w in weights])
+    for weight, row in zip(weights, rows, strict=True):
+        weight.data.copy_(row)
+    scores = torch.randn(layer.in_features, dtype=torch.float64)
+    moves = torch.autograd.functional.jacobian(layer.log_probs, scores)
+    expected = moves.T @ (layer.log_probs(scores).exp()[:, None] * moves)
+    block, diagonal = layer.fisher(scores)
+    parts = [diagonal.diag()] if block is None else [block, diagonal.diag()]
+    torch.testing.assert_close(torch.block_diag(*parts), expected)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_ignored_targets_read_and_move_nothing(sparse):
     layer, hidden, target = layer_and_data(1000, rows=4, sparse=sparse)
@@ -73,17 +119,18 @@ def test_ignored_targets_read_and_move_nothing(sparse):
     assert layer.nll(hidden, torch.full((4,), -100), reduction="sum") == 0
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_dense_and_sparse_gradients_are_those_of_a_linear_layer(head):
-    layer, hidden, target = layer_and_data(300, head, rows=40, dtype=torch.float32)
+@pytest.mark.parametrize(("head", "frequent"), [("sigmoid", 0), ("natural", 64), ("cauchy", 9)])
+def test_dense_and_sparse_gradients_are_those_of_a_linear_layer(head, frequent):
+    options = {"dtype": torch.float32, "frequent": frequent}
+    layer, hidden, target = layer_and_data(300, head, rows=40, **options)
     hidden.requires_grad_()
-    wanted = [hidden, layer.weight, layer.bias]
+    wanted = [hidden, *layer.parameters()]
     full = by_linear_and_head(layer, hidden)
     expected = torch.autograd.grad(-full.gather(1, target[:, None]).mean(), wanted)
     for sparse in (False, True):
         layer.sparse = sparse
         found = torch.autograd.grad(layer.nll(hidden, target), wanted)
-        assert [g.is_sparse for g in found] == [False, sparse, sparse]
+        assert [g.is_sparse for g in found][:3] == [False, sparse, sparse]
         for ours, known in zip(found, expected, strict=True):
             torch.testing.assert_close(ours.to_dense(), known)
 
@@ -102,14 +149,15 @@ def test_sparse_adam_takes_sparse_gradients_and_moves_the_rows_in_use_alone():
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("K", [5, 8])
-def test_gradients_of_every_path_in_float64(head, K):
-    layer, hidden, target = layer_and_data(K, head, rows=3, width=2)
-    inputs = [x.detach().clone().requires_grad_() for x in (hidden, layer.weight, layer.bias)]
+@pytest.mark.parametrize(("K", "frequent"), [(5, 0), (8, 3)])
+def test_gradients_of_every_path_in_float64(head, K, frequent):
+    layer, hidden, target = layer_and_data(K, head, rows=3, width=2, frequent=frequent)
+    names = [name for name, _ in layer.named_parameters()]
+    inputs = [x.detach().clone().requires_grad_() for x in (hidden, *layer.parameters())]
 
     def called(*given):
         return lambda hidden, *values: functional_call(
-            layer, dict(zip(("weight", "bias"), values, strict=True)), (hidden, *given)
+            layer, dict(zip(names, values, strict=True)), (hidden, *given)
         )
 
     for given in ((target,), ()):  # the loss, and all log-probabilities
@@ -117,9 +165,10 @@ def test_gradients_of_every_path_in_float64(head, K):
     assert gradgradcheck(called(target), inputs)
 
 
-@pytest.mark.parametrize("head", ["sigmoid", "natural"])
-def test_samples_follow_the_probabilities_by_chi_square(head):
-    layer, hidden, _ = layer_and_data(1000, head, rows=2)
+@pytest.mark.parametrize(("head", "frequent"), [("sigmoid", 0), ("natural", 0), ("sigmoid", 300)])
+def test_samples_follow_the_probabilities_by_chi_square(head, frequent):
+    layer, hidden, _ = layer_and_data(1000, head, rows=2, frequent=frequent)
+    assert layer.sample(hidden[0]).shape == ()
     noise = torch.Generator().manual_seed(3)
     n = 100_000
     samples = layer.sample(hidden, (n,), noise)
@@ -137,9 +186,9 @@ def test_samples_follow_the_probabilities_by_chi_square(head):
 
 
 @pytest.mark.parametrize("head", ["sigmoid", "natural"])
-@pytest.mark.parametrize(("K", "k"), [(50, 50), (5000, 70)])
-def test_topk_agrees_with_the_full_sort(head, K, k):
-    layer, hidden, _ = layer_and_data(K, head, rows=3, dtype=torch.float32)
+@pytest.mark.parametrize(("K", "k", "frequent"), [(50, 50, 7), (5000, 70, 0)])
+def test_topk_agrees_with_the_full_sort(head, K, k, frequent):
+    layer, hidden, _ = layer_and_data(K, head, rows=3, dtype=torch.float32, frequent=frequent)
     values, indices = layer.topk(hidden.view(3, 1, -1), k)
     full = layer.log_probs(hidden)
     torch.testing.assert_close(values[:, 0], full.sort(-1, descending=True).values[:, :k])
@@ -157,7 +206,7 @@ def test_topk_of_a_row_with_nan_is_nan_and_other_rows_are_right():
 
 
 def test_an_empty_batch_has_empty_results():
-    layer, hidden, target = layer_and_data(K := 10)
+    layer, hidden, target = layer_and_data(K := 10, frequent=3)
     for none, classes in (
         (hidden[:0], target[:0]),
         (hidden[:0].view(2, 0, 6), target[:0][None][[0, 0]]),
@@ -186,38 +235,81 @@ def test_more_classes_than_float32_can_count():
         torch.testing.assert_close(layer.log_prob(hidden[row], target[row]), expected.float())
 
 
-def test_a_state_dict_restores_the_layer_with_its_order():
-    layer, hidden, target = layer_and_data(13)
-    assert list(layer.state_dict()) == ["weight", "bias", "order"]
-    other = TreeLinear(6, 13, "natural", dtype=torch.float64)
+@pytest.mark.parametrize("frequent", [0, [8, 2, 5]])
+def test_a_state_dict_restores_the_layer_with_its_order(frequent):
+    layer, hidden, target = layer_and_data(13, frequent=frequent)
+    assert list(layer.state_dict())[:3] == ["weight", "bias", "order"]
+    other = TreeLinear(6, 13, "natural", dtype=torch.float64, frequent=layer.num_frequent)
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(other.nll(hidden, target), layer.nll(hidden, target))
     noise = [torch.Generator().manual_seed(1) for _ in range(2)]
     drawn = [each.sample(hidden, (5,), n) for each, n in zip((layer, other), noise, strict=True)]
     assert torch.equal(*drawn)
     with pytest.raises(RuntimeError, match="order"):
-        layer.load_state_dict(TreeLinear(6, 13, "natural").state_dict())
+        layer.load_state_dict(TreeLinear(6, 13, frequent=layer.num_frequent).state_dict())
     linear = torch.nn.Linear(6, 12)
     TreeLinear(6, 13).load_state_dict(linear.state_dict())
 
 
-def test_a_layer_made_on_the_device_meta_gets_its_order_back():
-    order = torch.randperm(13)
-    for given in (order, order.tolist()):
-        with torch.device("meta"):
-            layer = TreeLinear(6, 13, "natural", given)
-        layer.to_empty(device="cpu").reset_parameters()
-        assert torch.equal(layer.order, order) and torch.equal(layer.classes, order.argsort())
-        hidden = torch.randn(3, 6)
-        torch.testing.assert_close(layer.log_probs(hidden), by_linear_and_head(layer, hidden))
+@pytest.mark.parametrize("frequent", [0, [8, 2, 5]])
+def test_a_layer_on_the_device_meta_computes_shapes_and_gets_its_order_back(frequent):
+    real, hidden, _ = layer_and_data(13, frequent=frequent, dtype=torch.float32)
+    with torch.device("meta"):
+        layer = TreeLinear(6, 13, "natural", real.order.tolist(), frequent=frequent)
+        states, target = torch.randn(3, 6), torch.zeros(3, dtype=torch.long)
+    layer(states, target).backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert layer(states).shape == (3, 13) and layer.sample(states).shape == (3,)
+    assert layer.topk(states, 2).indices.shape == (3, 2)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(layer.order, real.order) and torch.equal(layer.classes, real.classes)
+    torch.testing.assert_close(layer.log_probs(hidden), by_linear_and_head(layer, hidden))
+
+
+def test_a_layer_is_not_an_embedding_and_keeps_its_weights_when_embeddings_are_drawn_again():
+    layer = TreeLinear(4, 9)
+    before = layer.weight.clone()
+    assert not hasattr(layer, "padding_idx")
+
+    def draw_embeddings(module):
+        if isinstance(module, torch.nn.Embedding):
+            torch.nn.init.zeros_(module.weight)
+
+    torch.nn.Sequential(torch.nn.Embedding(3, 4), layer).apply(draw_embeddings)
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_distributed_training_takes_dense_and_sparse_gradients(sparse):
+    layer, hidden, target = layer_and_data(300, frequent=20, sparse=sparse, dtype=torch.float32)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        shared = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
+        expected = torch.autograd.grad(layer(hidden, target), layer.weight)[0].to_dense()
+        shared.module.forward = lambda hidden, target: layer(hidden, target)
+        shared(hidden, target).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert layer.weight.grad.is_sparse == layer.bias.grad.is_sparse == sparse
+    assert not layer.shortlist.weight.grad.is_sparse
+    torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+
+
+def test_natural_has_a_tail_unless_it_is_refused():
+    assert TreeLinear(4, 9, "natural").head.tail == 0.05
+    assert TreeLinear(4, 9, "natural", tail=0).head.tail == 0
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_half_precision_is_close_to_float32(sparse):
-    layer, hidden, target = layer_and_data(500, rows=20, dtype=torch.float32, sparse=sparse)
+    options = {"rows": 20, "dtype": torch.float32, "sparse": sparse, "frequent": 30}
+    layer, hidden, target = layer_and_data(500, **options)
     expected = layer.nll(hidden, target)
     with torch.autocast("cpu", torch.bfloat16):
         half = layer.nll(hidden.bfloat16(), target)
+        one, every = layer.log_prob(hidden, target), layer.log_probs(hidden)
+        torch.testing.assert_close(one, every.gather(1, target[:, None])[:, 0])
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, expected, rtol=2e-2, atol=0)
     layer.bfloat16()
@@ -228,7 +320,7 @@ def test_half_precision_is_close_to_float32(sparse):
 
 
 def test_a_compiled_layer_and_a_checkpointed_one_learn_the_same():
-    layer, hidden, target = layer_and_data(40, dtype=torch.float32)
+    layer, hidden, target = layer_and_data(40, dtype=torch.float32, frequent=8)
     hidden.requires_grad_()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     again = partial(checkpoint, layer, use_reentrant=False)
@@ -254,6 +346,10 @@ def test_a_compiled_layer_and_a_checkpointed_one_learn_the_same():
             "permutation of 0..8",
         ),
         (lambda layer: TreeLinear(4, 9, "softmax"), "tree head.*'softmax'"),
+        (lambda layer: TreeLinear(4, 9, frequent=8), "0..7, got 8"),
+        (lambda layer: TreeLinear(4, 9, frequent=[3, 9]), "0..8, got 9"),
+        (lambda layer: TreeLinear(4, 9, frequent=[3, 3]), "twice"),
+        (lambda layer: layer.start_from_counts(torch.ones(8)), "9 counts.*(8,)"),
     ],
 )
 def test_wrong_input_gets_one_clear_error(call, message):
@@ -293,3 +389,25 @@ def test_path_estimates_from_hidden_states_are_those_of_the_head():
         layer.path_kl(one, two, value, TreeLinear(6, 12))
     with pytest.raises(ValueError, match="the same order"):
         layer.path_kl(one, two, value, TreeLinear(6, 11))
+
+
+@pytest.mark.parametrize("K", [4, 11])
+def test_path_estimates_of_a_layer_with_frequent_classes_have_the_right_mean_and_gradient(K):
+    layer, hidden, _ = layer_and_data(K, "sigmoid", rows=2, frequent=2)
+    other = TreeLinear(6, K, order=layer.order, frequent=[*layer.classes[:2]], dtype=torch.float64)
+    one, two = hidden[0].clone().requires_grad_(), hidden[1].clone().requires_grad_()
+    every = torch.arange(K)  # the mean over all classes is exact
+    for reference in (None, other):
+        logs = layer.log_probs(one)
+        probs = logs.exp()
+        kl = (probs * (logs - (reference or layer).log_probs(two))).sum()
+        estimates = {kl: layer.path_kl(one, two, every, reference)}
+        estimates[-(probs * logs).sum()] = layer.path_entropy(one, every)
+        for exact, estimate in estimates.items():
+            assert (estimate >= 0).all()
+            mean = (probs.detach() * estimate).sum()
+            torch.testing.assert_close(mean, exact)
+            grads = [torch.autograd.grad(x, one, retain_graph=True)[0] for x in (mean, exact)]
+            torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match="the same order"):
+        layer.path_kl(one, two, every, TreeLinear(6, K, order=layer.order, dtype=torch.float64))
