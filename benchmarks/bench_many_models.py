@@ -25,8 +25,8 @@ def rate(args: argparse.Namespace, count: int) -> float:
     ]
     group = batched.Group(members)
     cuda = group.device.type == "cuda"
-    take = StepGraph(group._step) if cuda else group._step
-    batches, steps, began = group._batches(), 0, 0.0
+    take = StepGraph(group.step) if cuda else group.step
+    batches, steps, began = group.batches(), 0, 0.0
     for step in range(10**6):
         if step == 10:  # after the capture
             if cuda:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from importlib import import_module
 from typing import Any
 
 from catnat import __version__
 from catnat.cli.errors import is_mistake, one_line, own_error
 from catnat.cli.options import DATA, MODELS, RL_MODELS, command_words, load, read_names
+from catnat.sweeps import run_command
 
-COMMANDS = ("sweep", "status", "tables", "figures")  # modules of catnat.sweeps
+COMMANDS = ("sweep", "status", "tables", "figures")
 _PAGE = """\
 usage: {command} [fit|validate|test|predict] --model MODEL --head HEAD ...
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns 0, 1 (could not finish), 2 (wrong usage) or 128 + signal."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return int(import_module(f"catnat.sweeps.{argv[0]}").main(argv[1:]))
+        return run_command(argv[0], argv[1:])
     try:
         _main(argv)
     except KeyboardInterrupt:

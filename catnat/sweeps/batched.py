@@ -1,8 +1,8 @@
 """Many models of one shape as one: torch.func stacks any StepModule, and one step trains all.
 
-Each model begins with the weights of its seed and sees the batches that ``train.py`` would show it;
-its noise is another, drawn for all models at once. Models of a group differ in seed, learning rates
-and data alone. On a CUDA device a step of the whole group is one CUDA graph.
+Each model starts with the weights of its seed and sees the batches of a run of its own; its noise
+differs, as it is drawn for all models at once. Models of a group differ in seed, learning rates and
+data alone. On a CUDA device a step of the whole group is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.core import optimizer as lightnings
+from lightning.pytorch.core import optimizer as lightning_optimizers
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
+from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
@@ -35,17 +36,22 @@ from catnat.probe import HeadProbe
 from catnat.rng import forked_random_state
 
 _STEPS_AHEAD = 40  # of the host, before it waits for the device
-# Options of the Trainer that would change what is learned or measured; a group knows none of them.
-_USUAL = {"precision": "32-true", "accumulate_grad_batches": "1", "gradient_clip_val": "None",
-          "num_devices": "1"}  # fmt: skip
-_USUAL |= dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), "1.0")
+# Options of the Trainer that would change what is learned or measured; a group has no others.
+_TRAINER_OPTIONS = {
+    "precision": "32-true",
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "num_devices": 1,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "limit_test_batches": 1.0,
+}
 Metrics = dict[str, Any]
-Curve = list[tuple[int, Metrics]]  # metrics by step
 
 
 @dataclass
 class Member:
-    """A model with its data, as ``train.py`` would begin it.
+    """A model with its data, as a run of its own would start.
 
     Attributes:
         model: with the weights that its seed gives.
@@ -53,9 +59,9 @@ class Member:
         seed: of weights and noise.
         options: of the Trainer: max_steps, val_check_interval, accelerator.
         group: equal for models that can be trained together.
-        same_data: equal for models with equal data.
-        folder: where curves, weights and metrics are written; None: nowhere.
-        curve: what was seen in training.
+        data_key: equal for models with equal data.
+        folder: of the run, for curves, weights and metrics; None: nothing is written.
+        curve: steps and metrics of training.
         failure: why the model was given up: scores are not finite; empty if it was not.
     """
 
@@ -64,37 +70,41 @@ class Member:
     seed: int
     options: dict[str, Any]
     group: str
-    same_data: str
+    data_key: str
     folder: Path | None = None
-    curve: Curve = field(default_factory=list)
+    curve: list[tuple[int, Metrics]] = field(default_factory=list)
     failure: str = ""
 
 
-def build(arguments: Sequence[str]) -> Member:
-    """The model and the data of a command line of ``train.py``."""
+def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
+    """The model and the data of a command line of ``catnat``."""
     from catnat.cli.lightning import CatnatCLI
 
     cli = CatnatCLI(list(arguments), run=False)
+    config = cli.config
+    refused = [name for name, x in _TRAINER_OPTIONS.items() if getattr(cli.trainer, name) != x]
+    refused += [name for name in ("callbacks", "max_time", "max_epochs") if config.trainer[name]]
+    if refused:
+        raise ValueError(f"--engine batched takes no {' and no '.join(refused)}")
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
-    options["accelerator"] = cli.config.trainer.accelerator
-    other = [name for name, usual in _USUAL.items() if str(getattr(cli.trainer, name)) != usual]
-    other += [name for name in ("callbacks", "max_time", "max_epochs") if cli.config.trainer[name]]
-    if other:
-        raise ValueError(f"--engine batched takes no {' and no '.join(other)}")
-    of_model, of_data = (cli.config[name].init_args.as_dict() for name in ("model", "data"))
-    seed = cli.config.seed_everything
-    return member(cli.model, cli.datamodule, seed, options, of_model, of_data)
+    options["accelerator"] = config.trainer.accelerator
+    model_options = config.model.init_args.as_dict()
+    data_options = config.data.init_args.as_dict()
+    seed = config.seed_everything
+    member = make_member(cli.model, cli.datamodule, seed, options, model_options, data_options)
+    member.folder = folder
+    return member
 
 
-def member(
+def make_member(
     model: Any,
     data: LightningDataModule,
     seed: int,
     options: dict[str, Any],
-    of_model: dict[str, Any],
-    of_data: dict[str, Any],
+    model_options: dict[str, Any],
+    data_options: dict[str, Any],
 ) -> Member:
-    """A model with what it may be grouped by: all options but seed, learning rates and data."""
+    """A model that may be grouped by all options but seed, learning rates and data."""
     if not isinstance(model, StepModule) or type(model).training_step != StepModule.training_step:
         raise ValueError(
             f"{type(model).__name__}: only a StepModule without a training_step is trained batched"
@@ -102,21 +112,21 @@ def member(
     for name in ("max_steps", "val_check_interval"):
         if not isinstance(options.get(name), int) or options[name] < 1:
             raise ValueError(f"{name} must be a number of steps, got {options.get(name)}")
-    same = {name: value for name, value in of_model.items() if "learning_rate" not in name}
-    kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in (model, data)]
-    group, same_data = (
-        json.dumps(each, sort_keys=True, default=str)
-        for each in ([kinds, same, of_data.get("batch_size"), options], [kinds[1], of_data])
-    )
-    return Member(model, data, seed, options, group, same_data)
+    shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
+    group = [type(model), type(data), shape, data_options.get("batch_size"), options]
+    return Member(model, data, seed, options, _text(group), _text([type(data), data_options]))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
     """Members that are trained together, at most so many at once."""
-    found: dict[str, list[Member]] = {}
-    for each in members:
-        found.setdefault(each.group, []).append(each)
-    return [some[i : i + most] for some in found.values() for i in range(0, len(some), most)]
+    by_group: dict[str, list[Member]] = {}
+    for member in members:
+        by_group.setdefault(member.group, []).append(member)
+    return [all_[i : i + most] for all_ in by_group.values() for i in range(0, len(all_), most)]
 
 
 # -- the models as one -----------------------------------------------------------------------------
@@ -134,11 +144,15 @@ class _StepLoss(nn.Module):
         return self.model.step_loss(batch)
 
 
-class _Alone:
+class _TrainerOfOne:
     """What a model asks of its Trainer while it is trained."""
 
-    world_size, global_rank, is_global_zero, log_every_n_steps = 1, 0, True, 0
-    precision, overfit_batches = "32-true", 0
+    world_size = 1
+    global_rank = 0
+    is_global_zero = True
+    log_every_n_steps = 0
+    precision = "32-true"
+    overfit_batches = 0
 
     def __init__(self, device: torch.device, max_steps: int) -> None:
         self.strategy = SimpleNamespace(root_device=device)
@@ -160,43 +174,48 @@ class Stack:
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
-        self.models = [each.to(device) for each in models]
-        self.base, self.clip = _StepLoss(self.models[0]), self.models[0].gradient_clip
+        self.models = [model.to(device) for model in models]
+        self.base = _StepLoss(self.models[0])
+        self.clip = self.models[0].gradient_clip
         self.parameters, self.buffers = stack_module_state(list(self.models))  # by name, (M, *)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
         self._rates: list[tuple[dict[str, Any], Tensor]] = []
-        self.alone = [_Alone(device, max_steps) for _ in models]
+        self.trainers = [_TrainerOfOne(device, max_steps) for _ in models]
         self.attach()
-        for model, alone in zip(self.models, self.alone, strict=True):
-            given: Any = model.configure_optimizers()
-            (made, *more), plans, monitor = lightnings._configure_optimizers(given)
-            steps = lightnings._configure_schedulers_automatic_opt(plans, monitor)
-            kinds = {(each.interval, each.frequency, each.reduce_on_plateau) for each in steps}
-            if more or kinds - {("step", 1, False)}:
-                can = "one optimizer, and schedulers of every step that need no metric"
-                raise ValueError(f"batched, {type(model).__name__} may have {can}")
-            self.schedulers += [each.scheduler for each in steps]
-            if device.type == "cuda":
-                make_capturable(made, device)
-                self._rates += [(group, group["lr"]) for group in made.param_groups]
-            self.optimizers.append(made)
-            alone.optimizers = [made]
+        for model, trainer in zip(self.models, self.trainers, strict=True):
+            trainer.optimizers = [self._add_optimizer(model, device)]
             model.on_train_start()
         updated = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
         self._trained = [n for n, p in self.models[0].named_parameters() if id(p) in updated]
 
+    def _add_optimizer(self, model: StepModule, device: torch.device) -> Optimizer:
+        configured: Any = model.configure_optimizers()
+        optimizers, configs, monitor = lightning_optimizers._configure_optimizers(configured)
+        schedulers = lightning_optimizers._configure_schedulers_automatic_opt(configs, monitor)
+        kinds = {(x.interval, x.frequency, x.reduce_on_plateau) for x in schedulers}
+        if len(optimizers) > 1 or kinds - {("step", 1, False)}:
+            can = "one optimizer, and schedulers of every step that need no metric"
+            raise ValueError(f"batched, {type(model).__name__} may have {can}")
+        self.schedulers += [config.scheduler for config in schedulers]
+        optimizer: Optimizer = optimizers[0]
+        if device.type == "cuda":
+            make_capturable(optimizer, device)
+            self._rates += [(group, group["lr"]) for group in optimizer.param_groups]
+        self.optimizers.append(optimizer)
+        return optimizer
+
     def attach(self) -> None:
         """Make the models ready for steps, at the start and after an evaluation."""
-        for number, (model, alone) in enumerate(zip(self.models, self.alone, strict=True)):
-            model.trainer = alone  # type: ignore[assignment]
-            model.to(alone.strategy.root_device).train()  # Lightning has moved it to the CPU
+        for number, (model, trainer) in enumerate(zip(self.models, self.trainers, strict=True)):
+            model.trainer = trainer  # type: ignore[assignment]
+            model.to(trainer.strategy.root_device).train()  # Lightning has moved it to the CPU
             for name, parameter in model.named_parameters():
                 parameter.data = self.parameters[name].data[number]
             for name, stacked in self.buffers.items():
-                place, _, own = name.rpartition(".")
-                setattr(model.get_submodule(place), own, stacked[number])
+                module_name, _, buffer_name = name.rpartition(".")
+                setattr(model.get_submodule(module_name), buffer_name, stacked[number])
 
     def prepare_step(self, step: int) -> None:
         """Let every model set the numbers of a step: learning rates, temperatures and the like."""
@@ -212,26 +231,26 @@ class Stack:
 
         Args:
             batch: of all models together, or of each model, (M, B, *).
-            one_batch: whether it is the same for all.
+            one_batch: whether all models get the same batch.
         """
         losses = vmap(self._loss, in_dims=(0, 0, None if one_batch else 0), randomness="different")(
             self.parameters, self.buffers, batch
         )
         stacked = [self.parameters[name] for name in self._trained]
-        found = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
-        grads = [each.contiguous() for each in found]  # fused kernels take them to lie like weights
+        grads = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
+        grads = tuple(grad.contiguous() for grad in grads)  # as fused optimizers expect them
         if self.clip:
-            norms = torch.stack([each.reshape(len(losses), -1).norm(dim=1) for each in grads])
+            norms = torch.stack([grad.reshape(len(losses), -1).norm(dim=1) for grad in grads])
             factor = (self.clip / (norms.norm(dim=0) + 1e-6)).clamp_max(1.0)  # as clip_grad_norm_
-            grads = [each * factor.view(-1, *[1] * (each.dim() - 1)) for each in grads]
+            grads = tuple(grad * factor.view(-1, *[1] * (grad.dim() - 1)) for grad in grads)
         for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            for name, each in zip(self._trained, grads, strict=True):
-                model.get_parameter(name).grad = each[number]
+            for name, grad in zip(self._trained, grads, strict=True):
+                model.get_parameter(name).grad = grad[number]
             optimizer.step()
         return losses.detach()
 
     def _loss(self, parameters: Any, buffers: Any, batch: Any) -> Tensor:
-        state = {f"model.{name}": each for name, each in {**parameters, **buffers}.items()}
+        state = {f"model.{name}": tensor for name, tensor in {**parameters, **buffers}.items()}
         loss: Tensor = functional_call(self.base, state, (batch,))
         return loss
 
@@ -243,10 +262,11 @@ class Group:
     """Members of one group, which are trained, validated and tested."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self.members, first = members, members[0]
+        self.members = members
+        options = members[0].options
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.trainer = Trainer(
-            accelerator=first.options["accelerator"],
+            accelerator=options["accelerator"],
             devices=1,
             logger=False,
             enable_checkpointing=False,
@@ -254,123 +274,123 @@ class Group:
             enable_model_summary=False,
         )
         self.device = self.trainer.strategy.root_device
-        self.max_steps = first.options["max_steps"]
-        self.interval = first.options["val_check_interval"]
-        self.data = {each.same_data: each.data for each in members}
-        for each in self.data.values():
-            each.trainer = self.trainer
-            each.prepare_data()
-            each.setup("fit")
-        which = [list(self.data).index(each.same_data) for each in members]
-        self.which = torch.tensor(which, device=self.device)
-        self.stack = Stack([each.model for each in members], self.device, self.max_steps)
-        self._writers: dict[Path, Any] = {}  # of event files, by the folder of a run
+        self.max_steps = options["max_steps"]
+        self.interval = options["val_check_interval"]
+        self.data = {member.data_key: member.data for member in members}
+        for data in self.data.values():
+            data.trainer = self.trainer
+            data.prepare_data()
+            data.setup("fit")
+        data_numbers = [list(self.data).index(member.data_key) for member in members]
+        self.data_numbers = torch.tensor(data_numbers, device=self.device)
+        self.stack = Stack([member.model for member in members], self.device, self.max_steps)
+        self._writers: dict[Path, SummaryWriter] = {}  # by the folder of a run
 
-    def train(self, say: Callable[[str], None]) -> list[Metrics]:
+    def train(self) -> list[Metrics]:
         """Train to the end, then test every model; the metrics of each, none of one given up."""
         torch.manual_seed(self.members[0].seed)  # the noise of a group is that of its first seed
-        cuda = self.device.type == "cuda"
-        take: Callable[[Any], Tensor] = StepGraph(self._step) if cuda else self._step
-        batches, since, spent = self._batches(), 0, time.monotonic()
-        for step in range(self.max_steps):
-            self.stack.prepare_step(step)
-            losses = take(next(batches))
-            for each in self.stack.schedulers:
-                each.step()
-            done = step + 1
-            if cuda and done % _STEPS_AHEAD == 0:
+        is_cuda = self.device.type == "cuda"
+        take_step: Callable[[Any], Tensor] = StepGraph(self.step) if is_cuda else self.step
+        batches = self.batches()
+        last_step = 0
+        last_time = time.monotonic()
+        for step in range(1, self.max_steps + 1):
+            self.stack.prepare_step(step - 1)
+            losses = take_step(next(batches))
+            for scheduler in self.stack.schedulers:
+                scheduler.step()
+            if is_cuda and step % _STEPS_AHEAD == 0:
                 torch.cuda.current_stream().synchronize()
-            if done % self.interval == 0 or done == self.max_steps:
-                rate = len(self.members) * (done - since) / (time.monotonic() - spent)
-                models = f"{len(self.members)} models: step {done} of {self.max_steps}"
-                say(f"{models}, {rate:,.0f} model-steps/s")
-                for one, loss in zip(self.members, losses.tolist(), strict=True):
-                    found = self._evaluated(self.trainer.validate, one)
-                    one.curve.append((done, {"train/loss": loss, **found}))
-                    self._log(one, done, one.curve[-1][1])
+            if step % self.interval == 0 or step == self.max_steps:
+                count = len(self.members)
+                rate = count * (step - last_step) / (time.monotonic() - last_time)
+                text = f"{count} models: step {step} of {self.max_steps}"
+                print(f"{text}, {rate:,.0f} model-steps/s", flush=True)
+                for member, loss in zip(self.members, losses.tolist(), strict=True):
+                    metrics = {"train/loss": loss, **self._evaluate(self.trainer.validate, member)}
+                    member.curve.append((step, metrics))
+                    self._log(member, step, metrics)
                 self.stack.attach()
-                since, spent = done, time.monotonic()
-        return [self._tested(one) for one in self.members]
+                last_step, last_time = step, time.monotonic()
+        return [self._test(member) for member in self.members]
 
-    def _step(self, batch: Any) -> Tensor:
-        one = len(self.data) == 1
-        return self.stack.step(batch if one else tree_map(lambda x: x[self.which], batch), one)
+    def step(self, batch: Any) -> Tensor:
+        """A step of all models with a batch of :meth:`batches`."""
+        if len(self.data) == 1:
+            return self.stack.step(batch, one_batch=True)
+        return self.stack.step(tree_map(lambda x: x[self.data_numbers], batch), one_batch=False)
 
-    def _batches(self) -> Iterator[Any]:
-        """Batches without end, in the order of ``train.py``; of D > 1 data sets, (D, B, *)."""
+    def batches(self) -> Iterator[Any]:
+        """Batches without end, in the order of a single run; of D > 1 data sets, (D, B, *)."""
         loaders = [chain.from_iterable(repeat(x.train_dataloader())) for x in self.data.values()]
         move = self.members[0].model.transfer_batch_to_device
-        for found in zip(*loaders, strict=True):
-            batches = [move(each, self.device, 0) for each in found]
-            yield batches[0] if len(batches) == 1 else default_collate(batches)
+        for loaded in zip(*loaders, strict=True):
+            moved = [move(batch, self.device, 0) for batch in loaded]
+            yield moved[0] if len(moved) == 1 else default_collate(moved)
 
     # -- results -------------------------------------------------------------------------------
 
-    def _evaluated(self, evaluate: Callable[..., Any], one: Member) -> Metrics:
-        if one.failure:
+    def _evaluate(self, evaluate: Callable[..., Any], member: Member) -> Metrics:
+        if member.failure:
             return {}
-        data = self.data[one.same_data]
+        data = self.data[member.data_key]
         try:
             with warnings.catch_warnings(action="ignore"):
-                return dict(evaluate(one.model, datamodule=data, verbose=False)[0])
+                return dict(evaluate(member.model, datamodule=data, verbose=False)[0])
         except ValueError as error:  # its scores are not finite
-            one.failure = str(error).splitlines()[0]
+            member.failure = str(error).splitlines()[0]
             return {}
 
-    def _tested(self, one: Member) -> Metrics:
+    def _test(self, member: Member) -> Metrics:
         """The last validation, the test and the Fisher diagnostics of a model."""
-        tested = self._evaluated(self.trainer.test, one)
-        if one.failure:
+        tested = self._evaluate(self.trainer.test, member)
+        if member.failure:
             return {}
-        batch = next(iter(self.data[one.same_data].val_dataloader()))
-        last = {name: x for name, x in one.curve[-1][1].items() if name.startswith("val/")}
-        found = last | tested | fisher_diagnostics(one.model, batch)
-        if one.folder is not None:
-            self._write(one, one.folder, found)
-            self._writers.pop(one.folder).close()
-        source = getattr(self.data[one.same_data], "hparams", {}).get("source")
-        return found | ({"data_source": source} if source else {})
+        data = self.data[member.data_key]
+        _, last = member.curve[-1]
+        metrics = {name: value for name, value in last.items() if name.startswith("val/")}
+        metrics |= tested | fisher_diagnostics(member.model, next(iter(data.val_dataloader())))
+        self._log(member, self.max_steps, metrics)
+        if source := getattr(data, "hparams", {}).get("source"):
+            metrics["data_source"] = source
+        if member.folder:
+            self._writers.pop(member.folder).close()
+            version = member.folder / "version_0"
+            checkpoint_path = version / "checkpoints" / "final.ckpt"
+            checkpoint_path.parent.mkdir(exist_ok=True)
+            self.trainer.save_checkpoint(checkpoint_path, weights_only=True)
+            (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        return metrics
 
-    def _log(self, one: Member, step: int, values: Metrics) -> None:
+    def _log(self, member: Member, step: int, metrics: Metrics) -> None:
         """Write points of the curves at once: a group that is stopped keeps what it has seen."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        if one.folder is None:
+        if not member.folder:
             return
-        if one.folder not in self._writers:
-            self._writers[one.folder] = SummaryWriter(str(one.folder / "version_0"))
-        for name, value in values.items():
-            self._writers[one.folder].add_scalar(name, value, step)
-        self._writers[one.folder].flush()
-
-    def _write(self, one: Member, folder: Path, metrics: Metrics) -> None:
-        """What ``train.py`` would leave of a run that has ended: weights and metrics."""
-        self._log(one, self.max_steps, metrics)
-        version = folder / "version_0"
-        path = version / "checkpoints" / "final.ckpt"
-        path.parent.mkdir(exist_ok=True)
-        self.trainer.save_checkpoint(path, weights_only=True)
-        (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        if member.folder not in self._writers:
+            self._writers[member.folder] = SummaryWriter(str(member.folder / "version_0"))
+        for name, value in metrics.items():
+            self._writers[member.folder].add_scalar(name, value, step)
+        self._writers[member.folder].flush()
 
 
 @torch.no_grad()
 def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
-    """What the Fisher matrices of a model's heads look like on a batch, as means over its rows.
+    """The Fisher diagnostics of a model's heads on a batch, as means over its rows.
 
     The names are those of the monitor, without fim_sampled; with several heads fim/<head>/saturated
     and the like.
     """
-    if not any(isinstance(each, CategoricalHead) for each in model.modules()):
+    if not any(isinstance(module, CategoricalHead) for module in model.modules()):
         return {}
     model.eval()
     batch = model.transfer_batch_to_device(batch, model.device, 0)
     with HeadProbe(model) as probe, forked_random_state(model.device, 0):
         model.step_loss(batch)
-    found: Metrics = {}
-    seen = list(probe)
-    for name, head, scores in seen:
+    metrics: Metrics = {}
+    observed = list(probe)
+    for name, head, scores in observed:
         scores = scores.reshape(1, -1, head.num_scores)
         (row,) = exact_rows(head, exact_diagnostics(head, scores))
-        middle = "/" if len(seen) == 1 else f"/{name}/"
-        found |= {tag.replace("/", middle): value for tag, value in row.items()}
-    return found
+        middle = "/" if len(observed) == 1 else f"/{name}/"
+        metrics |= {tag.replace("/", middle): value for tag, value in row.items()}
+    return metrics

@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import random
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from catnat.checks import did_you_mean
 from catnat.sweeps.runs import Rows, Run
 
 Options = dict[str, Any]
+Only = Mapping[str, list[str]]  # wanted values of options, and of "seed"
 Value = str | Any  # Any alone would read quoted text as YAML once more
 Better = Literal["lower", "higher"] | None
 
@@ -33,9 +35,9 @@ class Metric:
     """A column of a table.
 
     Attributes:
-        label: how the table calls it.
+        label: its name in the table.
         better: which values are better; None for a column without a best.
-        digits: behind the point.
+        digits: after the decimal point.
         paper: the paper's key, "" for a table of one metric; None: the paper does not have it.
             "a - optimal" is a minus that of the row with head "optimal".
     """
@@ -56,37 +58,37 @@ class Space:
     step: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what nothing can be drawn from."""
+        """Refuse a space that is empty."""
         step = 1 if self.step is None else self.step
         if not self.low <= self.high < math.inf or (self.log and self.low <= 0) or step <= 0:
             raise ValueError(f"{self}: give low <= high, with log low > 0, and step > 0")
 
-    def draw(self, noise: random.Random) -> float:
-        """One of them; a whole number where low and step are."""
+    def draw(self, rng: random.Random) -> float:
+        """A random value; a whole number where low and step are."""
         if self.log:
-            return float(f"{self.low * (self.high / self.low) ** noise.random():.4g}")
+            return float(f"{self.low * (self.high / self.low) ** rng.random():.4g}")
         if self.step is None:
-            return float(f"{noise.uniform(self.low, self.high):.4g}")
-        value = self.low + self.step * noise.randint(0, round((self.high - self.low) / self.step))
+            return float(f"{rng.uniform(self.low, self.high):.4g}")
+        value = self.low + self.step * rng.randint(0, round((self.high - self.low) / self.step))
         return int(value) if float(value).is_integer() else float(f"{value:.6g}")
 
 
 @dataclass
 class Search:
-    """How the settings of a cell are found: in a grid, at random, or given.
+    """How the settings of a cell are found: in a grid, at random, or fixed.
 
     Attributes:
         grid: as the plan's, with values for all heads or by head; all combinations are tried.
         factors: with a grid of one option, the best value is then multiplied by each of them.
-        space: of a random search.
-        trials: how many settings a random search tries.
+        space: of a random search, by option.
+        trials: the number of settings that a random search tries.
         fixed: settings for all heads, or by head; nothing is searched then.
         metric: of the last validation; the mean over the seeds of the search decides.
         better: which values are better.
         seeds: of the search.
-        options: that differ from those of the plan, such as fewer steps.
-        top: how many settings go on to the final runs; of several, the one whose final runs have
-            the best metric is in the table.
+        options: of the search that differ from those of the plan, such as fewer steps.
+        top: the number of settings that get final runs; the table has the one whose final runs are
+            best.
     """
 
     grid: dict[str, list[Value] | dict[str, list[Value]]] = field(default_factory=dict)
@@ -124,21 +126,21 @@ class Plan:
         title: of the table.
         study: the rows are in <results>/<study>/runs.csv.
         results: the folder of all studies; "" is the folder results in the working directory.
-        path: folders of modules that ``model`` and the option ``import`` name. The plan's folder
-            and the working directory are searched in any case.
-        model: what ``train.py --model`` takes.
+        model: what ``catnat --model`` takes.
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
             its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
             module".
+        path: folders of modules that ``model`` and the option ``import`` name. The plan's folder
+            and the working directory are searched in any case.
         options: of all runs.
         grid: values of options; a cell is one combination of them. A key of several options has
             lists as values.
         search: of settings for each cell; None: a run has none but the cell's.
         seeds: of the final runs.
         metrics: columns of the table.
-        columns: options of the grid that stand across in the first table.
+        columns: options of the grid whose values are columns of the first table.
         names: short names of options.
-        paper: the paper's numbers.
+        paper: published numbers.
         differences: from the paper, in words.
         formerly: names that the plan had when some of its rows were made.
         name: of the file.
@@ -164,22 +166,24 @@ class Plan:
     name: str = ""
     scale: str = ""
 
-    def cells(self, only: Mapping[str, Iterable[str]] | None = None) -> list[Options]:
+    def cells(self, only: Only | None = None) -> list[Options]:
         """The combinations of the grid, or those with some values alone."""
-        found = combinations(self.grid)
-        wanted = {self.long(name): set(values) for name, values in (only or {}).items()}
-        for name, values in wanted.items():
-            seeds = self.seeds if name == "seed" else []
-            known = {str(cell[name]) for cell in found if name in cell} | set(map(str, seeds))
-            if not known or not values <= known:
-                wrong = ", ".join(sorted(values - known)) if known else name
-                text = choices(wrong, known or found[0])
-                raise ValueError(f"--only {name}: unknown {wrong}; {text}")
-        return [
-            cell
-            for cell in found
-            if all(str(cell[name]) in values for name, values in wanted.items() if name in cell)
-        ]
+        cells = combinations(self.grid)
+        for short, wanted in (only or {}).items():
+            name = self.long(short)
+            values = self.seeds if name == "seed" else [cell.get(name) for cell in cells]
+            if name not in cells[0] and name != "seed":
+                raise ValueError(f"--only: unknown {name}; {choices(name, cells[0])}")
+            for value in wanted:
+                if value not in map(str, values):
+                    raise ValueError(f"--only {name}: unknown {value}; {choices(value, values)}")
+            cells = [cell for cell in cells if name == "seed" or str(cell[name]) in wanted]
+        return cells
+
+    def final_seeds(self, only: Only | None = None) -> list[int]:
+        """The seeds of final runs, or those asked for; settings are selected by all."""
+        wanted = (only or {}).get("seed")
+        return [seed for seed in self.seeds if wanted is None or str(seed) in wanted]
 
     @property
     def searched(self) -> list[str]:
@@ -196,24 +200,32 @@ class Plan:
         return next((option for option, short in self.names.items() if short == name), name)
 
     def run(self, cell: Options, settings: Options, seed: int, stage: str) -> Run:
-        """A run of a cell with settings; the search has options of its own."""
-        own = self.search.options if self.search and stage == "search" else {}
-        what = {"program": self.program} if self.program else {"model": self.model}
-        options = {**what, **self.options, **cell, **settings, **own, "seed": seed}
-        return Run(options, self.name, stage, tuple(self.path))
+        """A run of a cell with settings."""
+        program = {"program": self.program} if self.program else {"model": self.model}
+        options = {**program, **self.options, **cell, **settings}
+        if self.search and stage == "search":
+            options |= self.search.options
+        return Run({**options, "seed": seed}, self.name, stage, self.path)
 
     # -- the stages of a cell ------------------------------------------------------------------
 
     def tried(self, cell: Options, rows: Rows) -> list[Options]:
-        """All settings of a cell's search that are known now; a refined grid follows the first."""
+        """All settings of a cell's search so far; a refined grid follows the first."""
         search = self.search
         if search is None or search.fixed:
             return []
-        found = self._first_settings(cell)
-        if search.factors and (best := self._ranked(cell, found, rows)):
-            ((option, center),) = best[0].items()
-            found += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
-        return [each for number, each in enumerate(found) if each not in found[:number]]
+        if search.space:
+            rng = random.Random(f"{self.study} {sorted(cell.items())}")  # the same draws each time
+            tried = [
+                {name: space.draw(rng) for name, space in search.space.items()}
+                for _ in range(search.trials)
+            ]
+        else:
+            tried = combinations(self._of_head(cell, search.grid))
+        if search.factors and (ranked := self._ranked(cell, tried, rows)):
+            ((option, center),) = ranked[0].items()
+            tried += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
+        return [settings for i, settings in enumerate(tried) if settings not in tried[:i]]
 
     def selected(self, cell: Options, rows: Rows) -> list[Options]:
         """The settings of a cell's final runs; none while its search is not done."""
@@ -223,50 +235,30 @@ class Plan:
             return [self._of_head(cell, self.search.fixed)]
         return self._ranked(cell, self.tried(cell, rows), rows)[: self.search.top]
 
-    def search_runs(self, cell: Options, rows: Rows) -> list[Run]:
-        """The runs of a cell's search that are known now."""
-        seeds = self.search.seeds if self.search else []
-        tried = self.tried(cell, rows)
-        return [self.run(cell, each, seed, "search") for each in tried for seed in seeds]
-
-    def final_runs(self, cell: Options, rows: Rows) -> list[Run]:
-        """The runs of all seeds with the settings selected."""
-        return [
-            self.run(cell, settings, seed, "final")
-            for settings in self.selected(cell, rows)
-            for seed in self.seeds
-        ]
-
     def table_settings(self, cell: Options, rows: Rows) -> Options | None:
         """The settings in the table: of several selected ones, those whose final runs are best."""
-        chosen = self.selected(cell, rows)
-        if len(chosen) < 2:
-            return chosen[0] if chosen else None
-        complete = self._ranked(cell, chosen, rows, "final")
-        return complete[0] if complete else chosen[0]
+        selected = self.selected(cell, rows)
+        if len(selected) > 1:
+            selected = self._ranked(cell, selected, rows, "final") or selected
+        return selected[0] if selected else None
 
-    def final_seeds(self, only: Mapping[str, Iterable[str]] | None = None) -> list[int]:
-        """The seeds of final runs, or those asked for; settings are selected by all."""
-        wanted = (only or {}).get("seed")
-        return [seed for seed in self.seeds if wanted is None or str(seed) in wanted]
+    def search_runs(self, cell: Options, rows: Rows) -> list[Run]:
+        """The runs of a cell's search so far."""
+        seeds = self.search.seeds if self.search else []
+        tried = self.tried(cell, rows)
+        return [self.run(cell, settings, seed, "search") for settings in tried for seed in seeds]
 
-    def runs(self, rows: Rows, only: Mapping[str, Iterable[str]] | None = None) -> list[Run]:
-        """All runs that are known now: searches first, low seeds before high ones."""
+    def final_runs(self, cell: Options, rows: Rows, only: Only | None = None) -> list[Run]:
+        """The runs of all seeds, or those asked for, with the settings selected."""
+        selected, seeds = self.selected(cell, rows), self.final_seeds(only)
+        return [self.run(cell, settings, seed, "final") for settings in selected for seed in seeds]
+
+    def runs(self, rows: Rows, only: Only | None = None) -> list[Run]:
+        """All runs so far: searches first, low seeds before high ones."""
         cells = self.cells(only)
         searches = [run for cell in cells for run in self.search_runs(cell, rows)]
-        finals = [run for cell in cells for run in self.final_runs(cell, rows)]
-        finals = [run for run in finals if run.options["seed"] in self.final_seeds(only)]
+        finals = [run for cell in cells for run in self.final_runs(cell, rows, only)]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
-
-    def _first_settings(self, cell: Options) -> list[Options]:
-        assert self.search is not None
-        if self.search.space:  # the same draws each time
-            noise = random.Random(f"{self.study} {sorted(cell.items())}")
-            return [
-                {name: space.draw(noise) for name, space in self.search.space.items()}
-                for _ in range(self.search.trials)
-            ]
-        return combinations(self._of_head(cell, self.search.grid))
 
     def _of_head(self, cell: Options, settings: Options) -> Options:
         """Settings that may be given by head, for the head of a cell."""
@@ -286,30 +278,30 @@ class Plan:
         seeds = self.search.seeds if stage == "search" else self.seeds
         means: list[tuple[float, int]] = []
         for number, settings in enumerate(tried):
-            found = [rows.find(self.run(cell, settings, seed, stage)) for seed in seeds]
-            done = [each for each in found if each is not None]
-            if len(done) < len(found):
-                if stage == "search":
-                    return []
-                continue
-            values = [each.metrics.get(self.search.metric, float("nan")) for each in done]
-            mean = sign * statistics.fmean(values)
-            if not math.isnan(mean):
-                means.append((mean, number))
-        return [tried[number] for _, number in sorted(means)]
+            done = [rows.find(self.run(cell, settings, seed, stage)) for seed in seeds]
+            values = [row.metrics.get(self.search.metric, math.nan) for row in done if row]
+            if len(values) == len(seeds):
+                means.append((sign * statistics.fmean(values), number))
+            elif stage == "search":
+                return []
+        return [tried[number] for mean, number in sorted(means) if not math.isnan(mean)]
 
 
 def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
     """All of them; a key of several options has lists as values, with null for one not given."""
-    found = []
+    result = []
     for values in itertools.product(*grid.values()):
-        one: Options = {}
-        for names, value in zip(map(str.split, grid), values, strict=True):
-            if len(names) > 1 and not (isinstance(value, list) and len(value) == len(names)):
-                raise ValueError(f"{' '.join(names)}: {value} is not a list of {len(names)} values")
-            one |= zip(names, value if len(names) > 1 else [value], strict=True)
-        found.append(one)
-    return found
+        options: Options = {}
+        for key, value in zip(grid, values, strict=True):
+            names = key.split()
+            if len(names) == 1:
+                options[key] = value
+            elif isinstance(value, list) and len(value) == len(names):
+                options |= zip(names, value, strict=True)
+            else:
+                raise ValueError(f"{key}: {value} is not a list of {len(names)} values")
+        result.append(options)
+    return result
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -326,14 +318,18 @@ def load(name: str, scale: str | None = None) -> Plan:
     A ValueError says in one line what is wrong.
     """
     path = find_file(name)
-    known = scales(name)
-    scale = scale or ("small" if "small" in known else known[0])
-    if scale not in known:
-        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, known)}")
+    scale_names = scales(name)
+    scale = scale or ("small" if "small" in scale_names else scale_names[0])
+    if scale not in scale_names:
+        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, scale_names)}")
     content = _read(path, scale)
     content.pop("scales", None)
     try:
-        plan = _parsed(content)
+        _check_keys(Plan, content)
+        _check_keys(Search, content.get("search"))
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(Plan, "plan")
+        plan: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
         plan.name, plan.scale = path.stem, scale
         plan.path.append(str(path.parent.resolve()))
         _check(plan)
@@ -342,51 +338,66 @@ def load(name: str, scale: str | None = None) -> Plan:
     return plan
 
 
-def _parsed(content: Options) -> Plan:
-    for kind, part in ((Plan, content), (Search, content.get("search"))):
-        given = set(part) if isinstance(part, dict) else set()
-        for key in map(str, given.difference(kind.__dataclass_fields__)):
+def _check_keys(kind: type[Plan | Search], content: Any) -> None:
+    for key in content if isinstance(content, dict) else ():
+        if key not in kind.__dataclass_fields__:
             raise ValueError(f"there is no key {key}; {choices(key, kind.__dataclass_fields__)}")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Plan, "plan")
-    return parser.instantiate(parser.parse_object({"plan": content})).plan  # type: ignore[no-any-return]
 
 
 def _check(plan: Plan) -> None:
-    """What types cannot express."""
-    options = [option for key in plan.grid for option in key.split()]
-    search, searched = plan.search, plan.searched
+    """Check what types cannot express."""
     if bool(plan.model) == bool(plan.program):
         raise ValueError("give either model or program")
-    for option in plan.columns:
-        if option not in options:
-            raise ValueError(f"columns: {option} is not in the grid; {choices(option, options)}")
-    some = [("metrics", plan.metrics), ("seeds", plan.seeds), *plan.grid.items()]
-    some += [("search: seeds", search.seeds), *search.grid.items()] if search else []
-    for name, values in some:
+    if not re.fullmatch(r"\w[\w.-]*", plan.study):
+        raise ValueError(f"study: {plan.study} is not the name of a folder")
+    search = plan.search or Search(fixed={"": ""})
+    if search.top < 1:
+        raise ValueError(f"search: top must be at least 1, got {search.top}")
+    if not (search.grid or (search.space and search.trials > 0) or search.fixed):
+        raise ValueError("search: give a grid, a space with trials, or fixed settings")
+    lists = {"metrics": plan.metrics, "seeds": plan.seeds, "search: seeds": search.seeds}
+    for name, values in (lists | plan.grid | search.grid).items():
         if not values:
             raise ValueError(f"{name}: give at least one")
-    for option in {*plan.options, *options, *searched}:
-        if option in ("seed", "default_root_dir", "ckpt_path"):
-            raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
-        if options.count(option) + searched.count(option) > 1:
-            raise ValueError(f"{option} stands twice in the grid and the search")
+    for seed in plan.seeds + search.seeds:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seeds: {seed} is not between 0 and 4294967295")
     if len(set(plan.seeds)) < len(plan.seeds):
         raise ValueError(f"seeds: {plan.seeds} has one twice")
-    if search and not (search.grid or (search.space and search.trials > 0) or search.fixed):
-        raise ValueError("search: give a grid, a space with trials, or fixed settings")
-    if search and search.factors and not search.fixed and len(searched) != 1:
-        raise ValueError("search: factors refine a grid of one option")
-    for cell in (cells := plan.cells()):
+    _check_options(plan, search)
+    _check_cells(plan, search)
+
+
+def _check_options(plan: Plan, search: Search) -> None:
+    in_grid = " ".join(plan.grid).split()
+    for option in plan.columns:
+        if option not in in_grid:
+            raise ValueError(f"columns: {option} is not in the grid; {choices(option, in_grid)}")
+    places = [*plan.options, *in_grid, *plan.searched]
+    for option in places:
+        if option in ("seed", "default_root_dir", "ckpt_path"):
+            raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
+        if places.count(option) > 1 or (option in plan.searched and option in search.options):
+            raise ValueError(f"{option} appears twice in options, grid and search")
+
+
+def _check_cells(plan: Plan, search: Search) -> None:
+    cells = plan.cells()
+    for cell in cells:
         if cells.count(cell) > 1:
-            raise ValueError(f"grid: {cell} stands twice")
+            raise ValueError(f"grid: {cell} appears twice")
         head = (plan.options | cell).get("head")
-        for name, value in ({**search.grid, **search.fixed} if search else {}).items():
+        for name, value in (search.grid | search.fixed).items():
             if isinstance(value, dict) and head not in value:
                 raise ValueError(f"search: {name} has no value for head {head}")
-        tried = [value for each in plan.tried(cell, Rows([])) for value in each.values()]
-        if search and search.factors and not all(type(value) in (int, float) for value in tried):
-            raise ValueError(f"search: factors refine numbers, not {tried}")
+        tried = [value for settings in plan.tried(cell, Rows([])) for value in settings.values()]
+        is_number = all(type(value) in (int, float) for value in tried)
+        if search.factors and not search.fixed and not (is_number and len(plan.searched) == 1):
+            raise ValueError(f"search: factors refine numbers of one option, not {tried}")
+    for run in plan.runs(Rows([])):
+        for option, value in run.options.items():
+            if "learning_rate" in option and isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{option}: {value} is below 0")
 
 
 def find_file(name: str, folder: Path = Path()) -> Path:
@@ -411,30 +422,29 @@ def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
     if not isinstance(layers, dict) or any(not isinstance(x or {}, dict) for x in layers.values()):
         raise ValueError(f"{path.name}: scales must have names, and keys and values, got {layers}")
     for part in (content, *layers.values()):
-        _resolve_files(part or {}, path.parent.resolve())
+        _resolve_files(part or {}, path.parent)
     base, layer = content.pop("base", None), layers.get(scale) or {}
     if base is None:
         return merged(content, layer)
     try:
-        below = find_file(str(base), path.parent).resolve()
+        base_path = find_file(str(base), path.parent).resolve()
     except ValueError as error:
         raise ValueError(f"{path.name}, base: {error}") from error
-    chain = (*above, path.resolve())
-    if below in chain:
+    above = (*above, path.resolve())
+    if base_path in above:
         raise ValueError(f"{path.name}: base {base} leads back to itself")
-    return merged(merged(_read(below, scale, chain), content), layer)
+    return merged(merged(_read(base_path, scale, above), content), layer)
 
 
 def _resolve_files(content: Options, folder: Path) -> None:
-    """Make files and folders that a plan names absolute."""
-    if isinstance(content.get("path"), str):
-        content["path"] = [content["path"]]
-    if isinstance(content.get("path"), list):
-        content["path"] = [str((folder / str(name)).resolve()) for name in content["path"]]
-    paper = content.get("paper")
-    for part, key in ((content, "results"), (paper if isinstance(paper, dict) else {}, "file")):
-        if isinstance(part.get(key), str):
-            part[key] = str((folder / part[key]).resolve())
+    """Make the files and folders that a plan names absolute."""
+    modules, paper = content.get("path"), content.get("paper")
+    if modules:
+        folders = modules if isinstance(modules, list) else [modules]
+        content["path"] = [str((folder / str(name)).resolve()) for name in folders]
+    for part, key in ((content, "results"), (paper, "file")):
+        if isinstance(part, dict) and part.get(key):
+            part[key] = str((folder / str(part[key])).resolve())
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
@@ -450,10 +460,10 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
     return result
 
 
-def choices(value: str, known: Iterable[Any]) -> str:
+def choices(value: str, names: Iterable[Any]) -> str:
     """What could have been meant."""
-    names = [str(each) for each in known]
-    return did_you_mean(value, names)[2:] or f"choices: {', '.join(names)}"
+    texts = list(map(str, names))
+    return did_you_mean(value, texts)[2:] or f"choices: {', '.join(texts)}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""Runs, and the record of those that are done: ``results/<study>/runs.csv``, one row for each.
+"""Runs, and the record of those that are done: ``<results>/<study>/runs.csv``, a row for each.
 
-A run is known by all of its options and its seed, but for options that only observe. A row has the
+All options of a run and its seed identify it, except options that only observe. A row has the
 options as columns, then metrics (their names have a ``/``), and how and where the run was made.
 """
 
@@ -14,22 +14,29 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from catnat import __version__
 
-OBSERVING = {  # options that do not change what is learned, nor how it is tested
-    *("accelerator", "capture", "device", "enable_progress_bar", "eval_every"),
+OBSERVING = {  # options that change neither what is learned nor how it is tested
+    "accelerator",
+    "capture",
+    "data.root",
+    "device",
+    "enable_progress_bar",
+    "eval_every",
+    "fisher.every_n_steps",
+    "fisher.num_samples",
     "log_every_n_steps",
-    *("root", "data.root", "save_every", "val_check_interval"),
-    *("fisher.every_n_steps", "fisher.num_samples"),
+    "root",
+    "save_every",
+    "val_check_interval",
 }
 ABOUT = ("plans", "stage", "status", "note", "engine", "device", "commit", "data_source")
-_DEFAULTS = {"head_options.tail": "0"}  # options that say what is the case without them
+_DEFAULTS = {"head_options.tail": "0"}  # a run with this value equals one without the option
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,13 @@ class Run:
     options: dict[str, Any]
     plan: str
     stage: str
-    path: tuple[str, ...] = ()
+    path: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse options that would be taken for other columns of a row."""
         for name in self.options:
             if (name in ABOUT and name not in OBSERVING) or "/" in name:
-                raise ValueError(f"an option cannot be called {name}: a row has that for itself")
+                raise ValueError(f"an option cannot be called {name}: the name is reserved")
 
     @property
     def key(self) -> str:
@@ -61,9 +68,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name for a folder and for a line of text: what is special, and a digest of all."""
+        """A name for a folder and for a line of text: the main options, and a digest of all."""
         shown = ("head", "num_latents", "num_categories", "variant", "theta", "env", "seed")
-        words = [f"{self.options[name]}" for name in shown if name in self.options]
+        words = [str(self.options[name]) for name in shown if name in self.options]
         text = re.sub(r"[^\w.+-]+", "_", "-".join([self.plan, self.stage, *words])).strip(".")
         return f"{text}-{hashlib.sha1(self.key.encode()).hexdigest()[:10]}"
 
@@ -76,8 +83,8 @@ class Run:
         return [*words, *(f"--import={module}" for module in modules)]
 
     def command(self, folder: Path) -> list[str]:
-        """The whole command."""
-        program = str(self.options.get("program", "-m catnat")).split()
+        """The words of the command, whose files go to a folder."""
+        program = self.options.get("program", "-m catnat").split()
         return [sys.executable, *program, *self.arguments(folder)]
 
     @property
@@ -95,7 +102,7 @@ class Row:
         options: as text.
         metrics: of a run that has finished.
         about: plans (all that the run belongs to), stage, status ("finished" or "failed"), note
-            (why it failed), engine, device, commit.
+            (why it failed), engine, device, commit, data_source.
     """
 
     options: dict[str, str]
@@ -108,14 +115,9 @@ class Row:
         return key_of(self.options)
 
     @property
-    def plans(self) -> list[str]:
-        """All plans that it was made for."""
-        return self.about.get("plans", "").split()
-
-    @property
     def finished(self) -> bool:
         """Whether it has metrics."""
-        return self.about.get("status") == "finished"
+        return self.about["status"] == "finished"
 
 
 class Rows:
@@ -123,25 +125,19 @@ class Rows:
 
     Args:
         rows: in the order of the file.
-        plans: of rows with one key, which were made at different commits, that of the first of
-            these plans counts.
+        plans: rows with one key were made at different commits; that of the first of these plans
+            counts.
     """
 
-    def __init__(self, rows: list[Row], plans: Iterable[str] = ()) -> None:
-        wanted = list(plans)
+    def __init__(self, rows: list[Row], plans: Sequence[str] = ()) -> None:
         self._by_key: dict[str, Row] = {}
 
         def rank(row: Row) -> int:
-            places = (wanted.index(plan) for plan in row.plans if plan in wanted)
-            return min(places, default=len(wanted))
+            names = row.about.get("plans", "").split()
+            return min((plans.index(name) for name in names if name in plans), default=len(plans))
 
         for row in sorted(rows, key=rank):
             self._by_key.setdefault(row.key, row)
-
-    @property
-    def first(self) -> list[Row]:
-        """One row of each run."""
-        return list(self._by_key.values())
 
     def find(self, run: Run) -> Row | None:
         """The row of a run, None if it is not done."""
@@ -149,34 +145,25 @@ class Rows:
 
 
 def text_of(value: Any) -> str:
-    """A value as ``train.py`` reads it: whole numbers and floats exactly."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, float) else str(value)
+    """A value as the command line reads it: whole numbers and floats exactly."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def key_of(options: dict[str, Any]) -> str:
     """All options that decide what a run learns and how it is tested, as one text."""
-    kept = {}
-    for name, value in options.items():
-        text = _canonical(text_of(value))
-        if name not in OBSERVING and text not in ("", "None") and text != _DEFAULTS.get(name):
-            kept[name] = text
-    return json.dumps(kept, sort_keys=True)
+    texts = {name: _canonical(str(value)) for name, value in options.items()}
+    for name, text in list(texts.items()):
+        if name in OBSERVING or text in ("", "None", _DEFAULTS.get(name)):
+            del texts[name]
+    return json.dumps(texts, sort_keys=True)
 
 
 def _canonical(text: str) -> str:
     """One text for one value: 125 and 125.0 are equal, True and true."""
-    if text in ("True", "False"):
-        return text.lower()
-    try:
-        return str(int(text))
-    except ValueError:
-        pass
     try:
         number = float(text)
     except ValueError:
-        return text
+        return text.lower() if text in ("True", "False") else text
     return str(int(number)) if number.is_integer() else repr(number)
 
 
@@ -187,7 +174,7 @@ def read(path: Path) -> list[Row]:
     """The rows of a file, none if there is no file."""
     if not path.is_file():
         return []
-    found = []
+    rows = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         for column in ("seed", "status"):
@@ -196,35 +183,37 @@ def read(path: Path) -> list[Row]:
         for number, line in enumerate(reader, 2):
             if None in line or None in line.values():
                 raise ValueError(f"{path}, line {number}: not as many values as columns")
-            given = {name: value for name, value in line.items() if value != ""}
-            try:
-                metrics = {name: float(x) for name, x in given.items() if "/" in name}
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            about = {name: given[name] for name in ABOUT if name in given}
-            rest = {n: x for n, x in given.items() if "/" not in n and n not in ABOUT}
-            found.append(Row(rest, metrics, about))
-    return found
+            row = Row({})
+            for name, text in line.items():
+                if text and "/" in name:
+                    try:
+                        row.metrics[name] = float(text)
+                    except ValueError as error:
+                        raise ValueError(f"{path}, line {number}: {error}") from None
+                elif text:
+                    (row.about if name in ABOUT else row.options)[name] = text
+            rows.append(row)
+    return rows
 
 
-def add(path: Path, rows: list[Row]) -> None:
-    """Add rows to a file; a row whose key is there takes its place if that one failed.
+def add(path: Path, row: Row) -> None:
+    """Add a row to a file, in place of a failed one with its key.
 
-    Another process may do the same at the same time.
+    Other processes may do the same at the same time.
     """
-    with _locked(path):
-        known = read(path)
-        new = {row.key for row in rows}
-        kept = [row for row in known if row.finished or row.key not in new]
-        write(path, kept + rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        _write(path, [x for x in read(path) if x.finished or x.key != row.key] + [row])
+    finally:
+        os.close(folder)
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    """Write a whole file, under another name first."""
-    options, metrics = (
-        list(dict.fromkeys(name for row in rows for name in getattr(row, part)))
-        for part in ("options", "metrics")
-    )
+def _write(path: Path, rows: list[Row]) -> None:
+    """Write a file, under another name first."""
+    options = dict.fromkeys(name for row in rows for name in row.options)
+    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
     about = [name for name in ABOUT if any(name in row.about for row in rows)]
     columns = [*about, *sorted(options, key=lambda name: name == "seed"), *metrics]
     partial = path.with_suffix(".partial")
@@ -237,35 +226,58 @@ def write(path: Path, rows: list[Row]) -> None:
     partial.replace(path)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+def claim(run: Run, path: Path) -> IO[str] | None:
+    """A lock on a run, None if another sweep with this file of rows does it or has done it.
+
+    The lock lasts as long as a process has the file open.
+    """
+    file = lock_path(run, path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = file.open("w")
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = not any(row.finished and row.key == run.key for row in read(path))
+    except BlockingIOError:
+        is_free = False
+    if is_free:
+        return lock
+    lock.close()
+    return None
 
 
-def made(
+def lock_path(run: Run, path: Path) -> Path:
+    """The file that is locked while a run is done whose row will be in the file ``path``."""
+    return path.parent / ".locks" / run.name
+
+
+def make_row(
     run: Run, metrics: dict[str, Any], note: str = "", engine: str = "", device: str = ""
 ) -> Row:
     """The row of a run that has ended here; without metrics it has failed."""
+    options = {name: x for name, x in run.options.items() if name not in OBSERVING}
     numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
-    about = {"plans": run.plan, "stage": run.stage, "status": "finished" if numbers else "failed"}
-    more = {"note": note, "engine": engine, "device": device, "commit": commit()}
-    more["data_source"] = str(metrics.get("data_source", ""))
-    about |= {name: value for name, value in more.items() if value}
-    given = {n: x for n, x in run.options.items() if n not in OBSERVING and x is not None}
-    return Row({n: text_of(x) for n, x in given.items()}, numbers, about)
+    about = {
+        "plans": run.plan,
+        "stage": run.stage,
+        "status": "finished" if numbers else "failed",
+        "note": note,
+        "engine": engine,
+        "device": device,
+        "commit": commit(),
+        "data_source": metrics.get("data_source", ""),
+    }
+    return Row(
+        {name: text_of(x) for name, x in options.items() if x is not None},
+        numbers,
+        {name: text for name, text in about.items() if text},
+    )
 
 
 def commit() -> str:
     """The commit of the working directory, with + if files have been changed; else our version."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=7"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:  # git is not installed
-        return f"catnat-{__version__}"
-    return done.stdout.strip() or f"catnat-{__version__}"
+        text = ""
+    return text or f"catnat-{__version__}"

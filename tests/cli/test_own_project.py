@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from catnat.sweeps import runs, sweep, tables
+from catnat.sweeps import run_command, runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "examples" / "own_project"
@@ -22,8 +22,10 @@ def words(plan, folder):
 
 @pytest.mark.slow
 def test_a_program_with_data_and_metrics_of_its_own_becomes_a_table(project, tmp_path, capsys):
-    assert sweep.main(words(project / "patches.yaml", tmp_path)) == 0, capsys.readouterr().out
-    assert tables.main(words(project / "patches.yaml", tmp_path)) == 0
+    assert run_command("sweep", words(project / "patches.yaml", tmp_path)) == 0, (
+        capsys.readouterr().out
+    )
+    assert run_command("tables", words(project / "patches.yaml", tmp_path)) == 0
     rows = {row.options["head"]: row for row in runs.read(tmp_path / "results/patches/runs.csv")}
     assert set(rows) == {"natural", "probit"}
     assert rows["probit"].metrics["test/nll"] > 0
@@ -33,6 +35,6 @@ def test_a_program_with_data_and_metrics_of_its_own_becomes_a_table(project, tmp
 @pytest.mark.slow
 def test_a_head_of_one_s_own_in_a_table_of_ours(project, tmp_path, data, capsys):
     extra = ["--", f"--data.root={data}", "--batch_size=10", "--accelerator=cpu"]
-    assert sweep.main([*words(project / "probit.yaml", tmp_path), *extra]) == 0
-    assert tables.main(words(project / "probit.yaml", tmp_path)) == 0
+    assert run_command("sweep", [*words(project / "probit.yaml", tmp_path), *extra]) == 0
+    assert run_command("tables", words(project / "probit.yaml", tmp_path)) == 0
     assert "| 10 | 8 | gray | probit |" in capsys.readouterr().out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +79,7 @@ def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **opt
     torch.manual_seed(seed)
     trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
     model, data = Classifier(rate, **options), Points(scale)
-    return batched.member(model, data, seed, trainer, options, {"scale": scale})
+    return batched.make_member(model, data, seed, trainer, options, {"scale": scale})
 
 
 def alone(one: batched.Member) -> StepModule:
@@ -103,7 +105,7 @@ def test_models_learn_what_each_would_learn_alone(
         return made
 
     together = members()
-    found = batched.Group(together).train(lambda line: None)
+    found = batched.Group(together).train()
     for one, other, metrics in zip(together, members(), found, strict=True):
         expected, is_now = alone(other).state_dict(), one.model.state_dict()
         for name, value in expected.items():
@@ -131,10 +133,20 @@ def test_what_a_group_would_not_do_is_refused(option: str) -> None:
         batched.Group([one])
 
 
+def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
+    one = classifier(1, 0.1)
+    one.folder = tmp_path
+    one.data.save_hyperparameters({"source": "files"})
+    (metrics,) = batched.Group([one]).train()
+    assert metrics["data_source"] == "files"
+    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == metrics
+    assert list(tmp_path.glob("version_0/events.*")) and list(tmp_path.glob("**/final.ckpt"))
+
+
 def test_a_model_that_diverges_fails_alone() -> None:
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
-    found = batched.Group(members).train(lambda line: None)
+    found = batched.Group(members).train()
     assert found[0] and not members[0].failure
     assert not found[1] and members[1].failure
 

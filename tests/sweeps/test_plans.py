@@ -6,7 +6,7 @@ import pytest
 import yaml
 from cases_sweep import PLANS, ROOT
 
-from catnat.sweeps import plan, runs, sweep, tables
+from catnat.sweeps import plan, run_command, runs, sweep, tables
 
 WHOLE = {
     "title": "T", "study": "s", "model": "vae", "grid": {"head": ["softmax"]},
@@ -32,15 +32,24 @@ def write(folder, **keys):
         ({"metrics": {"a/b": {"beter": "lower"}}}, "beter"),
         ({"metrics": {"a/b": {"better": "less"}}}, "less"),
         ({"columns": ["heat"]}, "columns: heat is not in the grid; did you mean head?"),
-        ({"search": {"grid": {"head": ["a"]}}}, "head stands twice"),
+        ({"search": {"grid": {"head": ["a"]}}}, "head appears twice"),
         ({"search": {}}, "give a grid"),
         ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
-        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers, not ['b']"),
         ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
         ({"grid": {"a b": [[1, 2, 3]]}}, "a b: [1, 2, 3] is not a list of 2 values"),
-        ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} stands twice"),
+        ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} appears twice"),
         ({"search": {"fixed": {"lr": {"natural": 1}}}}, "no value for head softmax"),
         ({"grid": {"seed": [1, 2]}}, "seeds has the seeds"),
+        ({"options": {"lr": 1}, "search": {"grid": {"lr": [1]}}}, "lr appears twice"),
+        ({"options": {"head": "natural"}}, "head appears twice"),
+        ({"search": {"grid": {"lr": [1]}, "options": {"lr": 2}}}, "lr appears twice"),
+        ({"seeds": [-1]}, "seeds: -1 is not between"),
+        ({"search": {"fixed": {"lr": 1}, "seeds": [2**32]}}, "is not between"),
+        ({"options": {"learning_rate": -0.1}}, "learning_rate: -0.1 is below 0"),
+        ({"search": {"grid": {"learning_rate": [-0.1]}}}, "learning_rate: -0.1 is below 0"),
+        ({"search": {"grid": {"lr": [1]}, "top": 0}}, "top must be at least 1, got 0"),
+        ({"study": "../../escape"}, "study: ../../escape is not the name of a folder"),
+        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers of one"),
         ({"program": "x.py"}, "either model or program"),
         ({"base": "min"}, "mine.yaml, base: there is no plan min; did you mean mine?"),
         ({"base": "mine"}, "base mine leads back to itself"),
@@ -53,7 +62,7 @@ def write(folder, **keys):
     ],
 )
 def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):
-    assert sweep.main([write(tmp_path, **keys), "--engine", "print"]) == 2
+    assert run_command("sweep", [write(tmp_path, **keys), "--engine", "print"]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
@@ -62,14 +71,14 @@ def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):
 def test_a_file_that_is_not_a_plan_is_one_line(text, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    assert sweep.main([str(path)]) == 2
+    assert run_command("sweep", [str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [["vae_adm"], ["vae_adam", "--scale", "smal"]])
 def test_unknown_plans_and_scales_name_the_closest(words, capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "paper")
-    assert sweep.main(words) == 2
+    assert run_command("sweep", words) == 2
     assert "did you mean" in capsys.readouterr().err
 
 

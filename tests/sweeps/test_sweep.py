@@ -8,7 +8,7 @@ import pytest
 import yaml
 from cases_sweep import ROOT, arguments, start_sweep, wait_for, write_plan
 
-from catnat.sweeps import engines, plan, runs, status, sweep
+from catnat.sweeps import engines, plan, run_command, runs, sweep
 
 SEARCH = {"grid": {"rate": [0.0, 1.0, 4.0]}, "seeds": [0]}
 
@@ -23,7 +23,7 @@ def calls(path):
 
 def test_every_run_is_one_row_with_its_options_metrics_and_origin(tmp_path):
     path = write_plan(tmp_path)
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     rows = rows_of(path)
     assert [(row.options["x"], row.options["seed"]) for row in rows] == [
         ("1.0", "1"), ("2.0", "1"), ("1.0", "2"), ("2.0", "2"),
@@ -36,11 +36,11 @@ def test_every_run_is_one_row_with_its_options_metrics_and_origin(tmp_path):
 
 def test_runs_with_a_row_are_not_repeated_and_rows_alone_are_enough(tmp_path, capsys):
     path = write_plan(tmp_path)
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     first = rows_of(path)
     for folder in (tmp_path / "runs").glob("tiny/*"):
         folder.rename(tmp_path / folder.name)  # another machine has the rows alone
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     assert rows_of(path) == first and not calls(path)
     assert "0 runs can start" in capsys.readouterr().out
 
@@ -48,24 +48,24 @@ def test_runs_with_a_row_are_not_repeated_and_rows_alone_are_enough(tmp_path, ca
 @pytest.mark.parametrize("change", [{"steps": 5}, {"x": 1.0000001}, {"more": "a"}])
 def test_an_edited_plan_does_not_count_old_runs(tmp_path, change):
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"steps": 3})
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     x = change.pop("x", 1.0)
     write_plan(tmp_path, grid={"x": [x]}, options={"steps": 3} | change)
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     assert len(rows_of(path)) == 4
     assert len({row.key for row in rows_of(path)}) == 4
 
 
 def test_an_option_with_the_name_of_another_column_is_refused(tmp_path, capsys):
-    assert sweep.main(arguments(write_plan(tmp_path, options={"note": "a"}))) == 2
+    assert run_command("sweep", arguments(write_plan(tmp_path, options={"note": "a"}))) == 2
     assert "an option cannot be called note" in capsys.readouterr().err
 
 
 def test_options_that_only_observe_do_not_make_another_run(tmp_path):
     path = write_plan(tmp_path, options={"save_every": 10})
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     write_plan(tmp_path, options={"save_every": 20})
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     assert len(rows_of(path)) == 4
 
 
@@ -79,6 +79,8 @@ def test_large_seeds_and_close_floats_are_different_runs():
     assert len({each.name for each in rates}) == 2
     assert "--seed=1000001" in run(seed=1000001).arguments(ROOT)
     assert run(x=125.0).key == run(x=125).key
+    words = run(**{"import": ["heads", "models"]}).arguments(ROOT)
+    assert words[-2:] == ["--import=heads", "--import=models"]
 
 
 @pytest.mark.parametrize("env", ["../../outside", "ALE/Pong-v5", "/tmp/x", "..", "a b;c"])
@@ -91,7 +93,7 @@ def test_a_run_s_folder_stays_inside_that_of_the_runs(env, tmp_path):
 def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     search = SEARCH | {"factors": [0.5, 2.0]}
     path = write_plan(tmp_path, grid={"x": [1.9]}, search=search)
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     found = [(r.about["stage"], r.options["rate"], r.options["seed"]) for r in rows_of(path)]
     assert found[:3] == [("search", rate, "0") for rate in ("0.0", "1.0", "4.0")]
     assert sorted(found[3:5]) == [("search", "0.5", "0"), ("search", "2.0", "0")]
@@ -101,7 +103,7 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
 def test_settings_are_selected_by_the_mean_over_the_seeds_of_the_search(tmp_path):
     grid = {"rate": [0.0, 1.0], "other": [3, 4]}
     path = write_plan(tmp_path, grid={"x": [1.2]}, search={"grid": grid, "seeds": [0, 7]})
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     found = plan.load(str(path))
     assert found.selected({"x": 1.2}, runs.Rows(rows_of(path))) == [{"rate": 1.0, "other": 3}]
 
@@ -109,7 +111,7 @@ def test_settings_are_selected_by_the_mean_over_the_seeds_of_the_search(tmp_path
 def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
     search = {"grid": {"rate": [1.0, 2.0, 9.0]}, "options": {"x": 1.6}, "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     found, rows = plan.load(str(path)), runs.Rows(rows_of(path))
     assert found.selected({"y": 1}, rows) == [{"rate": 2.0}, {"rate": 1.0}]
     assert found.table_settings({"y": 1}, rows) == {"rate": 1.0}
@@ -127,29 +129,29 @@ def test_a_random_search_draws_the_same_settings_each_time(tmp_path):
 
 def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     path = write_plan(tmp_path, grid={"x": [-1.0, 1.0]}, seeds=[1])
-    assert sweep.main(arguments(path)) == 1
+    assert run_command("sweep", arguments(path)) == 1
     (failed,) = (row for row in rows_of(path) if not row.finished)
     assert failed.about["note"] == "exit code 3: the number is below zero"
     assert sorted(map(len, calls(path))) == [1, 2]
     assert "FAILED" in capsys.readouterr().out
-    assert status.main(arguments(path)) == 0
+    assert run_command("status", arguments(path)) == 0
     assert "1 of 2 final runs finished, 1 failed" in capsys.readouterr().out
-    assert sweep.main(arguments(path)) == 1  # not tried again
+    assert run_command("sweep", arguments(path)) == 1  # not tried again
     assert sorted(map(len, calls(path))) == [1, 2]
-    assert sweep.main(arguments(path, "--retry_failed", "--engine", "print")) == 0
+    assert run_command("sweep", arguments(path, "--retry_failed", "--engine", "print")) == 0
     assert capsys.readouterr().out.count("program.py") == 1
-    assert sweep.main(arguments(path, "--retry_failed", "--retries", "0")) == 1
+    assert run_command("sweep", arguments(path, "--retry_failed", "--retries", "0")) == 1
     with pytest.raises(SystemExit, match="2"):
-        sweep.main(arguments(path, "--retries", "-1"))
+        run_command("sweep", arguments(path, "--retries", "-1"))
     assert sorted(map(len, calls(path))) == [1, 3] and len(rows_of(path)) == 2
     alone = ["--retry_failed", "--only", "x=-1.0", f"--results={tmp_path}"]
-    assert [sweep.main(arguments(path, *alone)) for _ in range(2)] == [1, 1]
+    assert [run_command("sweep", arguments(path, *alone)) for _ in range(2)] == [1, 1]
 
 
 def test_wrong_usage_is_not_tried_again_and_settings_that_failed_are_not_selected(tmp_path):
     search = {"grid": {"x": [-9.0, 1.0]}}
     path = write_plan(tmp_path, grid={"rate": [1]}, search=search, seeds=[1])
-    assert sweep.main(arguments(path)) == 1
+    assert run_command("sweep", arguments(path)) == 1
     assert sorted(map(len, calls(path))) == [1, 1, 1]
     assert [row.options["x"] for row in rows_of(path) if row.finished] == ["1.0", "1.0"]
 
@@ -163,7 +165,7 @@ def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(t
     assert process.wait(60) == 130
     assert rows_of(path) == []
     gate.touch()
-    assert sweep.main(arguments(path)) == 0
+    assert run_command("sweep", arguments(path)) == 0
     (times,) = calls(path)
     assert times[0] == "new" and times[1].endswith("last.ckpt")
 
@@ -177,7 +179,9 @@ def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
     if killed:  # the run goes on without its sweep
         process.kill()
         process.wait(60)
-    assert sweep.main(arguments(path)) == 1
+    for runs_folder in ("runs", "other"):
+        words = arguments(path, f"--runs={tmp_path / runs_folder}")
+        assert run_command("sweep", words) == 1
     assert "1 left to another sweep" in capsys.readouterr().out and calls(path) == [["new"]]
     gate.touch()
     if killed:
@@ -186,19 +190,28 @@ def test_a_run_that_another_sweep_does_is_left_to_it(tmp_path, capsys, killed):
         assert process.wait(60) == 0 and len(rows_of(path)) == 1
 
 
+def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path):
+    path = write_plan(tmp_path, grid={"x": [1.0]}, seeds=[1])
+    waiting = sweep.Sweep(str(path), sweep.build_parser().parse_args(arguments(path)))
+    (run,) = waiting.pending(waiting.rows())
+    assert run_command("sweep", arguments(path)) == 0
+    job = engines.Job(run, tmp_path / "other", waiting.rows_path)
+    assert engines.execute(job).stopped and not (tmp_path / "other").exists()
+
+
 def test_only_does_a_part(tmp_path, capsys):
     path = write_plan(tmp_path, names={"x": "short"})
-    assert sweep.main(arguments(path, "--only", "short=1.0", "seed=2")) == 0
+    assert run_command("sweep", arguments(path, "--only", "short=1.0", "seed=2")) == 0
     assert [(r.options["x"], r.options["seed"]) for r in rows_of(path)] == [("1.0", "2")]
     for word, said in (("x=7", "unknown 7; "), ("y=1", "unknown y; "), ("x", "name=")):
-        assert sweep.main(arguments(path, "--only", word)) == 2
+        assert run_command("sweep", arguments(path, "--only", word)) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
 
 
 def test_print_prints_commands_that_can_start(tmp_path, capsys):
     path = write_plan(tmp_path)
-    assert sweep.main(arguments(path, "--engine", "print")) == 0
+    assert run_command("sweep", arguments(path, "--engine", "print")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all("program.py --x=" in line for line in lines)
     assert not rows_of(path)
@@ -206,23 +219,23 @@ def test_print_prints_commands_that_can_start(tmp_path, capsys):
 
 def test_options_after_two_dashes_belong_to_every_run(tmp_path):
     path = write_plan(tmp_path, seeds=[1])
-    assert sweep.main([*arguments(path), "--", "--rate", "2", "--more=3"]) == 0
+    assert run_command("sweep", [*arguments(path), "--", "--rate", "2", "--more=3"]) == 0
     assert {(r.options["rate"], r.options["more"]) for r in rows_of(path)} == {("2", "3")}
     for word in ("--x=1", "--model.x=1", "--ckpt_path=last"):  # its grid, and what a sweep sets
-        assert sweep.main([*arguments(path), "--", word]) == 2
+        assert run_command("sweep", [*arguments(path), "--", word]) == 2
 
 
 def test_runs_are_dealt_out_to_the_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     path = write_plan(tmp_path)
-    assert sweep.main(arguments(path, "--jobs", "2")) == 0
+    assert run_command("sweep", arguments(path, "--jobs", "2")) == 0
     files = (tmp_path / "runs").glob("tiny/*/gpu.txt")
     assert {file.read_text() for file in files} == {"4", "6"}
 
 
 def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys):
     path = write_plan(tmp_path, metrics={"test/nl": {}})
-    assert sweep.main(arguments(path)) == 2
+    assert run_command("sweep", arguments(path)) == 2
     assert "without test/nl; did you mean test/nll?" in capsys.readouterr().err
 
 
@@ -237,7 +250,7 @@ def test_a_misspelt_option_or_head_is_found_before_the_first_run(change, words, 
     path = tmp_path / "mine.yaml"
     base = str(ROOT / "paper/plans/vae_adam")
     path.write_text(yaml.safe_dump({"base": base, "scales": {"smoke": change}}))
-    assert sweep.main(arguments(path, "--scale", "smoke")) == 2
+    assert run_command("sweep", arguments(path, "--scale", "smoke")) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
@@ -255,7 +268,7 @@ def test_a_head_may_be_named_by_an_alias():
 def test_ray_gives_the_same_rows(tmp_path):
     pytest.importorskip("ray")
     path = write_plan(tmp_path, grid={"x": [1.0]}, search=SEARCH)
-    assert sweep.main(arguments(path, "--engine", "ray", "--cpus_per_run", "0.5")) == 0
+    assert run_command("sweep", arguments(path, "--engine", "ray", "--cpus_per_run", "0.5")) == 0
     finals = [row for row in rows_of(path) if row.about["stage"] == "final"]
     assert [row.options["rate"] for row in finals] == ["1.0", "1.0"]
     assert {row.about["engine"] for row in rows_of(path)} == {"ray"}
@@ -265,11 +278,11 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
     given = {}
 
     class Job:
-        def __init__(self, task, command, *more):
-            self.task, self.arguments = task, (command, *more)
+        def __init__(self, task, *arguments):
+            self.task, self.arguments = task, arguments
 
         def result(self):
-            if self.arguments[0][2] == "--x=2.0" and "lost" not in given:
+            if self.arguments[0].run.options["x"] == 2.0 and "lost" not in given:
                 given["lost"] = True
                 raise RuntimeError("the job was lost\nno output")
             return self.task(*self.arguments)
@@ -287,12 +300,11 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
         def submit(self, *task):
             return Job(*task)
 
-    helpers = types.SimpleNamespace(Checkpointable=object)
-    module = types.SimpleNamespace(AutoExecutor=AutoExecutor, helpers=helpers)
+    module = types.SimpleNamespace(AutoExecutor=AutoExecutor)
     monkeypatch.setitem(sys.modules, "submitit", module)
     path = write_plan(tmp_path, seeds=[1])
     words = ["--engine", "slurm", "--slurm", "slurm_partition=gpu", "gpus_per_node=1"]
-    assert sweep.main(arguments(path, *words)) == 1
+    assert run_command("sweep", arguments(path, *words)) == 1
     assert given["slurm_partition"] == "gpu" and given["gpus_per_node"] == 1
     assert {row.about.get("note") for row in rows_of(path)} == {None, "no output"}
 
@@ -303,7 +315,7 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
 )
 def test_an_engine_that_cannot_do_it_is_one_line(name, extra, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray" if name == "ray" else "submitit", None)
-    assert sweep.main(arguments(write_plan(tmp_path), "--engine", name)) == 2
+    assert run_command("sweep", arguments(write_plan(tmp_path), "--engine", name)) == 2
     assert extra in capsys.readouterr().err
 
 
@@ -316,7 +328,8 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
     class Engine:
         """Ends every run at once, but a search only when final runs of the other cell begin."""
 
-        def submit(self, run, folder):
+        def submit(self, job):
+            run = job.run
             order.append((run.stage, run.options["x"]))
             future = Future()
             if order[-1] == ("search", 2.0):

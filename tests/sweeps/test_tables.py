@@ -7,7 +7,7 @@ import scipy.stats
 from cases_sweep import ROOT, arguments, write_plan
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat.sweeps import figures, plan, runs, significance, tables
+from catnat.sweeps import figures, plan, run_command, runs, significance, tables
 
 HEADS = ("softmax", "sigmoid", "natural")
 NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2],
@@ -24,13 +24,14 @@ def path(tmp_path):
     for head, values in NLL.items():
         for seed, value in enumerate(values, 1):
             run = found.run({"size": 8, "head": head}, {}, seed, "final")
-            rows.append(runs.made(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
-    runs.add(tmp_path / "results" / "tiny" / "runs.csv", rows)
+            rows.append(runs.make_row(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
+    for row in rows:
+        runs.add(tmp_path / "results" / "tiny" / "runs.csv", row)
     return path
 
 
 def table(path, capsys, *more):
-    assert tables.main(arguments(path, *more)) == 0
+    assert run_command("tables", arguments(path, *more)) == 0
     return capsys.readouterr().out
 
 
@@ -43,19 +44,14 @@ def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
     assert "0 of 3" in text
 
 
-def test_a_table_in_latex(path, capsys):
-    text = table(path, capsys, "--format", "latex")
-    assert r"sigmoid & $\mathbf{100.200 \pm 0.200}$" in text and r"\bottomrule" in text
-
-
 def test_all_scales_that_have_rows(capsys):
-    assert tables.main([str(ROOT / "paper/plans/ppo_cartpole"), "--scale", "all"]) == 0
+    assert run_command("tables", [str(ROOT / "paper/plans/ppo_cartpole"), "--scale", "all"]) == 0
     assert capsys.readouterr().out.count("## ") >= 3
 
 
 def test_published_numbers_come_from_rows(capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "paper")
-    assert tables.main(["vae_adam", "--scale", "small"]) == 0
+    assert run_command("tables", ["vae_adam", "--scale", "small"]) == 0
     text = capsys.readouterr().out
     assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **97.0 ± 0.3** (97.6, -0.6) |" in text
     assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
@@ -68,17 +64,17 @@ def test_values_may_be_lists_null_and_words(tmp_path, capsys):
     for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
         path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
         found = plan.load(str(path))
-        rows = [runs.made(run, {"val/loss": 1.0}) for run in found.runs(runs.Rows([]))]
+        rows = [runs.make_row(run, {"val/loss": 1.0}) for run in found.runs(runs.Rows([]))]
         (cell,) = tables.cells_of(found, runs.Rows(rows), {})
         assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
-    assert tables.main(arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
+    assert run_command("tables", arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
     assert "x.md" in capsys.readouterr().err
 
 
 def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_path):
     file = tmp_path / "results" / "tiny" / "runs.csv"
     file.write_text(file.read_text().replace("104.5", "x"))
-    assert tables.main(arguments(path)) == 2
+    assert run_command("tables", arguments(path)) == 2
     assert "runs.csv, line 4" in capsys.readouterr().err
 
 
@@ -88,18 +84,19 @@ def test_a_damaged_file_of_rows_is_one_line_with_its_place(path, capsys, tmp_pat
 def test_welch_and_its_interval_are_scipy_s():
     a, b = [1.0, 2.0, 4.0], [2.0, 5.0, 9.0, 1.0]
     expected = scipy.stats.ttest_ind(a, b, equal_var=False)
-    assert significance.welch(a, b) == pytest.approx(expected.pvalue)
+    assert significance.p_value(a, b) == pytest.approx(expected.pvalue)
     low, high = significance.interval(a, b)
     assert low < -23 / 12 < high
     assert significance.interval([1.0, 2.0, 3.0])[0] == pytest.approx(
         2 - 4.3027 / math.sqrt(3), rel=1e-3
     )
-    assert significance.welch([1.0], b) is None
-    assert significance.welch([1.0, 1.0], [2.0, 2.0]) == 0
+    assert significance.p_value([1.0], b) is None
+    assert significance.p_value([1.0, 1.0], [2.0, 2.0]) == 0
 
 
 def test_holm_multiplies_by_the_number_of_tests_that_are_left():
-    assert significance.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert significance.bold([0.01, None, 0.04, 0.03]) == [False, False, True, True]
+    assert significance.bold([0.01, 0.04, 0.02]) == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_holm_multiplies_by_the_number_of_tests_that_are_left():
     ],
 )
 def test_bold_is_the_best_and_what_is_not_significantly_different(samples, expected):
-    assert significance.bold(significance.compare(samples, "lower")) == expected
+    assert significance.bold(significance.against_best(samples, "lower")) == expected
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -129,28 +126,29 @@ def test_bars_of_rows_and_their_lead_over_a_baseline(path, tmp_path, capsys, mon
     drawn = []
     monkeypatch.setattr(figures.Axes, "barh", lambda self, x, y, **k: drawn.append((y, k["xerr"])))
     words = ["bars", *arguments(path), "--out", str(tmp_path / "f")]
-    assert figures.main([*words, "--only", "K=8"]) == 0
+    assert run_command("figures", [*words, "--only", "K=8"]) == 0
     assert [y for y, _ in drawn] == pytest.approx([104.5, 100.2, 100.4])
     drawn.clear()
-    assert figures.main([*words, "--only", "K=8", "--baseline", "head=softmax"]) == 0
+    assert run_command("figures", [*words, "--only", "K=8", "--baseline", "head=softmax"]) == 0
     assert [y for y, _ in drawn] == pytest.approx([4.3, 4.1])
     low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
     assert drawn[0][1] == [[pytest.approx(4.3 - low)], [pytest.approx(high - 4.3)]]
     assert list((tmp_path / "f").glob("*.png")) and list((tmp_path / "f").glob("*.pdf"))
-    assert figures.main([*words, "--baseline", "head=other"]) == 2
+    assert run_command("figures", [*words, "--baseline", "head=other"]) == 2
     with pytest.raises(SystemExit):
-        figures.main(["bars", str(path), str(path)])  # one plan at a time
+        run_command("figures", ["bars", str(path), str(path)])  # one plan at a time
 
 
 def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     words = ["curves", *arguments(path), "--out", str(tmp_path / "f")]
-    assert figures.main(words) == 2
+    assert run_command("figures", words) == 2
     assert "has val/elbo" in capsys.readouterr().err
     found = plan.load(str(path))
     run = found.run({"size": 8, "head": "natural"}, {}, 1, "final")
     with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name / "version_0")) as writer:
         for step in range(4):
             writer.add_scalar("val/elbo", -step, step)
-    steps, values = figures.read_curve(tmp_path / "runs" / "tiny", run, "val/elbo")
+    steps, values = figures.read_curve(tmp_path / "runs" / "tiny" / run.name, "val/elbo")
     assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == [0, -1, -2, -3]
-    assert figures.main(words) == 0 and figures.main([*words, "--only", "seed=2"]) == 2
+    assert run_command("figures", words) == 0
+    assert run_command("figures", [*words, "--only", "seed=2"]) == 2
