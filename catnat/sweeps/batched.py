@@ -39,12 +39,12 @@ _STEPS_AHEAD = 40  # of the host, before it waits for the device
 # Options of the Trainer that would change what is learned or measured; a group has no others.
 _TRAINER_OPTIONS = {
     "precision": "32-true",
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "num_devices": 1,
-    "limit_train_batches": 1.0,
-    "limit_val_batches": 1.0,
-    "limit_test_batches": 1.0,
+    "accumulate_grad_batches": "1",
+    "gradient_clip_val": "None",
+    "num_devices": "1",
+    "limit_train_batches": "1.0",
+    "limit_val_batches": "1.0",
+    "limit_test_batches": "1.0",
 }
 Metrics = dict[str, Any]
 
@@ -82,7 +82,8 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
 
     cli = CatnatCLI(list(arguments), run=False)
     config = cli.config
-    refused = [name for name, x in _TRAINER_OPTIONS.items() if getattr(cli.trainer, name) != x]
+    used = {name: str(getattr(cli.trainer, name)) for name in _TRAINER_OPTIONS}  # 1 is not 1.0
+    refused = [name for name, text in used.items() if text != _TRAINER_OPTIONS[name]]
     refused += [name for name in ("callbacks", "max_time", "max_epochs") if config.trainer[name]]
     if refused:
         raise ValueError(f"--engine batched takes no {' and no '.join(refused)}")

@@ -131,7 +131,7 @@ def curves(args: argparse.Namespace) -> tuple[Figure, str]:
             draw_curves(panel, [curve for curve in seen if len(curve[0])], head, color(head, heads))
     if not any(panel.lines for panel in axes):
         raise ValueError(f"no run of {plan.name} under {sweep.folder} has {args.tag}")
-    lines = {line.get_label(): line for panel in axes for line in panel.lines}
+    lines = {str(line.get_label()): line for panel in axes for line in panel.lines}
     figure.legend(lines.values(), lines, loc="outside upper center", ncols=4, frameon=False)
     figure.supxlabel("step")
     figure.supylabel(args.tag)

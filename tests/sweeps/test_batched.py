@@ -121,8 +121,16 @@ def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
     assert [len(each) for each in batched.groups(members, 3)] == [3, 1, 1]
 
 
-@pytest.mark.parametrize("option", ["accumulate_grad_batches=2", "precision=64-true",
-                                    "max_epochs=1", "trainer.callbacks+=Timer"])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        "accumulate_grad_batches=2",
+        "precision=64-true",
+        "max_epochs=1",
+        "limit_val_batches=1",
+        "trainer.callbacks+=Timer",
+    ],
+)
 def test_what_a_group_would_not_do_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"takes no {option.split('.')[-1][:8]}"):
         batched.build(["--model=vae", "--max_steps=2", f"--{option}"])
