@@ -9,12 +9,11 @@ there as well. Rows of the file whose runs are not in that folder stay.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 
 from catnat.sweeps.figures import read_curve
-from catnat.sweeps.sweep import Sweep, add_plan_options
+from catnat.sweeps.sweep import Sweep, plan_parser
 
 METRICS = ("val/loss", "val/kl")
 Point = dict[str, str]
@@ -30,9 +29,10 @@ def curves(sweep: Sweep) -> list[Point]:
         for run in plan.final_runs(cell, rows):
             options = {name: run.options.get(name) for name in (*varied, "max_steps", "seed")}
             text = {name: "" if value is None else str(value) for name, value in options.items()}
+            folder = sweep.folder / run.name
             steps, *columns = (
-                read_curve(sweep.folder, run, METRICS[0])[0],
-                *(read_curve(sweep.folder, run, metric)[1] for metric in METRICS),
+                read_curve(folder, METRICS[0])[0],
+                *(read_curve(folder, metric)[1] for metric in METRICS),
             )
             for step, *values in zip(steps, *columns, strict=False):
                 numbers = (f"{value:.3f}" for value in values)
@@ -48,12 +48,10 @@ def identity(point: Point) -> tuple[tuple[str, str], ...]:
 
 def main() -> int:
     """Merge the curves of each plan into its file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_plan_options(parser)
-    args = parser.parse_args()
+    args = plan_parser("curves", __doc__).parse_args()
     for name in args.plans:
         sweep = Sweep(name, args)
-        path = sweep.path.with_name("curves.csv")
+        path = sweep.rows_path.with_name("curves.csv")
         points: dict[tuple[tuple[str, str], ...], Point] = {}
         if path.is_file():
             with path.open(newline="") as file:
