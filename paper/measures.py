@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -45,6 +46,13 @@ def read(path: str) -> list[Row]:
         metrics = {f"{name}_{row['step']}": row[name] for name in row if "/" in name}
         runs.setdefault(tuple(options.values()), options).update(metrics)
     return list(runs.values())
+
+
+@cache
+def printed() -> dict[str, list[dict[str, Any]]]:
+    """The paper's own tables."""
+    tables: dict[str, list[dict[str, Any]]] = json.loads((PAPER / "paper.json").read_text())
+    return tables
 
 
 def select(path: str, options: str = "", **more: str) -> list[Row]:

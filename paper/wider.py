@@ -28,8 +28,10 @@ from measures import (
     factor,
     log_factors,
     mean,
+    printed,
     select,
     text_of,
+    values,
 )
 from scipy import stats
 
@@ -141,6 +143,47 @@ def rates_of(pair: Pair) -> str:
     """The learning rates of two heads."""
     rates = [sorted({run["learning_rate"] for run in runs.values()}) for runs in pair]
     return ", ".join("/".join(names) for names in rates)
+
+
+def breakout_and_seaquest() -> Iterator[Claim]:
+    """Returns of PPO after 8 million steps."""
+    for game, rates, text in (
+        (
+            "Breakout",
+            ("0.00025", "0.00025"),
+            "softmax returns {} and natural {} (n = {}, {}; p = {})",
+        ),
+        (
+            "Breakout",
+            ("0.002", "0.001"),
+            "softmax at 0.002 returns {}, natural at 0.001 {} (n = {}, {}",
+        ),
+        (
+            "Seaquest",
+            ("0.00025", "0.00025"),
+            "Seaquest: softmax {}, natural {} (n = {}, {}; p = {})",
+        ),
+    ):
+        returns = []
+        for head, rate in zip(("softmax", "natural"), rates, strict=True):
+            options = f"stage=final total_steps=8000000 env={game} head={head} learning_rate={rate}"
+            returns.append(values(by_seed("games/runs.csv", options), "test/return"))
+        p = stats.ttest_ind(*returns, equal_var=False).pvalue
+        numbers = [*map(mean, returns), *map(len, returns), p]
+        yield Claim("games/README.md", text, numbers[: text.count("{}")])
+    reported = {
+        (row["env"], row["head"]): (row["mean"], row["std"], 10) for row in printed()["rl_return"]
+    }
+    p_values = []
+    for game in ("Breakout", "Seaquest"):
+        samples = reported[game, "softmax"] + reported[game, "natural"]
+        p_values.append(stats.ttest_ind_from_stats(*samples, equal_var=False).pvalue)
+    text = "the paper's own differences have p = {} (Breakout) and {} (Seaquest) if its n is 10"
+    yield Claim("games/README.md", text, p_values)
+    yield Claim("README.md", text, p_values)
+    variance = sum(reported["Breakout", head][1] ** 2 for head in ("softmax", "natural"))
+    needed = variance * (stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) ** 2 / 8**2
+    yield Claim("games/README.md", "of 8 points needs about {} seeds a head", [round(needed, -1)])
 
 
 def minatar_returns(head: str, new: bool) -> Returns:
