@@ -21,6 +21,7 @@ Output = TypeVar("Output")
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
 # What an optimizer needs to be captured: its state on the device, one kernel for all parameters.
 CAPTURABLE: dict[str, bool] = {"capturable": True, "fused": True}
+_KERNELS = ("fused", "capturable", "foreach")
 
 
 # -- capturing -------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ class StepGraph(Generic[Output]):
         self.step = step
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._input: list[Tensor] | None = None
+        self._input: list[Tensor] | None = None  # which replays read
         self._output: Output | None = None
         self._stream = torch.cuda.Stream()
 
@@ -52,15 +53,15 @@ class StepGraph(Generic[Output]):
 
     def __call__(self, batch: Any) -> Output:
         """Take one step and return its output, which the next call overwrites."""
-        given = _tensors_of(batch)
-        if given is not None and self._input is None:
-            self._input = [each.clone() for each in given]
-        if self._calls < WARM_UP or given is None or _shapes(given) != _shapes(self._input):
+        tensors = _tensors_of(batch)
+        if tensors is not None and self._input is None:
+            self._input = [tensor.clone() for tensor in tensors]
+        if self._calls < WARM_UP or tensors is None or _shapes(tensors) != _shapes(self._input):
             self._calls += 1
             return self._eagerly(batch)
         assert self._input is not None
-        for mine, each in zip(self._input, given, strict=True):
-            mine.copy_(each)
+        for static, tensor in zip(self._input, tensors, strict=True):
+            static.copy_(tensor)
         if self._graph is None:
             self._capture(self._input[0] if isinstance(batch, Tensor) else tuple(self._input))
         assert self._graph is not None and self._output is not None
@@ -122,14 +123,14 @@ def _garbage_waits() -> Iterator[None]:
 
 def _tensors_of(batch: Any) -> list[Tensor] | None:
     """The tensors of a batch that is a tensor or a sequence of tensors; None for any other kind."""
-    given = [batch] if isinstance(batch, Tensor) else batch
-    if isinstance(given, (list, tuple)) and all(isinstance(each, Tensor) for each in given):
-        return list(given)
+    tensors = [batch] if isinstance(batch, Tensor) else batch
+    if isinstance(tensors, (list, tuple)) and all(isinstance(x, Tensor) for x in tensors):
+        return list(tensors)
     return None
 
 
 def _shapes(tensors: list[Tensor] | None) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(x.shape, x.dtype) for x in tensors or ()]
+    return [(tensor.shape, tensor.dtype) for tensor in tensors or ()]
 
 
 # -- numbers that a captured step reads, and results that the host reads ---------------------------
@@ -193,8 +194,8 @@ def send(x: Tensor) -> Callable[[], Tensor]:
 
 def capturable_options(kind: Callable[..., Optimizer]) -> dict[str, bool]:
     """The options with which a kind of optimizer can be captured, as far as it has them."""
-    known = inspect.signature(kind).parameters
-    return {name: on for name, on in CAPTURABLE.items() if name in known}
+    parameters = inspect.signature(kind).parameters
+    return {name: on for name, on in CAPTURABLE.items() if name in parameters}
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
@@ -222,8 +223,8 @@ def portable_state(state: dict[str, Any]) -> dict[str, Any]:
         plain = {"capturable": False, "fused": None, "lr": float(group["lr"])}
         groups.append({name: plain.get(name, value) for name, value in group.items()})
     states = {
-        key: {name: x.cpu() if name == "step" else x for name, x in each.items()}
-        for key, each in state["state"].items()
+        key: {name: x.cpu() if name == "step" else x for name, x in values.items()}
+        for key, values in state["state"].items()
     }
     return {**state, "state": states, "param_groups": groups}
 
@@ -237,11 +238,11 @@ def set_learning_rate(group: dict[str, Any], rate: float, device: torch.device |
         device: where a captured step reads the rate: there it is changed in place. None: no step
             is captured, and the rate is a plain number.
     """
-    now = group["lr"]
+    present = group["lr"]
     if device is None:
         group["lr"] = rate
-    elif isinstance(now, Tensor) and now.device.type == device.type:
-        now.fill_(rate)
+    elif isinstance(present, Tensor) and present.device.type == device.type:
+        present.fill_(rate)
     else:
         group["lr"] = torch.tensor(rate, device=device)
 
@@ -257,12 +258,8 @@ def keep_kernels(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_kernels_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    saved, own = state["param_groups"], optimizer.param_groups
-    if len(saved) != len(own):
-        return state  # torch says what is wrong with the state
-    kernels = ("fused", "capturable", "foreach")
     groups = [
-        group | {name: mine[name] for name in kernels if name in mine}
-        for group, mine in zip(saved, own, strict=True)
+        saved | {name: group[name] for name in _KERNELS if name in group}
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False)
     ]
-    return state | {"param_groups": groups}
+    return state | {"param_groups": groups + state["param_groups"][len(groups) :]}

@@ -46,7 +46,8 @@ class ReplayedSteps:
     """
 
     def __init__(self, module: StepModule) -> None:
-        self._module, self._trainer = module, module.trainer
+        self._module = module
+        self._trainer = module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)
         self._one_by_one = False  # whether Lightning hands over every single batch
         self._sent: tuple[int, Callable[[], Tensor], dict[str, float]] | None = None  # to be logged
@@ -55,15 +56,15 @@ class ReplayedSteps:
         """Continue to count where a resumed run stopped; decide how steps are taken."""
         count_steps(self._trainer, 0)
         data = getattr(self._trainer, "datamodule", None)
-        changed = any(
+        has_hooks = any(
             is_overridden(hook, owner)
             for hook in _BATCH_HOOKS
             for owner in (self._module, data)
             if owner is not None
         )
-        draws = hasattr(self._trainer.train_dataloader, "next_batches")
-        endless = self._trainer.num_training_batches == float("inf")
-        self._one_by_one = changed or endless or not draws
+        can_draw = hasattr(self._trainer.train_dataloader, "next_batches")
+        is_endless = self._trainer.num_training_batches == float("inf")
+        self._one_by_one = has_hooks or is_endless or not can_draw
 
     def take(self, batch: Any) -> Tensor:
         """Take the step of this batch, and of the batches that follow; return the last loss."""
@@ -73,28 +74,30 @@ class ReplayedSteps:
 
     def _take(self, batch: Any) -> Tensor:
         module = self._module
-        first = step = module.global_step
-        for each in (batch, *self._further_batches()):
+        first_step = module.global_step
+        batches = [batch, *self._further_batches()]
+        end_step = first_step + len(batches)
+        for step, step_batch in enumerate(batches, first_step):
             module.prepare_step(step)
-            loss, seen = self._graph(each)
+            loss, seen = self._graph(step_batch)
             for observer, tensors in zip(module.step_observers, seen, strict=True):
                 observer.note(step, tensors)
-            step += 1
             self._step_scheduler()
-        count_steps(self._trainer, step - first)
+        count_steps(self._trainer, len(batches))
         every: int = getattr(self._trainer, "log_every_n_steps", 0)
-        if every and step // every > first // every:
+        if every and end_step // every > first_step // every:
             self.log()
-            self._sent = step - 1, send(loss), module.logged_settings()
+            self._sent = end_step - 1, send(loss), module.logged_settings()
         return loss.detach()
 
     def log(self) -> None:
         """Log the loss that was copied last: by now it has arrived."""
         if self._sent is not None:
             step, receive, settings = self._sent
-            self._sent, values = None, {"train/loss": receive().item()} | settings
+            self._sent = None
+            metrics = {"train/loss": receive().item(), **settings}
             for logger in self._module.loggers:
-                logger.log_metrics(values, step)
+                logger.log_metrics(metrics, step)
 
     def _further_batches(self) -> Iterable[Any]:
         """The batches after the one that Lightning handed over, to be taken together with it."""
@@ -106,18 +109,20 @@ class ReplayedSteps:
 
     def _steps_at_once(self) -> int:
         """Steps from here to where Lightning validates, saves, ends the epoch or ends the run."""
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop
         limits = [STEPS_AT_ONCE, int(trainer.num_training_batches) - loop.batch_idx]
         if trainer.max_steps > 0:
             limits.append(trainer.max_steps - trainer.global_step)
         every = trainer.val_check_batch  # None where validation goes by the clock
         if trainer.enable_validation and every is not None:
-            whole_run = trainer.check_val_every_n_epoch is None
-            batch = loop.total_batch_idx if whole_run else loop.batch_idx
+            over_epochs = trainer.check_val_every_n_epoch is None
+            batch = loop.total_batch_idx if over_epochs else loop.batch_idx
             limits.append(int(every) - batch % int(every))
         for callback in trainer.checkpoint_callbacks:
             every = getattr(callback, "_every_n_train_steps", 0)
-            limits += [every - trainer.global_step % every] if every > 0 else []
+            if every > 0:
+                limits.append(every - trainer.global_step % every)
         return max(1, min(limits))
 
     def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:

@@ -144,20 +144,23 @@ class GraphStructureLearner(StepModule):
                 f"a method messages(x) like catnat.graphs.GCN; {type(predictor).__name__} has "
                 "none: choose estimator 'score_function'"
             )
-        self.num_nodes, self.num_samples, self.estimator = num_nodes, num_samples, estimator
-        self.flip_samples, self.test_passes = flip_samples, test_passes
+        self.num_nodes = num_nodes
+        self.num_samples = num_samples
+        self.estimator = estimator
+        self.flip_samples = flip_samples
+        self.test_passes = test_passes
         self.learning_rates = (learning_rate, psi_learning_rate)
-        self.lr_schedule, self.psi_warmup_steps = lr_schedule, psi_warmup_steps
+        self.lr_schedule = lr_schedule
+        self.psi_warmup_steps = psi_warmup_steps
         self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._rate_factor: float | None = None  # on the learning rates, in the step before
         self._sets_rates = False  # not those of an optimizer that is not our own
         self._num_steps: float = 0  # of the run; known when training starts
         self._prediction = prediction_means()
-        edges = (num_nodes, num_nodes)
-        self._means = RowMeans({"saturated": (), "theta": edges})
+        self._means = RowMeans({"saturated": (), "theta": (num_nodes, num_nodes)})
         self._loss_mean = RowMeans({"loss": ()})  # of validations
-        self._latest: Any = None  # the batch that was evaluated last
+        self._latest_batch: Any = None  # of an evaluation
 
     def _initial_scores(self, low: float, high: float) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
@@ -165,8 +168,8 @@ class GraphStructureLearner(StepModule):
         scores = self.head.inverse(torch.stack([1 - theta, theta], -1))
         # Softmax and sparsemax have many scores with this θ: take those with mean zero.
         centered = scores - scores.mean(-1, keepdim=True)
-        same = torch.allclose(self.head.probs(centered), self.head.probs(scores), atol=1e-6)
-        return centered if same else scores
+        keeps_theta = torch.allclose(self.head.probs(centered), self.head.probs(scores), atol=1e-6)
+        return centered if keeps_theta else scores
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every edge, (N, N, S)."""
@@ -203,7 +206,7 @@ class GraphStructureLearner(StepModule):
         Where :meth:`scores` reads the batch, these are the probabilities for the batch that was
         evaluated last.
         """
-        batch = self.transfer_batch_to_device(self._latest, self.device, 0)
+        batch = self.transfer_batch_to_device(self._latest_batch, self.device, 0)
         with torch.no_grad():
             return self.head.probs(self.scores(batch))[..., 1]
 
@@ -225,19 +228,22 @@ class GraphStructureLearner(StepModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam, with one learning rate for the scores and one for the predictor."""
-        psi = list(self.predictor.parameters())
-        others = [p for p in self.parameters() if not any(p is each for each in psi)]
-        groups: list[dict[str, Any]] = [
-            {"params": params, "lr": rate}
-            for params, rate in zip((others, psi), self.learning_rates, strict=True)
-        ]
+        psi = set(self.predictor.parameters())
+        groups = ([p for p in self.parameters() if p not in psi], self.predictor.parameters())
         self._sets_rates = True
-        return self.make_optimizer(torch.optim.Adam, groups)
+        return self.make_optimizer(
+            torch.optim.Adam,
+            [
+                {"params": parameters, "lr": rate}
+                for parameters, rate in zip(groups, self.learning_rates, strict=True)
+            ],
+        )
 
     def on_train_start(self) -> None:
         """Find out how many steps the run has, for the linear schedule."""
         super().on_train_start()
-        self._num_steps, self._rate_factor = self.trainer.estimated_stepping_batches, None
+        self._num_steps = self.trainer.estimated_stepping_batches
+        self._rate_factor = None
         if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
             raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
         if self.lr_schedule == "linear" and not self._sets_rates:
@@ -305,20 +311,21 @@ class GraphStructureLearner(StepModule):
 
     def _add(self, batch: Any, scores: Tensor, q: HeadCategorical) -> None:
         """Add values that are the same for all pairs of a batch to the means of this epoch."""
-        self._latest, pairs = batch, len(batch[1])
+        self._latest_batch = batch
+        pairs = len(batch[1])
         saturated = self.head.saturated(scores).double().mean()
         theta = q.probs[..., 1].double()
         self._means.update(pairs, saturated=saturated * pairs, theta=theta * pairs)
 
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """Means over all pairs of all ranks, and the distance from the truth where it is known."""
-        found = self._means.compute()
-        if not found:
+        means = self._means.compute()
+        if not means:
             return {}  # a subclass evaluates in its own way
-        found |= self._prediction.compute() | self._loss_mean.compute()
-        means = {name: each.float() for name, each in found.items()}
-        theta = means.pop("theta").reshape(self.num_nodes, self.num_nodes)
-        values = means | {"energy_score_2x": 2 * means["energy_score"]}
+        means |= self._prediction.compute() | self._loss_mean.compute()
+        values = {name: mean.float() for name, mean in means.items()}
+        theta = values.pop("theta")
+        values["energy_score_2x"] = 2 * values["energy_score"]
         data = getattr(self.trainer, "datamodule", None)
         optimal = getattr(data, "optimal", None) if stage == "test" else None
         if optimal is not None:

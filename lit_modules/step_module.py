@@ -57,7 +57,8 @@ class StepModule(LightningModule):
 
     def __init__(self, capture: bool | None = None, gradient_clip: float = 0.0) -> None:
         super().__init__()
-        self.capture, self.gradient_clip = capture, gradient_clip
+        self.capture = capture
+        self.gradient_clip = gradient_clip
         self.step_observers: list[StepObserver] = []  # of replayed steps
         self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
 
@@ -130,17 +131,19 @@ class StepModule(LightningModule):
             )
         if stage == "fit":
             self._stop_replaying()  # after a run that was cut short
-            own_step = type(self).training_step is not StepModule.training_step
-            if not own_step and not self.automatic_optimization:
+            name = type(self).__name__
+            is_overridden = type(self).training_step is not StepModule.training_step
+            if not is_overridden and not self.automatic_optimization:
                 raise ValueError(
-                    f"{type(self).__name__} sets automatic_optimization to False, and has no "
-                    "training_step of its own that would optimize"
+                    f"{name} sets automatic_optimization to False, and has no training_step of its "
+                    "own that would optimize"
                 )
-            reason = f"{type(self).__name__} has a training_step" if own_step else self._why_eager()
+            reason = f"{name} has a training_step" if is_overridden else self._why_eager()
             on_cuda = self.trainer.strategy.root_device.type == "cuda"
             if reason is None:
-                self._replay, self.automatic_optimization = ReplayedSteps(self), False
-            elif self.capture or (self.capture is None and on_cuda and not own_step):
+                self._replay = ReplayedSteps(self)
+                self.automatic_optimization = False
+            elif self.capture or (self.capture is None and on_cuda and not is_overridden):
                 rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
     def on_fit_start(self) -> None:
@@ -184,7 +187,8 @@ class StepModule(LightningModule):
         """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
         if gradient_clip_val is None:
             gradient_clip_val = self.gradient_clip
-        algorithm, strategy = gradient_clip_algorithm or "norm", self.trainer.strategy
+        algorithm = gradient_clip_algorithm or "norm"
+        strategy = self.trainer.strategy
         if gradient_clip_val and algorithm == "norm" and isinstance(strategy, FSDPStrategy):
             root: Any = strategy.model  # each process holds a part of the gradients
             root.clip_grad_norm_(gradient_clip_val)
@@ -198,9 +202,9 @@ class StepModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Forget the rows of earlier epochs."""
-        for each in self.children():
-            if isinstance(each, RowMeans):
-                each.reset()
+        for child in self.children():
+            if isinstance(child, RowMeans):
+                child.reset()
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -213,16 +217,17 @@ class StepModule(LightningModule):
         self._log_epoch("test")
 
     def _log_epoch(self, stage: str) -> None:
-        values = self.epoch_metrics(stage).items()
-        self.log_dict({f"{stage}/{name}": each.float() for name, each in values}, sync_dist=True)
+        metrics = self.epoch_metrics(stage).items()
+        self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
         StepModule.on_validation_epoch_start(self)  # a subclass may have its own
 
     def _why_eager(self) -> str | None:
         """Why steps are eager ones; None if they are replayed."""
         trainer: Any = self.trainer
-        strategy, host = trainer.strategy, self.why_host_needed()
+        strategy = trainer.strategy
+        host_reason = self.why_host_needed()
         obstacles = {
-            str(host): host is not None,
+            str(host_reason): host_reason is not None,
             f"the strategy is {type(strategy).__name__}, not one device": (
                 not isinstance(strategy, SingleDeviceStrategy)
             ),
@@ -242,9 +247,10 @@ class StepModule(LightningModule):
         if self._trainer is None or self.trainer.precision != "32-true":
             return {}  # fused optimizers cannot clip gradients that are scaled
         device = self.trainer.strategy.root_device.type  # the model is moved there later
-        can = device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters
-        return {"fused": True} if can else {}
+        has_fused = device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters
+        return {"fused": True} if has_fused else {}
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:
-            self._replay, self.automatic_optimization = None, True
+            self._replay = None
+            self.automatic_optimization = True

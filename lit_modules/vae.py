@@ -115,26 +115,28 @@ class DiscreteVAE(StepModule):
             num_latents * self.head.num_scores, num_latents * num_categories
         )
         self.estimator = estimator
-        self.num_samples = 2  # of the score function, with the mean of the others as baseline
-        self.baseline: float | None = None
-        self.learning_rate, self.optimizer_name = learning_rate, optimizer
-        self.lr_decay, self.lr_decay_steps = lr_decay, lr_decay_steps
-        self.temperature_rate, self.min_temperature = temperature_rate, min_temperature
+        self.num_samples = 2  # of the score function
+        self.baseline: float | None = None  # of the score function; None: the mean of the others
+        self.learning_rate = learning_rate
+        self.optimizer_name = optimizer
+        self.lr_decay = lr_decay
+        self.lr_decay_steps = lr_decay_steps
+        self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
+        self.temperature_rate = temperature_rate
+        self.min_temperature = min_temperature
         self.temperature_steps = temperature_steps
         self.nll_samples = nll_samples
-        self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
         self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
-        usage = (num_latents, num_categories)
-        self._val_means = RowMeans({"loss": (), "elbo": (), "kl": (), "usage": usage})
-        self._test_means = RowMeans(
-            {"nll": (), "elbo": (), "kl": (), "saturated": (), "usage": usage}
-        )
-
-    # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
+        shapes: dict[str, tuple[int, ...]] = {"elbo": (), "kl": ()}
+        shapes["usage"] = (num_latents, num_categories)
+        self._val_means = RowMeans({"loss": (), **shapes})
+        self._test_means = RowMeans({"nll": (), **shapes, "saturated": ()})
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return conv_encoder(num_scores), conv_decoder(num_inputs)
+
+    # -- the model: x -> scores -> q(z | x) -> z -> logits of x ---------------------------------
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
@@ -149,25 +151,14 @@ class DiscreteVAE(StepModule):
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores: Tensor = self.encoder(self.images(batch))
-        given, N, S = scores.shape[1:].numel(), self.num_latents, self.head.num_scores
-        if given != N * S:
+        size = scores.shape[1:].numel()
+        N, S = self.num_latents, self.head.num_scores
+        if size != N * S:
             raise ValueError(
-                f"the encoder gives {given} scores for an image; {N} latents of {S} scores each "
+                f"the encoder gives {size} scores for an image; {N} latents of {S} scores each "
                 f"need {N * S}"
             )
         return scores.reshape(-1, N, S)
-
-    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
-        """The negative ELBO with samples of z, a scalar; q has batch shape (B, N)."""
-        if self.estimator == "score-function":
-            z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
-            log_q = (z * q.logits).sum((-2, -1))  # (M, B)
-            losses = self.reconstruction(batch, z)
-            reconstruction = score_function_surrogate(losses, log_q, self.baseline)
-        else:
-            z = q.rsample(estimator=self.estimator, temperature=self.temperature())  # (B, N, K)
-            reconstruction = self.reconstruction(batch, z)
-        return (reconstruction + self.kl(q)).mean()
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
@@ -187,58 +178,41 @@ class DiscreteVAE(StepModule):
         """KL(q(z | x) || uniform), summed over latents, (B,)."""
         return kl_to_uniform(q.logits).sum(-1)
 
-    @torch.no_grad()
-    def reconstruct(self, x: Tensor) -> Tensor:
-        """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
-        with evaluating(self):
-            z = F.one_hot(self(x).probs.argmax(-1), self.head.num_categories)
-            return self.decode(z.to(self.dtype)).sigmoid()
-
-    @torch.no_grad()
-    def sample_prior(self, n: int) -> Tensor:
-        """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
-        K = self.head.num_categories
-        index = torch.randint(K, (n, self.num_latents), device=self.device)
-        with evaluating(self):
-            z = F.one_hot(index, K)
-            return self.decode(z.to(self.temperature().dtype)).sigmoid()
+    def loss(self, batch: Any, q: HeadCategorical) -> Tensor:
+        """The negative ELBO with samples of z, a scalar; q has batch shape (B, N)."""
+        if self.estimator == "score-function":
+            z = q.one_hot_sample((self.num_samples,))  # (M, B, N, K)
+            log_q = (z * q.logits).sum((-2, -1))  # (M, B)
+            losses = self.reconstruction(batch, z)
+            reconstruction = score_function_surrogate(losses, log_q, self.baseline)
+        else:
+            z = q.rsample(estimator=self.estimator, temperature=self.temperature())  # (B, N, K)
+            reconstruction = self.reconstruction(batch, z)
+        return (reconstruction + self.kl(q)).mean()
 
     # -- training --------------------------------------------------------------------------
-
-    def annealed_temperature(self, step: int) -> float:
-        """τ at an optimizer step."""
-        step -= step % self.temperature_steps
-        return max(math.exp(-self.temperature_rate * step), self.min_temperature)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Check the images, and prepare the step."""
         self._check(batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
-    def _check(self, batch: Any, batch_idx: int) -> None:
-        """Raise a ValueError for images of another size, or that are not probabilities of pixels.
-
-        On the CPU every batch is checked. On another device the first one of each epoch is, because
-        the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
-        take other images.
-        """
-        x = self.images(batch)
-        skipped = batch_idx > 0 and x.device.type != "cpu"
-        if skipped or not len(x) or type(self).reconstruction is not DiscreteVAE.reconstruction:
-            return
-        ours = type(self).make_networks.__module__.startswith("catnat.")
-        if ours and x.shape[1:] != (1, 28, 28):
-            raise ValueError(
-                f"images must have the shape (B, 1, 28, 28), got {tuple(x.shape)}; a subclass with "
-                "a make_networks of its own may take others"
-            )
-        low, high = (float(each) for each in x.aminmax())
-        if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
-            raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
-
     def prepare_step(self, step: int) -> None:
         """Set the temperature of a step."""
         self.temperature.set(self.annealed_temperature(step))
+
+    def annealed_temperature(self, step: int) -> float:
+        """τ at an optimizer step."""
+        step -= step % self.temperature_steps
+        return max(math.exp(-self.temperature_rate * step), self.min_temperature)
+
+    def step_loss(self, batch: Any) -> Tensor:
+        """The loss of a training batch, a scalar."""
+        return self.loss(batch, self(batch))
+
+    def logged_settings(self) -> dict[str, float]:
+        """The temperature, logged beside the loss."""
+        return {"train/temperature": float(self.temperature)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam or SGD, with a decaying learning rate if asked for."""
@@ -259,14 +233,6 @@ class DiscreteVAE(StepModule):
             for group in optimizer["param_groups"] if before != self.learning_rate else ():
                 group["lr"] *= self.learning_rate / before
 
-    def step_loss(self, batch: Any) -> Tensor:
-        """The loss of a training batch, a scalar."""
-        return self.loss(batch, self(batch))
-
-    def logged_settings(self) -> dict[str, float]:
-        """The temperature, logged beside the loss."""
-        return {"train/temperature": float(self.temperature)}
-
     # -- evaluation ------------------------------------------------------------------------
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -279,8 +245,9 @@ class DiscreteVAE(StepModule):
             loss = self.loss(batch, q)
             reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        rows = {"loss": loss.expand_as(kl), "elbo": -reconstruction - kl, "kl": kl}
-        self._val_means.add_rows(**rows, usage=q.probs)
+        self._val_means.add_rows(
+            loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl, usage=q.probs
+        )
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
@@ -293,8 +260,25 @@ class DiscreteVAE(StepModule):
             nll, reconstruction = self._likelihood(batch, q)
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
-        rows = {"nll": nll, "elbo": -reconstruction - kl, "kl": kl, "saturated": saturated}
-        self._test_means.add_rows(**rows, usage=q.probs)
+        self._test_means.add_rows(
+            nll=nll, elbo=-reconstruction - kl, kl=kl, usage=q.probs, saturated=saturated
+        )
+
+    def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
+        """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
+        log_prior = -self.num_latents * math.log(self.head.num_categories)
+        total = torch.zeros((), device=self.device)
+
+        def log_weights(m: int) -> Tensor:
+            nonlocal total
+            z = q.one_hot_sample((m,))  # (m, B, N, K)
+            reconstruction = self.reconstruction(batch, z)
+            total = total + reconstruction.sum(0)
+            return log_prior - reconstruction - (z * q.logits).sum((-2, -1))
+
+        at_once = _DECODED_AT_ONCE.get(self.device.type, 512) // max(1, q.batch_shape[0])
+        nll = importance_weighted_nll(log_weights, self.nll_samples, max(1, at_once))
+        return nll, total / self.nll_samples
 
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """Means over all images of all ranks, and metrics that follow from the means."""
@@ -311,30 +295,56 @@ class DiscreteVAE(StepModule):
             means["collapsed"] = (means["information"] < _COLLAPSED_BELOW).float()
         return means
 
-    def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
-        """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
-        log_prior = -self.num_latents * math.log(self.head.num_categories)
-        total = torch.zeros((), device=self.device)
+    def _check(self, batch: Any, batch_idx: int) -> None:
+        """Raise a ValueError for images of another size, or that are not probabilities of pixels.
 
-        def log_weights(m: int) -> Tensor:
-            nonlocal total
-            z = q.one_hot_sample((m,))  # (m, B, N, K)
-            reconstruction = self.reconstruction(batch, z)
-            total = total + reconstruction.sum(0)
-            return log_prior - reconstruction - (z * q.logits).sum((-2, -1))
+        On the CPU every batch is checked. On another device the first one of each epoch is, because
+        the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
+        take other images.
+        """
+        x = self.images(batch)
+        is_skipped = batch_idx > 0 and x.device.type != "cpu"
+        takes_others = type(self).reconstruction is not DiscreteVAE.reconstruction
+        if is_skipped or takes_others or not len(x):
+            return
+        is_our_network = type(self).make_networks.__module__.startswith("catnat.")
+        if is_our_network and x.shape[1:] != (1, 28, 28):
+            raise ValueError(
+                f"images must have the shape (B, 1, 28, 28), got {tuple(x.shape)}; a subclass with "
+                "a make_networks of its own may take others"
+            )
+        low, high = (float(limit) for limit in x.aminmax())
+        if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
+            raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
 
-        room = _DECODED_AT_ONCE.get(self.device.type, 512)
-        chunk = max(1, room // max(1, q.batch_shape[0]))
-        nll = importance_weighted_nll(log_weights, self.nll_samples, chunk)
-        return nll, total / self.nll_samples
+    # -- pictures --------------------------------------------------------------------------
+
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
+        with evaluating(self):
+            return self._mean_pixels(self(x).probs.argmax(-1))
+
+    def sample_prior(self, n: int) -> Tensor:
+        """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
+        shape = (n, self.num_latents)
+        with evaluating(self):
+            return self._mean_pixels(
+                torch.randint(self.head.num_categories, shape, device=self.device)
+            )
+
+    def _mean_pixels(self, z: Tensor) -> Tensor:
+        """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
+        one_hot = F.one_hot(z, self.head.num_categories)
+        return self.decode(one_hot.to(self.temperature().dtype)).sigmoid()
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode inside the block."""
+    """Put a module into eval mode inside the block, without gradients."""
     was_training = module.training
     module.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         module.train(was_training)

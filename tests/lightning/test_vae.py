@@ -324,7 +324,7 @@ def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):
     first = validated(x[:12], x[12:])
     assert torch.equal(torch.get_rng_state(), before)
     assert first == validated(x[:12], x[12:])
-    assert first.keys() == {"val/loss", "val/elbo", "val/kl"}
+    assert first.keys() == {"val/loss", "val/elbo", "val/kl", "val/perplexity"}
     model.eval()
     assert first["val/kl"] == pytest.approx(model.kl(model(x)).mean().item(), rel=1e-5)
     assert first["val/loss"] == pytest.approx(-first["val/elbo"].item(), rel=0.05)
