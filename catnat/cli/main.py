@@ -12,7 +12,7 @@ from catnat.cli.errors import is_mistake, one_line, own_error
 from catnat.cli.options import DATA, MODELS, RL_MODELS, command_words, load, read_names
 from catnat.sweeps import run_command
 
-COMMANDS = ("sweep", "status", "tables", "figures")
+COMMANDS = ("sweep", "status", "tables", "figures", "compare")
 _PAGE = """\
 usage: {command} [fit|validate|test|predict] --model MODEL --head HEAD ...
 

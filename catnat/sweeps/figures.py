@@ -24,8 +24,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from catnat.sweeps.plan import Plan
+from catnat.sweeps.runs import read_pairs
 from catnat.sweeps.significance import interval
-from catnat.sweeps.sweep import Sweep, plan_parser, read_pairs
+from catnat.sweeps.sweep import Sweep, plan_parser
 from catnat.sweeps.tables import Cell, cells_of, words_of
 
 COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
@@ -157,13 +158,14 @@ def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None
 
 def read_curve(folder: Path, tag: str) -> Curve:
     """Steps and values of a scalar in the event files of a run; empty without any."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     values: dict[int, float] = {}
     for path in sorted(folder.glob("**/events.out.*")):
-        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        if tag in events.Tags()["scalars"]:
-            values |= {event.step: event.value for event in events.Scalars(tag)}
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == tag and value.HasField("simple_value"):
+                    values[event.step] = value.simple_value
     steps = sorted(values)
     return np.array(steps, float), np.array([values[step] for step in steps])
 

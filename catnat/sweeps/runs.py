@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +166,30 @@ def _canonical(text: str) -> str:
     except ValueError:
         return text.lower() if text in ("True", "False") else text
     return str(int(number)) if number.is_integer() else repr(number)
+
+
+# -- words of commands -----------------------------------------------------------------------------
+
+
+def make_parser(command: str, doc: str | None) -> ArgumentParser:
+    """A parser for ``catnat <command>``."""
+    return ArgumentParser(
+        f"catnat {command}",
+        description=doc,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def read_pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    """Words such as NAME=VALUE of an option."""
+    pairs: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name in pairs:
+            raise ValueError(f"{option} {word}: expected name=value, and a name once")
+        pairs[name] = value
+    return pairs
 
 
 # -- the file --------------------------------------------------------------------------------------

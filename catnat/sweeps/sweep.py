@@ -34,7 +34,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
 from catnat.sweeps.engines import Engine, Job, Local, Outcome, Ray, Slurm, device_name
-from catnat.sweeps.runs import Rows, Run
+from catnat.sweeps.runs import Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
 _SET_BY_SWEEP = ("seed", "seed_everything", "default_root_dir", "ckpt_path", "model", "program")
@@ -77,12 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def plan_parser(command: str, doc: str | None, count: int | str = "+") -> argparse.ArgumentParser:
     """A parser with the options of all commands about plans, for a number of plans."""
-    parser = argparse.ArgumentParser(
-        f"catnat {command}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = runs.make_parser(command, doc)
     add = parser.add_argument
     text = "a YAML file, or its name in this folder or in the folder plans"
     add("plans", nargs=count, metavar="PLAN", help=text)
@@ -94,17 +89,6 @@ def plan_parser(command: str, doc: str | None, count: int | str = "+") -> argpar
     add("--results", type=Path, help=text)
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default runs)")
     return parser
-
-
-def read_pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    """Words such as NAME=VALUE of an option."""
-    pairs: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name in pairs:
-            raise ValueError(f"{option} {word}: expected name=value, and a name once")
-        pairs[name] = value
-    return pairs
 
 
 class Sweep:

@@ -1,0 +1,147 @@
+"""Compare runs: grouped by the options that differ, with means over seeds.
+
+catnat compare runs/vae/*/version_*                        # folders of runs
+catnat compare results/mine/runs.csv --only num_latents=10     # or rows of a sweep
+catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import yaml
+
+from catnat.sweeps.runs import OBSERVING, Row, make_parser, read, read_pairs, text_of
+from catnat.sweeps.significance import interval
+
+_LOWER = r"(loss|nll|mae|mse|gap|energy_score)(_2x)?$"  # ends of names of metrics
+_HIGHER = r"(elbo|return|accuracy)$"
+_IGNORED = {*OBSERVING, "seed", "default_root_dir", "download", "verbose"}
+_LEGEND = """\
+Mean ± standard deviation over n runs; beside it the difference from the best mean with its 95 %
+interval (Welch's t-test), which has 0 in it where the difference is not significant."""
+Key = tuple[str, ...]  # values of the options that differ
+Groups = dict[Key, list[Row]]
+
+
+def main(words: list[str]) -> int:
+    """Print a table, and draw curves if asked for."""
+    parser = make_parser("compare", __doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or files of rows")
+    text = "runs with these values alone"
+    add("--only", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
+    add("--metric", nargs="+", help="default: metrics of the test with a better direction")
+    add("--plot", type=Path, metavar="FILE", help="draw curves to a file")
+    add("--tag", default="val/loss", help="of the curves (default val/loss)")
+    args = parser.parse_args(words)
+    rows = [row for path in args.runs for row in rows_of(path)]
+    for name, values in read_pairs(args.only, "--only").items():
+        rows = [x for x in rows if (x.about | x.options).get(name) in values.split(",")]
+    if not rows:
+        raise ValueError(" ".join(["no finished run to compare", *args.only]))
+    options = dict.fromkeys(name for row in rows for name in row.options if name not in _IGNORED)
+    names = [name for name in options if len({row.options.get(name) for row in rows}) > 1]
+    groups: Groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row.options.get(name, "") for name in names), []).append(row)
+    directed = [x for x in rows[0].metrics if re.match(f"test/.*({_LOWER}|{_HIGHER})", x)]
+    metrics = args.metric or directed or list(rows[0].metrics)
+    columns = [column(metric, groups) for metric in metrics]
+    lines = [[*names, "n", *metrics]]
+    for key in dict.fromkeys([*columns[0], *groups]):
+        lines.append([*key, str(len(groups[key])), *(texts.get(key, "-") for texts in columns)])
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    print(_LEGEND)
+    if args.plot:
+        plot(names, groups, args.tag, args.plot)
+    return 0
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The final rows of a file, or the row of a folder; none of a run that has not finished."""
+    if path.is_file():
+        final = [row for row in read(path) if row.finished and row.about.get("stage") != "search"]
+        return list({row.key: row for row in reversed(final)}.values())
+    if not (path / "config.yaml").is_file():
+        raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
+    if not (path / "metrics.json").is_file():
+        print(f"{path} has not finished and is left out")
+        return []
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
+    config = yaml.load((path / "config.yaml").read_text(), loader)
+    options = {}
+    for name, value in flat(config, ""):
+        group, _, option = name.replace("init_args.", "").partition(".")
+        if option == "class_path":
+            options[group] = value.rpartition(".")[2]
+        elif group in ("model", "data", "trainer") and value is not None:
+            options["data.seed" if option == "seed" else option] = text_of(value)
+    options["seed"] = text_of(config["seed_everything"])
+    metrics = json.loads((path / "metrics.json").read_text())
+    numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
+    return [Row(options, numbers, {"folder": str(path)})]
+
+
+def flat(options: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Options at every depth by their full names."""
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def column(metric: str, groups: Groups) -> dict[Key, str]:
+    """Mean ± standard deviation of each group, and its difference from the best; best first."""
+    samples = {}
+    for key, rows in groups.items():
+        if values := [row.metrics[metric] for row in rows if metric in row.metrics]:
+            samples[key] = values
+    if not samples:
+        raise ValueError(f"no run has {metric}; choices: {', '.join(rows[0].metrics)}")
+    is_higher = re.search(_HIGHER, metric) is not None
+    order = sorted(samples, key=lambda key: fmean(samples[key]), reverse=is_higher)
+    best = samples[order[0]]
+    texts = {key: f"{fmean(samples[key]):.5g}" for key in order}
+    for key in order:
+        values = samples[key]
+        if len(values) > 1:
+            texts[key] += f" ± {stdev(values):.2g}"
+        if len(order) == 1 or not (is_higher or re.search(_LOWER, metric)):
+            continue
+        if values is best:
+            texts[key] += "  * best"
+            continue
+        texts[key] += f"  {fmean(values) - fmean(best):+.3g}"
+        if min(len(values), len(best)) > 1:
+            texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, best))
+    return texts
+
+
+def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
+    """Draw the mean curve of each group, and one standard deviation around it."""
+    from catnat.sweeps import figures
+
+    figure, (axes,) = figures.panels([""], 5.0, 3.5)
+    heads = [rows[0].options.get("head", "") for rows in groups.values()]
+    for number, (key, rows) in enumerate(groups.items()):
+        if any("folder" not in row.about for row in rows):
+            raise ValueError("--plot needs folders of runs; rows have no curves")
+        curves = [figures.read_curve(Path(row.about["folder"]), tag) for row in rows]
+        is_by_head = len(set(heads)) == len(groups)
+        color = figures.color(heads[number], heads) if is_by_head else f"C{number}"
+        label = ", ".join(map(" ".join, zip(names, key, strict=True)))
+        figures.draw_curves(axes, [curve for curve in curves if len(curve[0])], label, color)
+    if not axes.lines:
+        raise ValueError(f"no run has curves of {tag}")
+    axes.set(xlabel="step", ylabel=tag)
+    axes.legend(frameon=False)
+    figures.save(figure, path)

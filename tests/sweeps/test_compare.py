@@ -1,0 +1,62 @@
+"""catnat compare: runs and rows side by side."""
+
+import json
+
+import pytest
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from catnat.sweeps import run_command, runs, significance
+
+NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2]}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Three runs of each head, which also differ in what does not matter."""
+    for head, values in NLL.items():
+        for seed, value in enumerate(values):
+            folder = tmp_path / head / f"version_{seed}"
+            with SummaryWriter(str(folder)) as writer:
+                writer.add_scalar("val/loss", value, 5)
+            model = {"class_path": "a.VAE", "init_args": {"head": head, "head_options": {"mix": 0}}}
+            data = {"init_args": {"seed": 0, "root": f"data_{seed}"}}
+            config = {"seed_everything": seed, "model": model, "data": data, "save_every": seed}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+            (folder / "metrics.json").write_text(json.dumps({"test/nll": value, "test/kl": 1}))
+    return [str(path) for path in tmp_path.glob("*/version_*")]
+
+
+def test_runs_are_grouped_by_options_that_differ_and_the_best_is_marked(folders, tmp_path, capsys):
+    picture = tmp_path / "curves.png"
+    assert run_command("compare", [*folders, "--plot", str(picture)]) == 0
+    header, best, other, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["head", "n", "test/nll"]
+    assert best.split() == ["sigmoid", "3", "100.2", "±", "0.2", "*", "best"]
+    assert other.split()[:6] == ["softmax", "3", "104.5", "±", "0.5", "+4.3"]
+    low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
+    assert f"({low:+.3g} to {high:+.3g})" in other
+    assert picture.stat().st_size > 0
+
+
+def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    for head, values in NLL.items():
+        for seed, value in enumerate(values):
+            run = runs.Run({"head": head, "size": 8, "seed": seed}, "plan", "final")
+            runs.add(path, runs.make_row(run, {"test/nll": value}))
+    assert run_command("compare", [str(path)]) == 0
+    assert "* best" in capsys.readouterr().out.splitlines()[1]
+    assert run_command("compare", [str(path), "--only", "head=softmax"]) == 0
+    assert "best" not in capsys.readouterr().out.splitlines()[1]
+    assert run_command("compare", [str(path), "--plot", "x.png"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nowhere"], ["--metric=test/nl"], ["--only", "head=other"], ["--plot=x.png", "--tag=a"]],
+)
+def test_mistakes_are_one_line(words, folders, capsys):
+    assert run_command("compare", [*folders, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("catnat compare: ") and error.count("\n") == 1
