@@ -33,6 +33,9 @@ from torch import Tensor
 
 from catnat.numerics import largest_score, log_never
 
+DEFAULT_TAIL = 0.05
+"""Tail of natural where its name alone is given for a likelihood of labels."""
+
 
 @dataclass(frozen=True)
 class SigmoidActivation:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
-def _require(said: str, holds: Callable[[Any], bool], values: dict[str, float]) -> None:
+def _require(rule: str, holds: Callable[[Any], bool], values: dict[str, float]) -> None:
     for name, value in values.items():
         if not holds(value):
-            raise ValueError(f"{name} must {said}, got {value!r}")
+            raise ValueError(f"{name} must {rule}, got {value!r}")
 
 
 def require_positive(**values: float) -> None:
@@ -68,14 +68,16 @@ def checked_categories(num_categories: Any) -> int:
 
 def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
     """The leaves of the classes as integers, after checking that every leaf occurs once."""
-    given = order.tolist() if hasattr(order, "tolist") else order
-    leaves = list(given) if isinstance(given, Sequence) else []
-    integers = all(hasattr(leaf, "__index__") for leaf in leaves)
-    if not integers or sorted(leaves) != list(range(num_categories)):
+    leaves = order.tolist() if hasattr(order, "tolist") else order
+    is_list = isinstance(leaves, Sequence) and all(
+        hasattr(kind, "__index__") for kind in set(map(type, leaves))
+    )
+    integers = tuple(map(int, leaves)) if is_list else ()
+    if len(integers) != num_categories or set(integers) != set(range(num_categories)):
         raise ValueError(
-            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(given)}"
+            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(leaves)}"
         )
-    return tuple(int(leaf) for leaf in leaves)
+    return integers
 
 
 def shown_order(order: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +26,41 @@ from catnat.numerics import (
     exp_of_log_probs,
     finite_log_probs,
     safe_log,
+    take,
 )
-
-if TYPE_CHECKING:
-    from catnat.head import CategoricalHead
 
 ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
 FLOAT32_LIMIT = 2**16
 """Largest K that is sampled with float32 noise: with more, equal numbers are common."""
+
+
+class PathHead(Protocol):
+    """A head whose distribution asks for single categories, and for all of them only when needed.
+
+    Every head has these methods; those of a tree look at the O(log K) nodes of a path alone. Scores
+    (*, S) are checked, in float32 or float64, and values int64.
+    """
+
+    num_categories: int
+    tree_id: object
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Log-probabilities of all categories, (*, S) -> (*, K)."""
+
+    def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """Log-probabilities of categories, (*); NaN for a value that is not a category."""
+
+    def path_sample(
+        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        """Random categories, (*sample_shape, *)."""
+
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
+
+        From the category up. None where categories are not reached by binary steps.
+        """
 
 
 class HeadCategorical(Categorical):
@@ -46,17 +72,17 @@ class HeadCategorical(Categorical):
 
     A catnat head gives a copy of its scores instead: ``log_prob`` and ``sample`` then look at the
     O(log K) nodes of a path alone, and ``logits`` and ``probs`` are computed when they are first
-    used.
+    used. ``log_prob`` is the same to the last bit, whether they were used or not.
 
     Args:
         log_probs: (*, K), normalized, as from :meth:`CategoricalHead.log_probs`. Half precision
-            becomes float32.
+            becomes float32, and -inf the finite floor.
         validate_args: check the log-probabilities, and later the values given to ``log_prob``. The
             default is that of all torch distributions (``Distribution.set_default_validate_args``;
             torch.compile turns it off), but on the CPU only, where checking waits for no device,
             and not under torch.compile, torch.func and other tracers.
-        normalized: the caller guarantees that the probabilities sum to 1, as every head does; the
-            sums are then not checked.
+        normalized: the caller guarantees that the log-probabilities are finite and the
+            probabilities sum to 1, as every head does; this is then not checked.
         source: a head and its checked scores, in place of ``log_probs``.
 
     >>> from catnat import make_head
@@ -66,7 +92,7 @@ class HeadCategorical(Categorical):
 
     arg_constraints = {"logits": constraints.real_vector}
     # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
-    _source: tuple[CategoricalHead, Tensor] | None = None
+    _source: tuple[PathHead, Tensor] | None = None
 
     def __init__(
         self,
@@ -74,31 +100,34 @@ class HeadCategorical(Categorical):
         validate_args: bool | None = None,
         *,
         normalized: bool = False,
-        source: tuple[CategoricalHead, Tensor] | None = None,
+        source: tuple[PathHead, Tensor] | None = None,
     ) -> None:
         if source is not None:
+            head, scores = source
             # A copy makes this the distribution of the moment: parameters change in place later.
-            self._source = source[0], source[1].clone()
-            self._num_events = source[0].num_categories
-            given, normalized = self._source[1], True
+            self._source = head, scores.clone()
+            self._num_events = head.num_categories
+            parameter = self._source[1]
+            normalized = True
         elif log_probs is None or log_probs.ndim == 0 or log_probs.shape[-1] == 0:
             shape = None if log_probs is None else tuple(log_probs.shape)
             raise ValueError(f"log_probs need categories last, got shape {shape}")
         else:
+            parameter = at_least_float32(log_probs)
             self._num_events = log_probs.shape[-1]
-            self.logits = at_least_float32(log_probs)
-            given = log_probs
-        self._batch_shape = given.shape[:-1]
+            self.logits = parameter if normalized else finite_log_probs(parameter)
+        self._batch_shape = parameter.shape[:-1]
         if validate_args is None:
-            validate_args = Distribution._validate_args and can_branch_on(given)
-        broken = validate_args and bool(given.isnan().any())
+            validate_args = Distribution._validate_args and can_branch_on(parameter)
+        broken = validate_args and bool(parameter.isnan().any())
         if broken:
             _ = self.logits  # torch checks, and reports, log-probabilities that are there already
-        Distribution.__init__(self, given.shape[:-1], validate_args=broken)
+        Distribution.__init__(self, self._batch_shape, validate_args=broken)
         self._validate_args = validate_args
         if validate_args and not normalized:
             sums = self.probs.detach().sum(-1)
-            wrong = (sums - 1).abs() > 1e-3 + 16 * torch.finfo(given.dtype).eps
+            assert log_probs is not None
+            wrong = (sums - 1).abs() > 1e-3 + 16 * torch.finfo(log_probs.dtype).eps
             if bool(wrong.any()):
                 raise ValueError(
                     "log_probs must be normalized, got probabilities that sum to "
@@ -149,15 +178,19 @@ class HeadCategorical(Categorical):
         return -(self.probs * self.logits).sum(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probabilities of categories, which broadcast with the batch shape."""
-        if self._source is None or "logits" in vars(self):
-            out: Tensor = super().log_prob(value)  # type: ignore[no-untyped-call]
-            return out
+        """Log-probabilities of categories, which broadcast with the batch shape.
+
+        A value that is not a category is a ValueError if arguments are validated, and NaN if not.
+        """
         if self._validate_args:
             self._validate_sample(value)
+        value = value.long()
+        if self._source is None:
+            return pick(self.logits, value, checked=bool(self._validate_args))
         head, scores = self._source
-        shape = common_shape(value.shape, self._batch_shape)
-        return head._log_prob(scores, value.long().expand(shape))
+        return head.path_log_prob(
+            scores, value.expand(common_shape(value.shape, self._batch_shape))
+        )
 
     def sample(self, sample_shape: Any = (), generator: torch.Generator | None = None) -> Tensor:
         """Random categories, (*sample_shape, *) int64; never one of probability 0."""
@@ -166,7 +199,7 @@ class HeadCategorical(Categorical):
             return draw(self.probs.detach(), sample_shape, generator)
         head, scores = self._source
         scores = scores.detach().expand(*self._batch_shape, -1)
-        return head._sample(scores, sample_shape, generator)
+        return head.path_sample(scores, sample_shape, generator)
 
     def one_hot_sample(
         self, sample_shape: Any = (), generator: torch.Generator | None = None
@@ -201,12 +234,14 @@ class HeadCategorical(Categorical):
         >>> q.path_kl(p, q.sample()), torch.distributions.kl_divergence(q, p)
         (tensor(0.1306), tensor(0.1306))
         """
-        ours, theirs = self._path_logs(value), None
-        if isinstance(other, HeadCategorical) and self._leaves == other._leaves:
+        value, is_category = self._checked_value(value)
+        ours = self._path_logs(value)
+        theirs = None
+        if isinstance(other, HeadCategorical) and self._tree_id == other._tree_id:
             theirs = other._path_logs(value)
         if ours is None or theirs is None:
-            return _exact(_kl(self, other), value)
-        return path_kl(ours, theirs)
+            return _for_each(value, _kl(self, other), is_category)
+        return _for_each(value, path_kl(ours, theirs), is_category)
 
     def path_entropy(self, value: Tensor) -> Tensor:
         """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
@@ -214,21 +249,26 @@ class HeadCategorical(Categorical):
         The sum of the binary entropies along the path to each category: unbiased, with unbiased
         gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
         """
-        ours = self._path_logs(value)
-        if ours is None:
-            return _exact(self.entropy(), value)
-        return path_entropy(ours)
+        value, is_category = self._checked_value(value)
+        logs = self._path_logs(value)
+        return _for_each(value, self.entropy() if logs is None else path_entropy(logs), is_category)
+
+    def _checked_value(self, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Categories as int64, and which are categories; None where all were looked at."""
+        index = checked_value(value, self._num_events)
+        if can_branch_on(value):
+            return index, None
+        return index, (index >= 0) & (index < self._num_events)
 
     def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
         if self._source is None:
             return None
         head, scores = self._source
-        return head._path_logs(scores, head.checked_value(value))
+        return head.path_logs(scores, value)
 
     @property
-    def _leaves(self) -> tuple[int, Any]:
-        """Which category each leaf of a tree has."""
-        return self._num_events, getattr((self._source or [None])[0], "order", None)
+    def _tree_id(self) -> object:
+        return None if self._source is None else self._source[0].tree_id
 
     def rsample(
         self,
@@ -261,23 +301,6 @@ class HeadCategorical(Categorical):
         if estimator == "reinmax":
             return reinmax(self.logits, one_hot)
         return one_hot + (self.probs - self.probs.detach())  # plus exactly zero
-
-    def rsample_relaxed(
-        self,
-        temperature: float | Tensor,
-        hard: bool = False,
-        sample_shape: Any = (),
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """``rsample`` with the estimator "relaxed", or "gumbel" if ``hard``."""
-        estimator = "gumbel" if hard else "relaxed"
-        return self.rsample(sample_shape, estimator, temperature, generator)
-
-    def rsample_straight_through(
-        self, sample_shape: Any = (), generator: torch.Generator | None = None
-    ) -> Tensor:
-        """``rsample`` with the estimator "straight-through"."""
-        return self.rsample(sample_shape, "straight-through", generator=generator)
 
     def one_hot(self) -> HeadOneHotCategorical:
         """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
@@ -312,6 +335,33 @@ class HeadOneHotCategorical(OneHotCategoricalStraightThrough):
     def expand(self, batch_shape: Any, _instance: Any = None) -> HeadOneHotCategorical:
         """The same distribution with a larger batch shape."""
         return HeadOneHotCategorical(self._categorical.expand(batch_shape))
+
+
+def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
+    """Categories as int64, after checking them where that does not wait for a device."""
+    index = value.long()
+    if can_branch_on(value) and value.numel():
+        low, high = index.aminmax()
+        broken = value.is_floating_point() and bool((index != value).any())
+        if broken or low < 0 or high >= num_categories:
+            wrong = value[(index != value) | (index < 0) | (index >= num_categories)]
+            raise ValueError(
+                f"{name} must be a category from 0 to {num_categories - 1}, got {wrong[0].item()}"
+            )
+    return index
+
+
+def pick(log_probs: Tensor, value: Tensor, checked: bool) -> Tensor:
+    """Log-probabilities of categories: (*, K) and (*) int64, which broadcast -> (*).
+
+    NaN for a value that is not a category, unless the values were checked.
+    """
+    value = value.expand(common_shape(value.shape, log_probs.shape[:-1]))
+    if checked:
+        return take(log_probs, value[..., None])[..., 0]
+    is_category = (value >= 0) & (value < log_probs.shape[-1])
+    chosen = take(log_probs, torch.where(is_category, value, 0)[..., None])[..., 0]
+    return chosen * torch.where(is_category, 1.0, torch.nan).to(chosen.dtype)
 
 
 def draw(
@@ -363,9 +413,10 @@ def _path_sum(terms: Tensor, steps: Tensor) -> Tensor:
     return (terms + below * (steps - steps.detach())).sum(-1)
 
 
-def _exact(result: Tensor, value: Tensor) -> Tensor:
-    """A number for each value."""
-    return result.expand(common_shape(value.shape, result.shape))
+def _for_each(value: Tensor, result: Tensor, is_category: Tensor | None) -> Tensor:
+    """A number for each value; NaN for a value that is not a category."""
+    result = result.expand(common_shape(value.shape, result.shape))
+    return result if is_category is None else torch.where(is_category, result, torch.nan)
 
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:
@@ -383,8 +434,8 @@ def _log_probs(q: Categorical) -> Tensor:
 
     ``q.logits`` does not serve where q was given by probabilities: torch makes 1e-7 of a 0 there.
     """
-    given_probs = "probs" in vars(q) and q._param is q.probs
-    logs = safe_log(q.probs) if given_probs else finite_log_probs(q.logits)
+    by_probs = "probs" in vars(q) and q._param is q.probs
+    logs = safe_log(q.probs) if by_probs else finite_log_probs(q.logits)
     return at_least_float32(logs)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from catnat.checks import require_at_least, require_choice
 from catnat.head import CategoricalHead
-from catnat.numerics import at_least_float32, exp_of_log_probs, uniform
+from catnat.numerics import at_least_float32, exp_of_log_probs, uniform, without_autocast
 
 
 def score_fisher(
@@ -45,7 +45,7 @@ def score_fisher(
     require_at_least(1, num_samples=num_samples)
     uniforms = uniform((num_samples, *scores.shape[:-1]), scores, generator)
     gradients = _scores_at(head, scores, uniforms)  # (M, *, S)
-    with torch.autocast(gradients.device.type, enabled=False):
+    with without_autocast(gradients):
         return torch.einsum("m...i,m...j->...ij", gradients, gradients) / num_samples
 
 
@@ -61,7 +61,7 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
     """
     gradients = _scores_at(head, scores, uniforms)
     half = len(uniforms) // 2
-    with torch.autocast(gradients.device.type, enabled=False):
+    with without_autocast(gradients):
         halves = (gradients[:half], gradients[half:])
         rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
         return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
@@ -107,7 +107,7 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     """
     wide = torch.promote_types(jacobian.dtype, fisher.dtype)
     jacobian, fisher = jacobian.to(wide), fisher.to(wide)
-    with torch.autocast(fisher.device.type, enabled=False):
+    with without_autocast(fisher):
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import softmax_log_probs, sparsemax_log_probs
-from catnat.numerics import LOG_ZERO, safe_log
+from catnat.numerics import LOG_ZERO, safe_log, without_autocast
 
 
 class SoftmaxHead(CategoricalHead, name="softmax"):
@@ -42,7 +42,7 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
     def _mean_fisher(self, scores: Tensor) -> Tensor:
         """diag(mean p) - P^T P / B over the B rows P."""
         p = self.probs(scores)  # (*, B, S)
-        with torch.autocast(p.device.type, enabled=False):
+        with without_autocast(p):
             return self._from_products(p.mT @ p / p.shape[-2])
 
     @staticmethod
@@ -112,7 +112,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         """
         q, support, n = self._support(scores)
         half = (support * (q.sum(-1, keepdim=True) / (2 * n)) - q) / n
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             product = half.mT @ support / q.shape[-2]
         return torch.diag_embed(q.mean(-2)) + product + product.mT
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catnat.numerics import at_least_float32, uniform
+from catnat.numerics import at_least_float32, uniform, without_autocast
 
 _FLIPPED_AT_ONCE = 2**22  # distances, in the local expectation
 
@@ -61,7 +61,7 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     own = distance.sum(1)  # r_m
     pairs = (distance.sum() - 2 * own) / ((M - 1) * (M - 2))  # p_m
     weight = (error - others - own / (M - 1) + pairs) / M  # c_m
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight):
         direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
 
@@ -119,7 +119,7 @@ def flip_gains(messages: Tensor, residual: Tensor, sign: Tensor) -> Tensor:
     1 for edges that are absent and -1 for those that are present, result (N, N).
     """
     squared = residual.square().sum((-2, -1))[..., None, None]  # (F, B, 1, 1)
-    with torch.autocast(messages.device.type, enabled=False):
+    with without_autocast(messages):
         change = messages @ residual.mT.contiguous()  # z_j . r_i, (F, B, N, N)
     change.mul_(sign).mul_(2).add_(messages.square().sum(-1, keepdim=True))
     flipped = (change + squared).clamp_min_(0).sqrt_()

@@ -10,6 +10,7 @@ one class::
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from catnat.checks import checked_categories, require_at_least
-from catnat.distributions import HeadCategorical, draw
+from catnat.distributions import HeadCategorical, checked_value, draw, pick
 from catnat.numerics import (
     at_least_float32,
     can_branch_on,
-    common_shape,
     exp_of_log_probs,
     finite_log_probs,
     is_plain,
-    take,
+    without_autocast,
 )
 
 REGISTRY: dict[str, type[CategoricalHead]] = {}
@@ -50,9 +50,10 @@ class CategoricalHead(nn.Module, ABC):
     fisher_is_diagonal: ClassVar[bool] = False
     num_categories: int
     num_scores: int
+    tree_id: object  # equal for two heads if their trees have equal leaves
     validate_args: bool | None = None  # passed to HeadCategorical by forward
     _is_finite_when_masked: ClassVar[bool] = False
-    _has_paths: bool = False  # whether _log_prob and _sample look at O(log K) scores alone
+    _knows_masks: bool = False  # whether a score of -inf is known to make a category impossible
     _is_lazy: bool = False  # whether its distribution may ask for all log-probabilities later
 
     if TYPE_CHECKING:  # torch declares that calling a module returns Any
@@ -65,13 +66,14 @@ class CategoricalHead(nn.Module, ABC):
     ) -> None:
         super().__init_subclass__(**kwargs)
         cls._is_finite_when_masked = cls.log_probs.__module__.startswith("catnat.")
+        cls._knows_masks = cls._is_finite_when_masked
         if name is None:
             return
-        for each in (name, *aliases):
-            known = REGISTRY.get(ALIASES.get(each, each))
+        for new_name in (name, *aliases):
+            registered = REGISTRY.get(ALIASES.get(new_name, new_name))
             # The same class again is not an error: a cell of a notebook may run twice.
-            if known is not None and _identity(known) != _identity(cls):
-                raise ValueError(f"head name {each!r} is taken by {_identity(known)}")
+            if registered is not None and _identity(registered) != _identity(cls):
+                raise ValueError(f"head name {new_name!r} is taken by {_identity(registered)}")
         cls.name = name
         REGISTRY[name] = cls
         ALIASES.update(dict.fromkeys(aliases, name))
@@ -79,6 +81,7 @@ class CategoricalHead(nn.Module, ABC):
     def __init__(self, num_categories: int) -> None:
         super().__init__()
         self.num_categories = self.num_scores = checked_categories(num_categories)
+        self.tree_id = self.num_categories
 
     @abstractmethod
     def log_probs(self, scores: Tensor) -> Tensor:
@@ -107,8 +110,10 @@ class CategoricalHead(nn.Module, ABC):
             mask: (*, K) bool, True where a category is allowed; its batch shape broadcasts with
                 that of the scores. Every row allows a category. Where a row does not, and looking
                 at the mask would wait for a device, the row becomes NaN.
+
+        Scores in half precision become float32.
         """
-        self._check(scores)
+        scores = self._checked(scores)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask must be a tensor of bool, True = allowed, got {kind}")
@@ -117,17 +122,21 @@ class CategoricalHead(nn.Module, ABC):
                 f"mask must have {self.num_categories} categories in the last dimension, "
                 f"got shape {tuple(mask.shape)}"
             )
-        mask = mask & self.allowed(scores)  # of scores that were masked before
-        filled, some = self._masked(scores, mask), mask.any(-1)
+        before = None
+        if not (can_branch_on(scores) and math.isfinite(scores.detach().sum())):
+            before = self.allowed(scores)  # of scores that were masked before
+            mask = mask & before
+        filled = self._masked(scores, mask, before)
+        has_category = mask.any(-1)
         if not can_branch_on(mask):
-            return torch.where(some[..., None], filled, torch.nan)
-        if not bool(some.all()):
-            row = tuple((~some).nonzero()[0].tolist())
+            return torch.where(has_category[..., None], filled, torch.nan)
+        if not bool(has_category.all()):
+            row = tuple((~has_category).nonzero()[0].tolist())
             raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
         return filled
 
-    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """:meth:`masked` without its checks."""
+    def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
+        """:meth:`masked` without its checks; ``before``: the mask of the scores, None for none."""
         return self._filled(scores, mask)
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
@@ -137,7 +146,22 @@ class CategoricalHead(nn.Module, ABC):
                 f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
                 "categories: it must override _filled and allowed for masks"
             )
+        if not self._knows_masks and is_plain(scores):
+            self._check_masks(scores)
         return torch.where(mask, scores, -torch.inf)
+
+    @torch.no_grad()
+    def _check_masks(self, scores: Tensor) -> None:
+        """Raise an error unless log_probs reads a score of -inf as an impossible category."""
+        probe = scores.new_zeros(self.num_scores)
+        probe[0] = -torch.inf
+        share = self.probs(probe)[0].item()
+        if share != 0:
+            raise ValueError(
+                f"{type(self).__name__} gives a forbidden category the probability {share:g}: for "
+                "masks, log_probs must read a score of -inf as an impossible category"
+            )
+        self._knows_masks = True
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
@@ -172,18 +196,11 @@ class CategoricalHead(nn.Module, ABC):
         A value that is not a category is a ValueError on the CPU. Elsewhere, and under
         torch.compile and torch.func, its log-probability is NaN.
         """
-        return self._log_prob(self._checked(scores), self.checked_value(value))
+        return self.path_log_prob(self._checked(scores), self.checked_value(value))
 
-    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+    def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """:meth:`log_prob` of checked scores and values."""
-        log_probs = self.log_probs(scores)
-        shape = common_shape(value.shape, log_probs.shape[:-1])
-        if can_branch_on(value):  # then all values were looked at, and are categories
-            return take(log_probs, value.expand(shape)[..., None])[..., 0]
-        valid = (value >= 0) & (value < self.num_categories)
-        index = torch.where(valid, value, 0).expand(shape)[..., None]
-        chosen = take(log_probs, index)[..., 0]
-        return chosen * torch.where(valid, 1.0, torch.nan).to(chosen.dtype)
+        return pick(self.log_probs(scores), value, checked=False)
 
     def sample(
         self, scores: Tensor, sample_shape: Any = (), generator: torch.Generator | None = None
@@ -193,18 +210,19 @@ class CategoricalHead(nn.Module, ABC):
         A category of probability 0 is never drawn. A NaN score that matters is an error on the CPU;
         elsewhere the sample of a tree is then -1, which is not a category.
         """
-        return self._sample(self._checked(scores.detach()), torch.Size(sample_shape), generator)
+        scores = self._checked(scores.detach())
+        return self.path_sample(scores, torch.Size(sample_shape), generator)
 
-    def _sample(
+    def path_sample(
         self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
         """:meth:`sample` of checked scores."""
         return draw(self.probs(scores), sample_shape, generator)
 
-    def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Log-probabilities of the steps to each category and of the turns not taken, (*, H) each.
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
 
-        None where a category is not reached by binary steps.
+        None where categories are not reached by binary steps.
         """
         return None
 
@@ -241,7 +259,7 @@ class CategoricalHead(nn.Module, ABC):
         require_at_least(0, damping=damping)
         if grad.shape != scores.shape:
             raise ValueError(f"grad {tuple(grad.shape)} and scores {tuple(scores.shape)} differ")
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores):
             scores = self._checked(scores)
             return self._natural_gradient(scores, grad.to(scores.dtype), damping)
 
@@ -276,9 +294,11 @@ class CategoricalHead(nn.Module, ABC):
         if scores.dtype in (torch.float32, torch.float64):
             return scores
         wide = at_least_float32(scores)
+        if not wide.requires_grad or not is_plain(scores) or scores.is_meta:
+            return wide
         # A GradScaler, which may have scaled the loss, has to see that gradients overflow.
         scaled = scores.dtype == torch.float16 and torch.is_autocast_enabled(scores.device.type)
-        if wide.requires_grad and is_plain(scores) and not scaled:
+        if not scaled:
             largest = torch.finfo(scores.dtype).max  # a steep gradient must not become infinite
             wide.register_hook(lambda grad: grad.clamp(-largest, largest))
         return wide
@@ -300,17 +320,7 @@ class CategoricalHead(nn.Module, ABC):
 
     def checked_value(self, value: Tensor, name: str = "value") -> Tensor:
         """Categories as int64, after checking them where that does not wait for a device."""
-        index = value.long()
-        if can_branch_on(value) and value.numel():
-            low, high = index.aminmax()
-            broken = value.is_floating_point() and bool((index != value).any())
-            if broken or low < 0 or high >= self.num_categories:
-                wrong = value[(index != value) | (index < 0) | (index >= self.num_categories)]
-                raise ValueError(
-                    f"{name} must be a category from 0 to {self.num_categories - 1}, "
-                    f"got {wrong[0].item()}"
-                )
-        return index
+        return checked_value(value, self.num_categories, name)
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.

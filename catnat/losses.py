@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from catnat.activations import DEFAULT_TAIL
 from catnat.checks import require_at_least, require_choice, require_within
 from catnat.head import CategoricalHead
 from catnat.heads import make_head
-from catnat.numerics import at_least_float32, exp_of_log_probs
+from catnat.numerics import at_least_float32, exp_of_log_probs, without_autocast
 
 
 class _PairwiseDistance(torch.autograd.Function):
@@ -42,7 +43,7 @@ class _PairwiseDistance(torch.autograd.Function):
         weight = grad / distance.masked_fill(distance == 0, torch.inf)  # subgradient 0 at 0
         weight = weight + weight.mT
         x = x - x.mean(-2, keepdim=True)  # a common offset cancels, but would cost accuracy
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return weight.sum(-1, keepdim=True) * x - weight @ x
 
 
@@ -180,14 +181,16 @@ class HeadNLL(nn.Module):
 
     Args:
         head: a head, or its name. It is called as a module, so that probes and monitors see the
-            scores.
+            scores. ``"natural"`` has a tail of 0.05 here, because a likelihood does not forgive
+            impossible categories; ``tail=0`` is the paper's.
         num_categories: K, where the head is a name.
         weight: (K,), of each category. The mean is then a weighted mean, but for probabilities.
         ignore_index: a label that counts for nothing, neither in value nor in gradient.
         label_smoothing: share of the uniform distribution mixed into the targets, in [0, 1]; with a
             mask, of the uniform distribution over the allowed categories.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        dim: the dimension of the scores, and of the categories of targets and masks.
+        dim: the dimension of the scores, and of the categories of targets and masks, where they
+            have more than one.
         options: options of a named head, as for :func:`~catnat.make_head`.
 
     >>> loss = HeadNLL("softmax", 3, label_smoothing=0.1)
@@ -215,6 +218,8 @@ class HeadNLL(nn.Module):
             num_categories = head.num_categories
         require_choice(("mean", "sum", "none"), reduction=reduction)
         require_within(0, 1, label_smoothing=label_smoothing)
+        if head in ("natural", "catnat-natural"):
+            options = {"tail": DEFAULT_TAIL} | options
         self.head = make_head(head, num_categories, **options)
         if weight is not None and weight.shape != (num_categories,):
             got = tuple(weight.shape)
@@ -231,18 +236,21 @@ class HeadNLL(nn.Module):
             target: (\*) categories, or (\*, K) probabilities of floating dtype.
             mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
         """
-        soft, share, dim = target.is_floating_point(), self.label_smoothing, self.dim
-        scores, target = scores.movedim(dim, -1), target.movedim(dim, -1) if soft else target
-        mask = None if mask is None else mask.movedim(dim, -1)
-        K, batch = self.head.num_categories, scores.shape[:-1]
-        if target.shape != ((*batch, K) if soft else batch):
+        is_soft = target.is_floating_point()
+        share = self.label_smoothing
+        scores = self._categories_last(scores)
+        target = self._categories_last(target) if is_soft else target
+        mask = None if mask is None else self._categories_last(mask)
+        K = self.head.num_categories
+        batch = scores.shape[:-1]
+        if target.shape != ((*batch, K) if is_soft else batch):
             raise ValueError(
                 f"target must be {(*batch,)} categories or {(*batch, K)} probabilities for scores "
                 f"of shape {tuple(scores.shape)}, got {target.dtype} of shape "
                 f"{tuple(target.shape)}; dim=1 takes scores (N, C, d1, ...)"
             )
         q = self.head(scores, mask=mask)
-        if soft:
+        if is_soft:
             uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
             smooth = target * (1 - share) + share * uniform
             loss = -_weighted(q.logits * smooth, self.weight).sum(-1)
@@ -252,18 +260,22 @@ class HeadNLL(nn.Module):
         impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
         label = torch.where(impossible, 0, label)
         loss = torch.where(impossible, torch.nan, -q.log_prob(label))
-        ones = torch.ones_like(loss)
-        of_label = ones if self.weight is None else self.weight.to(loss.dtype)[label]
-        loss = loss * of_label
+        weights = torch.ones_like(loss)
+        if self.weight is not None:
+            weights = self.weight.to(loss.dtype)[label]
+        loss = loss * weights
         if share:
-            every = _weighted(q.logits, self.weight)
+            log_probs = _weighted(q.logits, self.weight)
             if mask is None:
-                others = -every.mean(-1)
+                smoothed = -log_probs.mean(-1)
             else:
-                others = -torch.where(mask, every, 0.0).sum(-1) / mask.sum(-1)
-            loss = (1 - share) * loss + share * others
-        loss, of_label = (torch.where(ignored, 0.0, each) for each in (loss, of_label))
-        return reduced(loss, of_label, self.reduction)
+                smoothed = -torch.where(mask, log_probs, 0.0).sum(-1) / mask.sum(-1)
+            loss = (1 - share) * loss + share * smoothed
+        loss = torch.where(ignored, 0.0, loss)
+        return reduced(loss, torch.where(ignored, 0.0, weights), self.reduction)
+
+    def _categories_last(self, x: Tensor) -> Tensor:
+        return x.movedim(self.dim, -1) if x.dim() > 1 else x
 
 
 def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from catnat.checks import require_within
 from catnat.head import CategoricalHead
-from catnat.numerics import can_branch_on
+from catnat.numerics import can_branch_on, without_autocast
 
 _MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
 
@@ -74,7 +74,7 @@ class MixedHead(CategoricalHead):
     def fisher(self, scores: Tensor) -> Tensor:
         """(1 - mix)^2 J^T diag(1/q) J, (*, S) -> (*, S, S)."""
         root = self._fisher_root(scores)
-        with torch.autocast(root.device.type, enabled=False):
+        with without_autocast(root):
             return root.mT @ root
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class MixedHead(CategoricalHead):
             return super()._mean_fisher(scores)
         few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
         parts = [self._fisher_root(part).flatten(0, 1) for part in scores.split(few)]
-        with torch.autocast(scores.device.type, enabled=False):
+        with without_autocast(scores):
             return torch.stack([part.mT @ part for part in parts]).sum(0) / len(scores)
 
     def saturated(self, scores: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class MixedHead(CategoricalHead):
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         return self.inner.allowed(scores)
 
-    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return self.inner._masked(scores, mask)
+    def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
+        return self.inner._masked(scores, mask, before)
 
     def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Arithmetic in the dtypes of the tensors, on the device of ``x``."""
+    if x.device.type == "meta":  # it has no autocast
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def uniform(
     shape: Sequence[int],
     like: Tensor,
@@ -59,8 +67,8 @@ def uniform(
 ) -> Tensor:
     """Uniform levels in [0, 1) on the device of ``like``."""
     # torch.compile cannot trace generator=None once a size of the shape has changed.
-    given: dict[str, Any] = {} if generator is None else {"generator": generator}
-    return torch.rand(tuple(shape), dtype=dtype, device=like.device, **given)
+    source: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.rand(tuple(shape), dtype=dtype, device=like.device, **source)
 
 
 def largest_score(dtype: torch.dtype) -> float:
@@ -166,3 +174,11 @@ def is_plain(x: Tensor) -> bool:
 def can_branch_on(x: Tensor) -> bool:
     """Whether Python may look at the values of ``x`` without waiting: plain data, on the CPU."""
     return x.device.type == "cpu" and is_plain(x)
+
+
+def takes_real_tensors(x: Tensor) -> bool:
+    """Whether operations on ``x`` may take real tensors too: fake tensors often refuse them."""
+    if torch.compiler.is_compiling():
+        return True
+    mode = torch._guards.detect_fake_mode(x)
+    return mode is None or bool(mode.allow_non_fake_inputs)

@@ -29,10 +29,13 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from catnat.checks import checked_order
 
 
 def levels(num_categories: int) -> Iterator[tuple[int, int]]:
@@ -58,16 +61,17 @@ def path_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         Sums at the internal nodes, (*, K-1), and at the leaves, (*, K).
     """
     K = left.shape[-1] + 1
-    here = torch.zeros_like(left[..., :1])  # values at heap nodes first..2*first-1
+    values = torch.zeros_like(left[..., :1])  # at heap nodes first..2*first-1
     nodes = []
     for first, last in levels(K):
-        inner, leaves = here[..., : last - first], here[..., last - first :]
+        inner = values[..., : last - first]
+        leaves = values[..., last - first :]
         nodes.append(inner)
         children = torch.stack(
             (inner + left[..., first - 1 : last - 1], inner + right[..., first - 1 : last - 1]), -1
         ).flatten(-2)
-        here = torch.cat((leaves, children), -1) if leaves.shape[-1] else children
-    return torch.cat(nodes, -1), here
+        values = torch.cat((leaves, children), -1) if leaves.shape[-1] else children
+    return torch.cat(nodes, -1), values
 
 
 def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,17 +86,51 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     >>> subtree_sums(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     (tensor([3., 1., 3.]), tensor([7., 2., 4.]))
     """
-    left, right = [], []
-    here = leaves
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    values = leaves
     for first, last in reversed(list(levels(leaves.shape[-1]))):
         shallow = 2 * first - last
-        pairs = here.narrow(-1, shallow, 2 * (last - first))
+        pairs = values.narrow(-1, shallow, 2 * (last - first))
         pairs = pairs.reshape(*pairs.shape[:-1], last - first, 2)
         left.append(pairs.select(-1, 0))
         right.append(pairs.select(-1, 1))
         sums = left[-1] + right[-1]
-        here = torch.cat((sums, here.narrow(-1, 0, shallow)), -1) if shallow else sums
+        values = torch.cat((sums, values.narrow(-1, 0, shallow)), -1) if shallow else sums
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
+
+
+def right_shares(num_categories: int) -> list[tuple[float, int]]:
+    """Share of a node's leaves that lie below its bit-1 child: runs of nodes with equal shares.
+
+    Returns:
+        (share, number of nodes) of each run, in the order of the nodes; at most three a level.
+
+    >>> right_shares(5)
+    [(0.4, 1), (0.3333333333333333, 1), (0.5, 2)]
+    """
+    K = num_categories
+    runs: list[tuple[float, int]] = []
+    for first, last in levels(K):
+        middle = (K - 1) >> ((K - 1).bit_length() - first.bit_length())  # above the last node
+        for start, end in ((first, middle), (middle, middle + 1), (middle + 1, last)):
+            if start < end:
+                left, right = _num_leaves(2 * start, K), _num_leaves(2 * start + 1, K)
+                runs.append((right / (left + right), end - start))
+    return [
+        (share, sum(count for _, count in group))
+        for share, group in itertools.groupby(runs, key=lambda run: run[0])
+    ]
+
+
+def _num_leaves(node: int, num_categories: int) -> int:
+    """Leaves at or below a heap node."""
+    total = 0
+    low = high = node
+    while low < 2 * num_categories:
+        total += max(0, min(high, 2 * num_categories - 1) - max(low, num_categories) + 1)
+        low, high = 2 * low, 2 * high + 1
+    return total
 
 
 def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +149,23 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
     level = torch.arange((K - 1).bit_length(), device=leaf.device)
     parent = heap >> (level + 1)
     return (parent - 1).clamp_min(0), (heap >> level) & 1 == 1, parent > 0
+
+
+def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor:
+    """The leaf of each class, (K,) int64 on the CPU, after checking that every leaf occurs once."""
+    if type(order) in (list, tuple) and all(type(leaf) is int for leaf in order):
+        order = torch.tensor(order, device="cpu")
+    if isinstance(order, Tensor) and not order.is_floating_point() and not order.is_meta:
+        leaves = order.detach().to("cpu", torch.int64)
+        if torch.equal(leaves.sort().values, torch.arange(num_categories, device="cpu")):
+            return leaves
+    return torch.tensor(checked_order(order, num_categories), device="cpu")
+
+
+def inverse_order(leaves: Tensor) -> Tensor:
+    """The class of each leaf from the leaf of each class, (K,) -> (K,)."""
+    classes = torch.arange(len(leaves), device=leaves.device)
+    return torch.empty_like(leaves).scatter_(0, leaves, classes)
 
 
 def walk_down(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
 from catnat.checks import (
-    checked_order,
     require_finite,
     require_tail,
     require_within,
@@ -20,9 +21,18 @@ from catnat.checks import (
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
-from catnat.numerics import can_branch_on, exp_of_log_probs, is_plain, uniform
-from catnat.tree import path_sums, subtree_sums
+from catnat.numerics import (
+    can_branch_on,
+    exp_of_log_probs,
+    floored_sums,
+    is_plain,
+    takes_real_tensors,
+    uniform,
+)
+from catnat.tree import checked_leaves, inverse_order, path_sums, right_shares, subtree_sums
 
+_Leaves = tuple[Tensor, Tensor]
+_TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
 _OPTIONS = ("activation", "center", "uniform_at_zero", "order", "amplitude", "tail")
 
 
@@ -36,9 +46,10 @@ class CatnatHead(CategoricalHead):
     the head returns, until all log-probabilities are asked for.
 
     A subclass overrides :meth:`log_activation`, which says how a score splits its node; all else is
-    derived from it. ``log_activation`` may use parameters of the subclass: when they change, the
-    centers change with them. The built-in heads pass a :class:`~catnat.activations.Activation` with
-    more closed forms instead, for which there are fused kernels.
+    derived from it. ``log_activation`` may use parameters of the subclass, and anything else that
+    changes: the centers are computed at every call. The built-in heads pass a
+    :class:`~catnat.activations.Activation` with more closed forms instead, for which there are
+    fused kernels.
 
     Args:
         num_categories: K, at least 2.
@@ -69,33 +80,52 @@ class CatnatHead(CategoricalHead):
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
-        self._made: dict[Any, Tensor] = {}  # constants by dtype and device; the order by device
-        own = activation is None
+        self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
         self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        self.order = None if order is None else checked_order(order, self.num_categories)
+        self.order = None
+        if order is not None:
+            leaves = checked_leaves(order, self.num_categories)
+            self.order = tuple(leaves.tolist())
+            self.tree_id = (num_categories, hashlib.sha256(array("q", self.order)).digest())
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
-        self._is_lazy = self._has_paths and not own  # a parameter of its own may change in place
-        # a(0) = 1/2 exactly, and so every center is exactly 0:
-        even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
-        self._is_centered = not own and self.center == 0 and even
-        self._ordering(torch.empty(0))  # before anything is traced
-        for dtype in () if own else (torch.float32, torch.float64):
+        # A log_activation of one's own may change before the distribution asks for it.
+        self._is_lazy = self._has_paths and self.activation.is_fused
+        is_even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
+        self._is_centered = self.activation.is_symmetric and self.center == 0 and is_even
+        self._fill_cache()
+
+    def _fill_cache(self) -> None:
+        """Derive from the options what the default device needs, before anything is traced."""
+        self._ordering(torch.empty(0))
+        self._runs(torch.empty(0))
+        for dtype in (torch.float32, torch.float64) if self.activation.is_fused else ():
             self.constants(torch.empty(0, dtype=dtype))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cache: ``torch.load`` may move tensors to another device."""
+        return {**vars(self), "_cache": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill the cache again."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._cache = {}
+        self._fill_cache()
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
-        if isinstance(self.activation, CustomActivation):
+        if not self.activation.is_fused:
             raise NotImplementedError(f"{type(self).__name__} must override log_activation")
-        return self.activation.log_activation(x, None)
+        left, right = self.activation.log_activation(x, None)
+        return floored_sums(left), floored_sums(right)
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         scores = self._checked(scores)
         return self._from_leaves(tree_log_probs(scores, self.activation, self.constants(scores)))
 
-    def _masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+    def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
         """A split with one empty side goes to the other; a node without leaves is never reached.
 
         So the Fisher matrix stays diagonal: the information of a certain split is 0, and so is
@@ -103,18 +133,41 @@ class CatnatHead(CategoricalHead):
         centers at which zero scores give the uniform distribution over the allowed categories. The
         centers of the whole tree would favour categories whose neighbours are forbidden.
         """
+        leaves = self._allowed_leaves(mask, scores.dtype)
         if self.uniform_at_zero:
-            # Exactly 0 if nothing changes; scores that were masked before have moved already.
-            shares = [_shares(self._to_leaves(each)) for each in (mask, self.allowed(scores))]
-            moved = self._at_share(shares[0]) - self._at_share(shares[1])
-            scores = scores + moved.to(scores.dtype)
-        return self._filled(scores, mask)
+            if before is None:
+                old_leaves = self._cached(scores, "leaves", self._make_leaves)
+            else:  # scores that were masked before have moved already
+                old_leaves = self._allowed_leaves(before, scores.dtype)
+            scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
+        return _decided(scores, *leaves)
+
+    def _shift(self, leaves: _Leaves, old_leaves: _Leaves) -> Tensor:
+        """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
+        if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
+            table: Tensor = self._cached(leaves[0], "table", self._make_table)
+            entries = table.flatten()
+            return entries[_entry(table, *leaves)] - entries[_entry(table, *old_leaves)]
+        same = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
+        shift = self._at_share(_shares(*leaves)) - self._at_share(_shares(*old_leaves))
+        return torch.where(same, 0.0, shift)
+
+    def _make_table(self, device: torch.device) -> Tensor:
+        """x at which a node divides its leaves evenly, by their numbers on the two sides."""
+        most = 2 ** (self.num_scores.bit_length() - 1)
+        numbers = torch.arange(most + 1, device=device, dtype=torch.float32)
+        return self._at_share(_shares(numbers[:, None], numbers))
+
+    def _make_leaves(self, device: torch.device) -> _Leaves:
+        """Numbers of leaves below the two children of each node, (S,) each."""
+        return subtree_sums(torch.ones(self.num_categories, device=device))
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
-        # Whether a side allows a category: + of bools is "or".
-        left, right = subtree_sums(self._to_leaves(mask))
-        one_sided = torch.where(left, -torch.inf, torch.where(right, torch.inf, 0.0))
-        return torch.where(left & right, scores, one_sided.to(scores.dtype))
+        return _decided(scores, *self._allowed_leaves(mask, scores.dtype))
+
+    def _allowed_leaves(self, mask: Tensor, dtype: torch.dtype) -> _Leaves:
+        """Numbers of allowed categories below the two children of each node, (*, S) each."""
+        return subtree_sums(self._to_leaves(mask).to(dtype))
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
@@ -122,20 +175,26 @@ class CatnatHead(CategoricalHead):
         blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
         return self._from_leaves(~blocked)
 
-    def _log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+    def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
+        """:meth:`log_prob` of checked scores and values."""
         if not self._has_paths:
-            return super()._log_prob(scores, value)
+            return super().path_log_prob(scores, value)
         return tree_log_prob(scores, self._leaf_of(value), self.activation, self.constants(scores))
 
-    def _path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
+        if not self._has_paths:
+            return None
         leaf = self._leaf_of(value)
-        return tree_path_logs(scores, leaf, self.activation, self.constants(scores))
+        taken, other = tree_path_logs(scores, leaf, self.activation, self.constants(scores))
+        return floored_sums(taken), floored_sums(other)
 
-    def _sample(
+    def path_sample(
         self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
+        """:meth:`sample` of checked scores."""
         if not self._has_paths:
-            return super()._sample(scores, sample_shape, generator)
+            return super().path_sample(scores, sample_shape, generator)
         height = self.num_scores.bit_length()
         uniforms = uniform((*sample_shape, *scores.shape[:-1], height), scores, generator)
         leaf = tree_sample(scores, uniforms, self.activation, self.constants(scores))
@@ -161,7 +220,7 @@ class CatnatHead(CategoricalHead):
         """
         left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
-        scores = self.activation.inverse(left, right) + self._centers(probs.device)
+        scores = self.activation.inverse(left, right) + self._centers(probs)
         return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
 
     def fisher(self, scores: Tensor) -> Tensor:
@@ -196,7 +255,7 @@ class CatnatHead(CategoricalHead):
         return f"{super().extra_repr()}, {options}"
 
     def _leaf_of(self, value: Tensor) -> Tensor:
-        """The leaf of every class in ``value``, int64; a value that is no class stays as it is."""
+        """The leaf of every class, int64; a value that is not a class is returned unchanged."""
         return _looked_up(value, self._ordering(value)[0])
 
     def _to_leaves(self, x: Tensor) -> Tensor:
@@ -213,66 +272,89 @@ class CatnatHead(CategoricalHead):
         """Leaves of the classes and classes of the leaves, on the device of x."""
         if self.order is None:
             return None, None
-        leaves, classes = self._kept(x, None, self._make_ordering)
+        leaves, classes = self._cached(x, "order", self._make_ordering)
         return leaves, classes
 
-    def _make_ordering(self, device: torch.device, _: Any) -> Tensor:
+    def _make_ordering(self, device: torch.device) -> tuple[Tensor, Tensor]:
         leaves = torch.tensor(self.order, device=device)
-        return torch.stack((leaves, leaves.argsort()))
+        return leaves, inverse_order(leaves)
 
-    def _centers(self, device: torch.device) -> Tensor:
+    def constants(self, scores: Tensor) -> Tensor | None:
+        """``activation.node_constants`` in the dtype and on the device of the scores.
+
+        None where the center of every node is 0.
+        """
+        if self._is_centered:
+            return None
+
+        def make(_: torch.device) -> Tensor:
+            return self.activation.node_constants(self._centers(scores), scores.dtype)
+
+        if not self.activation.is_fused:  # what log_activation depends on may have changed
+            return make(scores.device)
+        constants: Tensor = self._cached(scores, scores.dtype, make)
+        return constants
+
+    def _centers(self, like: Tensor) -> Tensor:
         """The center C of every node, (S,) in float64."""
         if not self.uniform_at_zero:
-            return torch.full((self.num_scores,), self.center, dtype=torch.float64, device=device)
-        everything = torch.ones(self.num_categories, dtype=torch.bool, device=device)
-        return self.center - self._at_share(_shares(everything))
+            wide = torch.float64
+            return torch.full((self.num_scores,), self.center, dtype=wide, device=like.device)
+        return self.center - self._node_shifts(like)
+
+    def _node_shifts(self, like: Tensor) -> Tensor:
+        """x at which every node divides its leaves evenly: a(x) is the share of its bit-1 child."""
+        shares, run = self._runs(like)
+        if self.activation.is_fused or not (is_plain(like) and self._is_elementwise(shares)):
+            return self._at_share(shares.index_select(0, run))
+        return self._at_share(shares).index_select(0, run)  # a search, for a few shares alone
+
+    def _is_elementwise(self, like: Tensor) -> bool:
+        """Whether log_activation takes any number of nodes; not if it has a parameter for each."""
+        x = like.new_zeros(self.num_scores + 2)
+        try:
+            return self.log_activation(x)[0].shape == x.shape
+        except RuntimeError:
+            return False
 
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""
         x = self.activation.inverse(1 - shares, shares)
-        symmetric = not isinstance(self.activation, CustomActivation)  # a(0) = 1/2 exactly
-        return torch.where(shares == 0.5, 0.0, x) if symmetric else x
+        return torch.where(shares == 0.5, 0.0, x) if self.activation.is_symmetric else x
 
-    def constants(self, scores: Tensor) -> Tensor | None:
-        """``activation.node_constants`` in the dtype and on the device of the scores, or None."""
-        if self._is_centered:
-            return None
-        if isinstance(self.activation, CustomActivation) and self._has_tensors():  # they change
-            return self._make_constants(scores.device, scores.dtype)
-        return self._kept(scores, scores.dtype, self._make_constants)
+    def _runs(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The few different shares of a tree in float64, and which of them each node has, (S,)."""
+        shares, run = self._cached(like, "runs", self._make_runs)
+        return shares, run
 
-    def _make_constants(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        return self.activation.node_constants(self._centers(device), dtype)
+    def _make_runs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Without a copy from the host, which a captured step cannot make."""
+        runs = right_shares(self.num_categories)
+        wide = torch.float64
+        shares = [torch.full((1,), share, dtype=wide, device=device) for share, _ in runs]
+        index = [torch.full((count,), i, device=device) for i, (_, count) in enumerate(runs)]
+        return torch.cat(shares), torch.cat(index)
 
-    def _has_tensors(self) -> bool:
-        """Whether a subclass has parameters or other tensors, which its constants depend on."""
-        own = (*self.parameters(), *self.buffers(), *vars(self).values())
-        return any(isinstance(each, Tensor) for each in own)
-
-    def _kept(self, x: Tensor, dtype: Any, make: Callable[[torch.device, Any], Tensor]) -> Tensor:
-        """What ``make`` makes of the options, kept for each device unless x is being traced."""
-        key = (dtype, x.device)
-        if key in self._made:
-            return self._made[key]
-        if not is_plain(x):
-            return make(x.device, dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            return self._made.setdefault(key, make(x.device, dtype))
+    def _cached(self, x: Tensor, key: object, make: Callable[[torch.device], Any]) -> Any:
+        """What ``make`` derives from the options, kept for each device unless x is being traced."""
+        device_key = (key, x.device)
+        if is_plain(x):
+            if device_key not in self._cache:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._cache[device_key] = make(x.device)
+            return self._cache[device_key]
+        if device_key in self._cache and takes_real_tensors(x):
+            return self._cache[device_key]
+        return make(x.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but not an option again: constants depend on the options.
-
-        A custom ``log_activation`` may depend on any other attribute: its constants are forgotten.
-        """
-        known = vars(self)
-        if name in _OPTIONS and name in known:
+        """Set an attribute, but not an option again: constants depend on the options."""
+        if name in _OPTIONS and vars(self).get(name) is not None:
             raise AttributeError(
                 f"{name} of a {type(self).__name__} cannot change; "
                 f"make another head with {name}={value!r}"
             )
         super().__setattr__(name, value)
-        if isinstance(known.get("activation"), CustomActivation):
-            self._made.clear()
 
 
 class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
@@ -355,15 +437,26 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         return torch.where(stuck, torch.nextafter(scores, outward), scores)
 
 
-def _shares(allowed: Tensor) -> Tensor:
-    """Share of the allowed leaves below each node that are below its bit-1 child, (*, K) bool.
+def _shares(left: Tensor, right: Tensor) -> Tensor:
+    """Share of the allowed leaves below each node that are below its bit-1 child, in float64.
 
     1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
     from the host.
     """
-    left, right = subtree_sums(allowed.double())  # numbers of allowed leaves
     both = (left > 0) & (right > 0)
-    return torch.where(both, right, 1.0) / torch.where(both, left + right, 2.0)
+    return torch.where(both, right, 1.0).double() / torch.where(both, left + right, 2.0)
+
+
+def _entry(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Index of numbers of leaves in a square table."""
+    return torch.add(right, left, alpha=len(table)).long()
+
+
+def _decided(scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Scores, infinite at the nodes that have allowed leaves on one side alone."""
+    has_left, has_right = left > 0, right > 0
+    one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
+    return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 
 
 def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:

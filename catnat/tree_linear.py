@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from catnat.activations import DEFAULT_TAIL
 from catnat.checks import (
     checked_categories,
-    checked_order,
     require_at_least,
     require_choice,
     require_within,
@@ -36,10 +36,9 @@ from catnat.numerics import (
     uniform,
 )
 from catnat.orders import checked_frequent
-from catnat.tree import walk_down
+from catnat.tree import checked_leaves, walk_down
 from catnat.tree_heads import CatnatHead
 
-DEFAULT_TAIL = 0.05  # of natural
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
 _ALIGNED = 8  # rows of the softmax come in such groups: GPUs multiply aligned matrices faster
 
@@ -364,11 +363,7 @@ class TreeLinear(nn.Module):
         Frequent classes stay in the shortlist. For a layer that has learned nothing yet.
         """
         F, K = self.num_frequent, self.num_categories
-        keys = (
-            torch.arange(K, device="cpu")
-            if order is None
-            else torch.tensor(checked_order(order, K), device="cpu")
-        )
+        keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K)
         places = self._unplaced if self.weight.is_meta else self.order
         if F:
             places = torch.arange(K, device="cpu") if places is None else places.cpu()
@@ -591,7 +586,7 @@ class TreeLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
-            self._set_places(torch.tensor(checked_order(order, self.num_categories), device="cpu"))
+            self._set_places(checked_leaves(order, self.num_categories))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -184,7 +184,7 @@ def test_a_bad_mask_is_named():
         head(scores, mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"mask must have 4 categories .* got shape"):
         head(scores, mask=torch.ones(2, 5, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match=r"size of tensor a \(3\) must match .* b \(2\)"):
+    with pytest.raises(RuntimeError, match=r"size of tensor a .* must match"):
         head(scores, mask=torch.ones(3, 4, dtype=torch.bool))
 
 
