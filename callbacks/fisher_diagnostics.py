@@ -28,7 +28,7 @@ from catnat.fisher import (
 )
 
 LARGEST = 2**13  # scores of the largest head whose matrix is computed: 256 MB
-_MAX_SCORES = 2**19  # scores kept before diagnostics are computed: 2 MB stay in a CPU's cache
+_MAX_SCORES = 2**19  # collected before diagnostics are computed: 2 MB stay in a CPU's cache
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
@@ -48,8 +48,10 @@ def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
 
 def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     """The Fisher matrices in :func:`exact_diagnostics`, (*, D + 2) -> (*, S, S)."""
-    exact, S = diagnostics[..., :-2], head.num_scores
-    return torch.diag_embed(exact) if head.fisher_is_diagonal else exact.unflatten(-1, (S, S))
+    exact = diagnostics[..., :-2]
+    if head.fisher_is_diagonal:
+        return torch.diag_embed(exact)
+    return exact.unflatten(-1, (head.num_scores, head.num_scores))
 
 
 def picture_of(head: CategoricalHead, diagnostics: Tensor, step: int) -> Tensor | None:
@@ -61,7 +63,8 @@ def picture_of(head: CategoricalHead, diagnostics: Tensor, step: int) -> Tensor 
 
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
-    exact, (saturated, free) = diagnostics[:, :-2], diagnostics[:, -2:].unbind(-1)
+    exact = diagnostics[:, :-2]
+    saturated, free = diagnostics[:, -2:].unbind(-1)
     if head.fisher_is_diagonal:
         mass = mass_l1 = 0 * exact.sum(-1)  # NaN stays NaN
         condition = condition_of_spectrum(exact)
@@ -129,26 +132,30 @@ class HeadHistory:
     """
 
     def __init__(self, head: CategoricalHead, draws: int, sums: list[float], seed: str) -> None:
-        self.head, self.sums, self.seed = head, sums, seed
+        self.head = head
         self.draws = draws if 1 < head.num_scores <= LARGEST else 0
-        self._kept: list[tuple[int, Tensor]] = []  # steps and their scores
-        self._found: list[tuple[Sequence[int], int, Tensor]] = []  # steps, rows and their means
+        self.sums = sums
+        self.seed = seed
+        self._scores: list[tuple[int, Tensor]] = []  # of steps, not computed yet
+        self._steps: list[int] = []  # computed, not sent yet
+        self._rows: list[int] = []  # of each of these steps
+        self._means: list[Tensor] = []  # over these rows, (T, D)
         self._has_state = bool(head.state_dict())
         self._generator: torch.Generator | None = None
         self._failed = False
 
     def add(self, step: int, scores: Tensor) -> None:
-        """Keep the scores (*, S) of a batch of a step."""
+        """Collect the scores (*, S) of a batch of a step."""
         rows = scores.reshape(-1, self.head.num_scores)
-        if self._kept and self._kept[-1][0] == step:  # gradients are accumulated
-            rows = torch.cat((self._kept.pop()[1], rows))
-        self._kept.append((step, rows))
+        if self._scores and self._scores[-1][0] == step:  # gradients are accumulated
+            rows = torch.cat((self._scores.pop()[1], rows))
+        self._scores.append((step, rows))
 
     def end_step(self) -> None:
-        """Compute with what was kept, if that cannot wait."""
-        if self._kept:
-            kept = len(self._kept) * self._kept[-1][1].numel() * max(1, self.draws)
-            if self._has_state or kept > _MAX_SCORES:
+        """Compute with the collected scores, if that cannot wait."""
+        if self._scores:
+            numbers = len(self._scores) * self._scores[-1][1].numel() * max(1, self.draws)
+            if self._has_state or numbers > _MAX_SCORES:
                 self._compute()
 
     def send(self, trainer: Trainer | None = None) -> Callable[[], tuple[dict[int, Row], Tensor]]:
@@ -158,19 +165,19 @@ class HeadHistory:
         ranks of the trainer, if there is one.
         """
         self._compute()
-        if not self._found:
+        if not self._steps:
             return lambda: ({}, torch.empty(0))
-        steps = [step for some, _, _ in self._found for step in some]
+        S = self.head.num_scores
+        steps = self._steps
         means = self._over_ranks(trainer)
-        self._found = []
-        S, size = self.head.num_scores, self._size
-        sums = send(sampled_sums(means[:, size:].reshape(-1, 2, S, S)))
-        exact = send(means[:, :size])
+        sums = send(sampled_sums(means[:, self._size :].reshape(-1, 2, S, S)))
+        exact = send(means[:, : self._size])
+        self._steps, self._rows, self._means = [], [], []
 
         def receive() -> tuple[dict[int, Row], Tensor]:
             rows = dict(zip(steps, exact_rows(self.head, exact()), strict=True))
-            for step, drawn in zip(steps, sums().tolist(), strict=False):  # there may be none
-                rows[step] |= sampled_row(self.sums, *drawn)
+            for step, step_sums in zip(steps, sums().tolist(), strict=False):  # or without draws
+                rows[step] |= sampled_row(self.sums, *step_sums)
             return rows, exact()
 
         return receive
@@ -183,27 +190,29 @@ class HeadHistory:
 
     def _over_ranks(self, trainer: Trainer | None) -> Tensor:
         """The means over the rows of all ranks, (T, D)."""
-        means = torch.cat([each for _, _, each in self._found])
+        means = torch.cat(self._means)
         if trainer is None or trainer.world_size == 1:
             return means
-        rows = means.new_tensor([rows for steps, rows, _ in self._found for _ in steps])[:, None]
+        rows = means.new_tensor(self._rows)[:, None]
         sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
         reduced = trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(reduced, Tensor)
         return reduced[:, 1:] / reduced[:, :1]
 
     def _compute(self) -> None:
-        """Compute with what was kept, all steps with equally many rows at once."""
-        for _, group in groupby(self._kept, lambda kept: kept[1].shape):
+        """Compute with the collected scores, all steps with equally many rows at once."""
+        for _, group in groupby(self._scores, lambda step_scores: step_scores[1].shape):
             steps, batches = zip(*group, strict=True)
             scores = torch.stack(batches)  # (T, B, S)
-            T, B, S = scores.shape
-            found = self._attempt((T, self._size), scores, exact_diagnostics, self.head, scores)
+            means = self._attempt(self._size, scores, exact_diagnostics, self.head, scores)
             if self.draws:
-                pairs = self._attempt((T, 2 * S**2), scores, self._pairs, steps, scores)
-                found = torch.cat((found, pairs), 1)
-            self._found.append((steps, B, found))
-        self._kept = []
+                size = 2 * self.head.num_scores**2
+                pairs = self._attempt(size, scores, self._pairs, steps, scores)
+                means = torch.cat((means, pairs), 1)
+            self._steps += steps
+            self._rows += [scores.shape[1]] * len(steps)
+            self._means.append(means)
+        self._scores = []
 
     def _pairs(self, steps: Sequence[int], scores: Tensor) -> Tensor:
         """Two estimates of the Fisher matrix of each of T steps, (T, 2, S, S)."""
@@ -217,11 +226,12 @@ class HeadHistory:
         return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
 
     def _attempt(
-        self, shape: tuple[int, int], scores: Tensor, compute: Callable[..., Tensor], *given: Any
+        self, size: int, scores: Tensor, compute: Callable[..., Tensor], *arguments: Any
     ) -> Tensor:
-        """The result of a computation in this shape, or NaN where it fails."""
+        """The result of a computation for each of T steps, (T, size), or NaN if it fails."""
+        shape = (len(scores), size)
         try:
-            return compute(*given).reshape(shape)
+            return compute(*arguments).reshape(shape)
         except Exception as error:
             if not self._failed:
                 self._failed = True

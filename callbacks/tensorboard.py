@@ -33,7 +33,7 @@ class DescribedWriter(SummaryWriter):
 
     def _get_file_writer(self) -> FileWriter:
         is_new = self.file_writer is None
-        writer: Any = super()._get_file_writer()
+        writer: Any = super()._get_file_writer()  # type: ignore[no-untyped-call]
         if is_new:
             writer.add_summary = partial(_add_described, writer.add_summary, set())
         return writer  # type: ignore[no-any-return]
@@ -136,10 +136,10 @@ class RunLogger(TensorBoardLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars once, but not the epoch, which Lightning adds to every call."""
-        kept = {name: value for name, value in metrics.items() if name != "epoch"}
-        if (step, kept) != self._latest:  # a step that is saved is logged before that, and after
-            super().log_metrics(kept, step)
-            self._latest = (step, kept)
+        scalars = {name: value for name, value in metrics.items() if name != "epoch"}
+        if (step, scalars) != self._latest:  # a step that is saved is logged before that, and after
+            super().log_metrics(scalars, step)
+            self._latest = (step, scalars)
 
 
 class RunRecord(Callback):
