@@ -104,7 +104,7 @@ class FisherMonitor(Callback):
         self._sent: list[tuple[str, Callable[[], Any]]] = []  # on their way to the host
         self._steps_to_write = 0
         self._steps_at_once = self.write_every_n_steps
-        self._silent = True  # no head was called so far, which nobody was told
+        self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
         self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
 
@@ -116,7 +116,8 @@ class FisherMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore values and sums."""
-        self.latest, self._sums = dict(state_dict["latest"]), deepcopy(state_dict["shares"])
+        self.latest = dict(state_dict["latest"])
+        self._sums = deepcopy(state_dict["shares"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; a checkpoint restores the state of this run."""
@@ -129,8 +130,8 @@ class FisherMonitor(Callback):
         self._probe = HeadProbe(pl_module).attach()
         self._start_anew()
         numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
-        most = max(1, _MAX_RESULTS // numbers)
-        self._steps_at_once = min(self.write_every_n_steps, most)  # on all ranks
+        limit = max(1, _MAX_RESULTS // numbers)
+        self._steps_at_once = min(self.write_every_n_steps, limit)  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
         if self._replayed:
             observers: Any = pl_module.step_observers
@@ -139,7 +140,8 @@ class FisherMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count steps, and add to sums, from where a resumed run stopped."""
         assert self._probe is not None
-        self._step, seed = trainer.global_step, f"{self.seed} {trainer.global_rank}"
+        self._step = trainer.global_step
+        seed = f"{self.seed} {trainer.global_rank}"
         self._histories = histories_of(self._probe.heads, self.num_samples, self._sums, seed)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
@@ -214,10 +216,9 @@ class FisherMonitor(Callback):
 
     def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
         """Keep the scores of a batch, by head."""
-        for name, each in scores.items():
-            if name in self._histories:
-                self._histories[name].add(step, each)
-                self._silent = False
+        for name in scores.keys() & self._histories.keys():
+            self._histories[name].add(step, scores[name])
+            self._silent = False
 
     def _end_step(self) -> None:
         self._steps_to_write += 1
@@ -227,13 +228,13 @@ class FisherMonitor(Callback):
     def _write(self, trainer: Trainer, wait: bool) -> None:
         """Write the steps that were kept, which are the same on every rank.
 
-        Without waiting, those before are written: the latest are still on their way to the host,
-        and replayed steps go on meanwhile.
+        Without waiting, earlier steps are written: the latest are still on their way to the host
+        while further steps are replayed.
         """
         if self._steps_to_write and self._silent:
             self._silent = False
-            what = f"no head of at most {LARGEST} scores was called in training as head(scores)"
-            warnings.warn(f"FisherMonitor observes nothing: {what}", stacklevel=2)
+            reason = f"no head of at most {LARGEST} scores was called in training as head(scores)"
+            warnings.warn(f"FisherMonitor observes nothing: {reason}", stacklevel=2)
         self._steps_to_write = 0
         arrived = self._sent
         self._sent = [
@@ -242,13 +243,10 @@ class FisherMonitor(Callback):
         if wait:
             arrived, self._sent = arrived + self._sent, []
         for name, receive in arrived:
-            found, exact = receive()
-            rows = {
-                step: {self._tag(name, tag): value for tag, value in row.items()}
-                for step, row in found.items()
-            }
-            for row in rows.values():
-                self.latest |= row
+            rows, exact = receive()
+            for step, row in rows.items():
+                rows[step] = {self._tag(name, tag): value for tag, value in row.items()}
+                self.latest |= rows[step]
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     write_rows(logger, rows)

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torchvision.utils import make_grid
 
 from catnat import CategoricalHead, CatnatHead
 from catnat.checks import require_at_least
@@ -21,7 +22,7 @@ from catnat.tree import levels
 
 MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
 # The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.
-_USUAL_LIMIT = 0.25
+_LARGEST_ENTRY = 0.25
 _BLUE = (0.2, 0.3, 0.6)
 
 
@@ -36,7 +37,7 @@ def add_image(
         draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
         step: of the image.
     """
-    takers: list[Any] = [each for each in loggers if _takes_images(each)]
+    takers: list[Any] = [logger for logger in loggers if _takes_images(logger)]
     image = draw() if takers else None
     if image is None:
         return
@@ -84,23 +85,23 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    S, matrix = len(matrix), matrix.detach().float().cpu()
-    limit = max(_USUAL_LIMIT, float(matrix.abs().max()))
+    matrix = matrix.detach().float().cpu()
+    limit = max(_LARGEST_ENTRY, float(matrix.abs().max()))
     figure = Figure(figsize=(4.6, 4.0), dpi=100)
     axes = figure.add_axes((0.13, 0.13, 0.66, 0.759))
     bar_axes = figure.add_axes((0.82, 0.2, 0.03, 0.62))
-    extent = (0.5, S + 0.5, S + 0.5, 0.5)  # scores are counted from 1
+    end = len(matrix) + 0.5
+    extent = (0.5, end, end, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
     image = axes.imshow(matrix.numpy(), "RdBu_r", norm, extent=extent, interpolation="nearest")
     axes.grid(visible=False)  # lines of a user's style would hide entries
-    ends = [limit / 10**n for n in range(3)]
-    ticks = [-each for each in ends] + [0.0] + ends[::-1]
+    ticks = [limit * share for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
     bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g")
     bar.ax.minorticks_off()
     tree = levels(head.num_categories) if isinstance(head, CatnatHead) else ()
-    for (_, end), _ in pairwise(tree):
-        axes.axhline(end - 0.5, color="gray", linewidth=0.8)
-        axes.axvline(end - 0.5, color="gray", linewidth=0.8)
+    for (_, level_end), _ in pairwise(tree):
+        axes.axhline(level_end - 0.5, color="gray", linewidth=0.8)
+        axes.axvline(level_end - 0.5, color="gray", linewidth=0.8)
     axes.set(xlabel="score j", ylabel="score i")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(8, integer=True))
@@ -119,9 +120,9 @@ def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
     return grey.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[..., None].expand(-1, -1, 3)
 
 
-def tile(images: Tensor) -> Tensor:
-    """One image of n images side by side: (n, 1 or 3, H, W) -> (H, n W, 3)."""
-    return torch.cat(list(images.expand(-1, 3, -1, -1)), -1).movedim(0, -1)
+def tile(images: Tensor, columns: int) -> Tensor:
+    """One image of n images side by side: (n, 1 or 3, H, W) -> (rows H, columns W, 3)."""
+    return make_grid(images, columns, padding=0).movedim(0, -1)
 
 
 class Figures(Callback):
@@ -135,7 +136,7 @@ class Figures(Callback):
       to the right if the data module has them as ``edge_probs``. The row is the node where an edge
       begins, the column the node where it ends.
 
-    Images are (C, H, W), with three channels in colour. An image that cannot be drawn costs one
+    Images are (C, H, W), with three channels in color. An image that cannot be drawn costs one
     warning, and is not tried again.
 
     Args:
@@ -190,12 +191,12 @@ class Figures(Callback):
             return None
         images: Tensor = model.reconstruct(self._inputs)
         inputs = self._inputs.reshape(images.shape).to(images.dtype)
-        return torch.cat([tile(inputs), tile(images)])
+        return tile(torch.cat([inputs, images]), len(inputs))
 
     def _prior_samples(self, model: Any) -> Tensor | None:
         if not hasattr(model, "sample_prior"):
             return None
-        return tile(model.sample_prior(self.num_images))
+        return tile(model.sample_prior(self.num_images), self.num_images)
 
 
 def _usage(model: Any) -> Tensor | None:
