@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from catnat.checks import did_you_mean
 
@@ -16,59 +14,54 @@ _UNHELPFUL = re.compile(
     r"^(Does not validate|Subtypes:|Errors:|Given value|Expected an? <class '(NoneType|\w+\..*)'>)"
 )
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
-_ON_PURPOSE = ("lightning.", "stable_baselines3.", "torch.nn.modules.module", "catnat.checks",
-               "catnat.sb3")  # fmt: skip
-_LIBRARY = sysconfig.get_paths()["stdlib"]
+_SHORTENED = (
+    (r"found invalid values: *$", "found values that are not finite"),
+    (r'[Pp]arser key "([^"]+)":', r"--\1:"),
+    (r"typing\.Literal\[([^]]*)\]", r"one of \1"),
+    (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
+)
+_EXTRAS = {"scipy": "sweep", "ray": "sweep", "submitit": "sweep"}  # packages of an own extra
+_TRAIN = ("lightning", "jsonargparse", "torchmetrics", "torchvision", "torch_geometric", "yaml")
+_EXTRAS |= dict.fromkeys((*_TRAIN, "stable_baselines3", "gymnasium", "rich"), "train")
 
 
-def one_line(message: object, known: Iterable[str] = (), full: Mapping[str, str] = {}) -> str:
-    """A message in one line, without what jsonargparse says about types that do not matter.
+class UsageError(ValueError):
+    """An error while options were read or objects were built; the message is one line.
 
     Args:
-        message: of an exception.
-        known: names of options; the message gets the one that is closest to an unknown one.
-        full: full names of options by their short ones, which files of options do not take.
+        error: the error.
+        option_names: names of options; the message gets the one that is closest to an unknown one.
+        full_names: full names of options by their short ones, which config files do not take.
     """
+
+    def __init__(
+        self,
+        error: Exception,
+        option_names: Iterable[str] = (),
+        full_names: Mapping[str, str] = {},
+    ) -> None:
+        text = one_line(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+            text = f'{text}: pip install "catnat[{_EXTRAS[error.name]}]"'
+        cause: BaseException = error
+        while cause.__cause__ and not isinstance(error, ArgumentError):
+            cause = cause.__cause__  # jsonargparse raises an error of its own for one of a class
+        if not isinstance(cause, (ArgumentError, ValueError, OSError, ImportError)):
+            frame = traceback.extract_tb(cause.__traceback__)[-1]
+            text = f"{text} ({type(cause).__name__} in {frame.filename}, line {frame.lineno})"
+        if unknown := _UNKNOWN.search(text):
+            name = unknown[1].lstrip("-")
+            close = did_you_mean(name, option_names).replace("mean ", "mean --")
+            text += f"; in a file its name is {full_names[name]}" if name in full_names else close
+        super().__init__(text)
+        self.code = 1 if isinstance(error, OSError) else 2
+
+
+def one_line(message: object) -> str:
+    """A message in one line, without what jsonargparse says about types that do not matter."""
     lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
-    kept = dict.fromkeys(line for line in lines if line and not _UNHELPFUL.match(line))
-    text = (" ".join(kept) or " ".join(lines)).partition("tensor([")[0]
-    text = re.sub(r"found invalid values: *$", "found values that are not finite", text)
-    text = re.sub(r'[Pp]arser key "([^"]+)":', r"--\1:", text)
-    text = re.sub(r"typing\.Literal\[([^]]*)\]", r"one of \1", text)
-    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
-    if unknown := _UNKNOWN.search(text):
-        name = unknown[1].lstrip("-")
-        close = did_you_mean(name, known).replace("mean ", "mean --")
-        text += f"; in a file its name is {full[name]}" if name in full else close
+    helpful = dict.fromkeys(line for line in lines if line and not _UNHELPFUL.match(line))
+    text = (" ".join(helpful) or " ".join(lines)).partition("tensor([")[0]
+    for pattern, replacement in _SHORTENED:
+        text = re.sub(pattern, replacement, text)
     return text if len(text) < 500 else f"{text[:500]} ..."
-
-
-def is_mistake(error: BaseException) -> bool:
-    """Whether an error is about what the user typed, and not a bug of ours or of their own code."""
-    frames: list[Any] = []
-    each: BaseException | None = error
-    while each is not None:  # jsonargparse raises an error of its own for one of the user's class
-        frames = [*(frame for frame, _ in traceback.walk_tb(each.__traceback__)), *frames]
-        each = each.__cause__ or each.__context__
-    names = [str(frame.f_globals.get("__name__")) for frame in frames]
-    files = [frame.f_code.co_filename for frame in frames]
-    if any(
-        not name.startswith("catnat") and not file.startswith((_LIBRARY, "<"))
-        and "-packages" not in file
-        for name, file in zip(names, files, strict=True)
-    ):  # fmt: skip
-        return False  # raised in the user's code, or below it
-    if isinstance(error, (ArgumentError, ValueError, OSError)):
-        return True
-    # Who raises errors of other kinds on purpose.
-    return names[-1].startswith(_ON_PURPOSE)
-
-
-def own_error(error: BaseException) -> BaseException:
-    """The error of a user's class that jsonargparse wraps in one of its own; else the error."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not frames or not frames[-1].f_globals["__name__"].startswith("jsonargparse"):
-            break
-        error = inner
-    return error

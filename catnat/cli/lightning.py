@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +22,7 @@ from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least
 from catnat.cli.end_of_run import write_hparams_of
 from catnat.cli.folder import begin
-from catnat.cli.options import DATA, RECIPES, Recipe, load
+from catnat.cli.options import DATA, DATA_DEFAULTS, DATA_OF, LENGTHS, MODELS, load
 from catnat.cli.run import RunCLI, arguments, short_names
 
 
@@ -32,33 +32,47 @@ class CatnatCLI(RunCLI):
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
     """
 
-    in_checkpoints = "pytorch-lightning_version"
-    of_lightning_cli: ClassVar[dict[str, Any]] = {
+    in_checkpoints: ClassVar[set[str]] = {"pytorch-lightning_version", "state_dict"}
+    cli_options: ClassVar[dict[str, Any]] = {
         "trainer_defaults": {
-            "devices": 1, "default_root_dir": "runs", "enable_model_summary": False,
+            "devices": 1,
+            "default_root_dir": "runs",
+            "enable_model_summary": False,
         }
-    }  # fmt: skip
+    }
+
+    _begun = False
 
     # -- from words to objects -----------------------------------------------------------------
 
     def find_classes(self) -> None:
-        """Find the classes of model and data; a subclass of one of our models has its recipe."""
-        model = load(self.names.path, "--model")
-        ours = {load(recipe.model): recipe for recipe in RECIPES.values() if recipe.data}
-        bases = getattr(model, "__mro__", ())
-        self.recipe = next((ours[each] for each in bases if each in ours), Recipe())
-        usual = DATA[self.recipe.data[0]] if self.recipe.data else None
-        self.data_path = self.names.data or usual
-        data = load(self.data_path, "--data") if self.data_path else None
-        of_data, of_model = arguments(data) if data else set(), arguments(model)
+        """Find the classes of model and data; a subclass of one of our models has its defaults."""
+        line = self.line
+        model = load(line.model_path, "--model")
+        base_models = {load(MODELS[name]): name for name in DATA_OF}
+        bases = [base_models[base] for base in getattr(model, "__mro__", ()) if base in base_models]
+        if bases and line.data is None:
+            line.data = DATA[DATA_OF[bases[0]][0]]
+        self.groups = {"model": model}
+        if line.data:
+            self.groups["data"] = load(line.data, "--data")
+        self.groups |= {"fisher": FisherMonitor, "checkpoint": BestCheckpoint}
+        data = self.groups.get("data")
+        of_model = arguments(model)
+        of_data = arguments(data) if data else set()
         # An option of the model follows from one of the data: which one, and by which function.
         derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
         follows = of_model & set(getattr(model, "options_of_data", ()))
         self.links = {name: derived[name] for name in follows & derived.keys()}
         links = {target: source for target, (source, _) in self.links.items()}
-        self.short = short_names(of_model, of_data, arguments(Trainer), links)
-        defaults = self.recipe.defaults.items()
-        self.defaults = {name: x for name, x in defaults if name.partition(".")[2] in of_data}
+        self.full_names = short_names(of_model, of_data, arguments(Trainer), links)
+        self.lengths = next((LENGTHS[name] for name in bases if name in LENGTHS), LENGTHS["vae"])
+        defaults = DATA_DEFAULTS.get(bases[0], {}) if bases else {}
+        self.data_defaults = {name: x for name, x in defaults.items() if name[5:] in of_data}
+
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the data, where they differ for this model."""
+        return self.data_defaults
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add our own options, and those that follow from others."""
@@ -76,42 +90,34 @@ class CatnatCLI(RunCLI):
         options = {**self.config_init.trainer, **kwargs}
         require_at_least(1, accumulate_grad_batches=options["accumulate_grad_batches"])
         set_validation_interval(options)
-        own = _as_list(options["callbacks"])
-        self.fisher = next(
-            (x for x in own if isinstance(x, FisherMonitor)), self.config_init.fisher
-        )
-        bar = options["enable_progress_bar"] is not False
-        own_bar = any(isinstance(each, ProgressBar) for each in own)
-        terminal = own_bar or sys.stdout.isatty()
-        self.record = RunRecord(lines=bar and not terminal)
-        if options["barebones"]:
-            return Trainer(**options | {"callbacks": own or None})
-        callbacks = [self.record, Figures(), *own]
-        has_head = any(isinstance(each, CategoricalHead) for each in self.model.modules())
-        if has_head and self.fisher not in own:
-            callbacks.insert(0, self.fisher)
-        if self.keeps:  # before others, which may log
-            begins = partial(begin, self.folder.path, self.options)
-            callbacks.insert(0, LambdaCallback(on_train_start=begins))
-        if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
-            place = self.folder.path / "checkpoints"
-            best = self.config_init.checkpoint
-            best.dirpath = best.dirpath or str(place)
-            every = self.config.save_every
-            every = default_interval(options["max_steps"]) if every is None else every
-            require_at_least(1, save_every=every)
-            callbacks += [best, LastCheckpoint(place, every)]
-        if options["logger"] in (None, True):
-            options["logger"] = (
-                self._logger() if self.names.command == "fit" else bool(options["logger"])
-            )
-        plugins = _as_list(options["plugins"])
-        if not any(isinstance(each, CheckpointIO) for each in plugins):
-            plugins = [AtomicCheckpointIO(), *plugins]
-        options["enable_progress_bar"] = bar and terminal
+        callbacks = _as_list(options["callbacks"])
+        monitors = [callback for callback in callbacks if isinstance(callback, FisherMonitor)]
+        self.fisher = monitors[0] if monitors else self.config_init.fisher
+        shows_progress = options["enable_progress_bar"] is not False
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        on_terminal = has_bar or sys.stdout.isatty()
+        self.record = RunRecord(lines=shows_progress and not on_terminal)
+        options["enable_progress_bar"] = shows_progress and on_terminal
+        if not options["barebones"]:
+            callbacks = [self.record, Figures(), *callbacks]
+            has_head = any(isinstance(module, CategoricalHead) for module in self.model.modules())
+            if has_head and not monitors:
+                callbacks.insert(0, self.fisher)
+            if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
+                callbacks += self._checkpoints(options["max_steps"])
+            plugins = _as_list(options["plugins"])
+            if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+                options["plugins"] = [AtomicCheckpointIO(), *plugins]
+            if options["logger"] in (None, True) and self.line.command == "fit":
+                options["logger"] = self._logger()
+            options["logger"] = options["logger"] or False
         if self.keeps:  # where Lightning saves the run before SLURM requeues it
             options["default_root_dir"] = str(self.folder.path)
-        trainer = Trainer(**options | {"callbacks": callbacks, "plugins": plugins})
+        batches = ("on_train_batch", "on_sanity_check", "on_validation", "on_test", "on_predict")
+        hooks: dict[str, Any] = {f"{name}_start": self._set_begun for name in batches}
+        hooks["on_sanity_check_end"] = partial(self._set_begun, begun=False)
+        phases = LambdaCallback(on_train_start=self._begin, **hooks)
+        trainer = Trainer(**options | {"callbacks": [phases, *callbacks]})
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             start_method = trainer.strategy.launcher._start_method
             raise ValueError(
@@ -119,10 +125,27 @@ class CatnatCLI(RunCLI):
             )
         return trainer
 
+    def _begin(self, trainer: Trainer, *_: Any) -> None:
+        if self.keeps:
+            begin(self.folder.path, self.options, trainer)
+
+    def _set_begun(self, *_: Any, begun: bool = True, **__: Any) -> None:
+        self._begun = begun
+
+    def _checkpoints(self, max_steps: int) -> list[Callback]:
+        folder = self.folder.path / "checkpoints"
+        best = self.config_init.checkpoint
+        best.dirpath = best.dirpath or str(folder)
+        save_every = self.config.save_every
+        if save_every is None:
+            save_every = default_interval(max_steps)
+        require_at_least(1, save_every=save_every)
+        return [best, LastCheckpoint(folder, save_every)]
+
     def _logger(self) -> RunLogger:
         folder = self.folder.path  # its name in full, so that "name" adds none
         logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
-        logger.begun = False
+        logger.begun = not self.keeps
         if self.folder.resumed:
             logger.resumed_at = self.checkpoint["global_step"]
         return logger
@@ -134,11 +157,16 @@ class CatnatCLI(RunCLI):
         """The number of steps done; 0 before there is a Trainer."""
         return self.trainer.global_step if hasattr(self, "trainer") else 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether the first batch has begun."""
+        return self._begun
+
     def fit(self) -> dict[str, Any]:
         """Train, then validate (to select by) and test what was learned last."""
         trainer = self.trainer
         try:
-            trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=self.names.ckpt_path)
+            trainer.fit(self.model, datamodule=self.datamodule, ckpt_path=self.line.ckpt_path)
         except SystemExit:
             if trainer.interrupted:  # Lightning ends the process with code 1
                 raise KeyboardInterrupt from None
@@ -146,8 +174,7 @@ class CatnatCLI(RunCLI):
         if trainer.global_step == self.began:
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
-            if self.keeps:
-                begin(self.folder.path, self.options, trainer)
+            self._begin(trainer)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
@@ -166,24 +193,28 @@ class CatnatCLI(RunCLI):
 
     def validate(self) -> dict[str, Any]:
         """Validate the checkpoint."""
-        return self._first(self.trainer.validate, self.names.ckpt_path)
+        return self._first(self.trainer.validate, self.line.ckpt_path)
 
     def test(self) -> dict[str, Any]:
         """Test the checkpoint."""
-        return self._first(self.trainer.test, self.names.ckpt_path)
+        return self._first(self.trainer.test, self.line.ckpt_path)
 
     def predict(self) -> dict[str, Any]:
         """Let the checkpoint predict; a callback such as BasePredictionWriter takes the result."""
         self.trainer.predict(
-            self.model, datamodule=self.datamodule, ckpt_path=self.names.ckpt_path,
+            self.model,
+            datamodule=self.datamodule,
+            ckpt_path=self.line.ckpt_path,
             return_predictions=False,
-        )  # fmt: skip
+        )
         return {}
 
     def _first(self, evaluate: Any, ckpt_path: Path | None = None) -> dict[str, Any]:
         """Metrics of the first loader's evaluation."""
-        found = evaluate(self.model, datamodule=self.datamodule, ckpt_path=ckpt_path, verbose=False)
-        return dict(found[0]) if found else {}
+        metrics = evaluate(
+            self.model, datamodule=self.datamodule, ckpt_path=ckpt_path, verbose=False
+        )
+        return dict(metrics[0]) if metrics else {}
 
     def _can(self, step: str, loader: str) -> bool:
         """Whether model and data define these methods; those of a user may not."""

@@ -1,8 +1,7 @@
-"""Which command, model, head and data a command line asks for. Nothing here imports torch."""
+"""What a command line asks for, read once. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -10,120 +9,165 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from catnat.checks import did_you_mean, require_choice
 
 COMMANDS = ("fit", "validate", "test", "predict")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is trained if the command line says nothing else.
-
-    Args:
-        model: path of its class.
-        data: names of the data that it can learn from; the first is the default.
-        steps: with an accelerator.
-        steps_on_cpu: without one.
-        defaults: other defaults of options, by full name.
-    """
-
-    model: str = ""
-    data: tuple[str, ...] = ()
-    steps: int = 60_000
-    steps_on_cpu: int = 2_000
-    defaults: dict[str, Any] = field(default_factory=dict)
-
-
-_IMAGES = ("mnist", "fashion-mnist", "kmnist")
-RECIPES = {
-    "vae": Recipe("catnat.lit_modules.DiscreteVAE", _IMAGES),
-    "mlp-vae": Recipe(
-        "catnat.lit_modules.MLPDiscreteVAE",
-        _IMAGES,
-        defaults={"data.variant": "stochastic", "data.batch_size": 128},
-    ),
-    "gsl": Recipe(
-        "catnat.lit_modules.GraphStructureLearner",
-        ("community-graph",),
-        steps=5_000,
-        steps_on_cpu=5_000,
-    ),
-    "ppo": Recipe("catnat.cli.rl.PPO", steps=8_000_000, steps_on_cpu=30_000),  # in Atari
-    "a2c": Recipe("catnat.cli.rl.A2C", steps=8_000_000, steps_on_cpu=30_000),
+HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
+MODELS = {
+    "vae": "catnat.lit_modules.DiscreteVAE",
+    "mlp-vae": "catnat.lit_modules.MLPDiscreteVAE",
+    "gsl": "catnat.lit_modules.GraphStructureLearner",
+    "ppo": "catnat.cli.rl.PPO",
+    "a2c": "catnat.cli.rl.A2C",
 }
 RL_MODELS = ("ppo", "a2c")
-MODELS = tuple(RECIPES)
 DATA = {
     "mnist": "catnat.datamodules.MNISTDataModule",
     "fashion-mnist": "catnat.datamodules.FashionMNISTDataModule",
     "kmnist": "catnat.datamodules.KMNISTDataModule",
     "community-graph": "catnat.datamodules.CommunityGraphDataModule",
 }
+# The data that a model can learn from; the first is the default.
+IMAGES = ("mnist", "fashion-mnist", "kmnist")
+DATA_OF = {"vae": IMAGES, "mlp-vae": IMAGES, "gsl": ("community-graph",)}
+# Defaults of a run for which nobody gives a length, by model and device.
+_GRAPHS = {"trainer.max_steps": 5_000}
+_GAMES = {"accelerator": {"trainer.total_steps": 8_000_000}, "cpu": {"trainer.total_steps": 30_000}}
+LENGTHS: dict[str, dict[str, dict[str, Any]]] = {
+    "vae": {
+        "accelerator": {"trainer.max_steps": 60_000},
+        "cpu": {"trainer.max_steps": 2_000, "model.nll_samples": 64},
+    },
+    "gsl": {"accelerator": _GRAPHS, "cpu": _GRAPHS},
+    "ppo": _GAMES,
+    "a2c": _GAMES,
+}
+# Other defaults of the options of data, by model.
+DATA_DEFAULTS = {"mlp-vae": {"data.variant": "stochastic", "data.batch_size": 128}}
+# Options that name what a run consists of, by every name they have.
+_CHOICES = {
+    "model": "model.class_path",
+    "head": "model.head",
+    "data": "data.class_path",
+    "default_root_dir": "trainer.default_root_dir",
+    "ckpt_path": "ckpt_path",
+}
+_WITHOUT_VALUE = ("print_config", "help")
 
 
-def read_names(argv: list[str]) -> argparse.Namespace:
+@dataclass
+class CommandLine:
     """What a command line asks for, from its options, its files, or the run that it resumes.
 
-    Returns:
-        ``command``; ``model``, a name of ``MODELS`` or the path of a class; ``path``, of that class
-        in any case; ``head``, None for the model's default; ``data``, the path of a class, None
-        for the model's default; ``imports``, modules to import first; ``ckpt_path``, the checkpoint
-        to resume or to test; ``configs``, files of options, first that of the resumed run;
-        ``root``, the folder of all runs; ``words``, the rest of the command line.
+    Args:
+        command: one of ``COMMANDS``.
+        model: a name of ``MODELS``, or the path of a class.
+        head: its name; None for the model's default.
+        data: the path of a class; None for the model's default.
+        root: the folder of all runs.
+        ckpt_path: the checkpoint to resume or to test.
+        record: the options of the run that the checkpoint belongs to, a file.
+        configs: further files of options.
+        imports: modules to import first.
+        options: pairs of a name and a value, as they were typed, without those above.
+        in_files: options of all files, by full name.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--model", "--model.class_path")
-    parser.add_argument("--head", "--model.head", "--model.init_args.head")
-    parser.add_argument("--data", "--data.class_path")
-    parser.add_argument("--import", dest="imports", action="append", default=[])
-    parser.add_argument("-c", "--config", dest="configs", action="append", default=[])
-    parser.add_argument("--ckpt_path", "--ckpt-path")
-    roots = ("--trainer.default_root_dir", "--default_root_dir", "--default-root-dir")
-    parser.add_argument(*roots, dest="root")
-    command, words = (argv[0], argv[1:]) if argv and argv[0][:1] != "-" else ("fit", argv)
-    require_choice(COMMANDS, command=command)
-    found, rest = parser.parse_known_args(words)
-    found.command, found.words = command, rest
-    for path in reversed(found.configs):
-        _add_names_of(read_yaml(path), found)
-    if found.ckpt_path is not None:
-        home = Path(found.root or "runs", _name(found.model))
-        head = found.head and found.head.removeprefix("catnat-")  # folders have no alias
-        found.ckpt_path = find_checkpoint(home, head, found.ckpt_path)
-        if record := record_of(found.ckpt_path):
-            _add_names_of(read_yaml(str(record)), found)
-            found.configs.insert(0, str(record))
-    found.model, found.root = _name(found.model), found.root or "runs"
-    if "." not in found.model:
-        require_choice((*MODELS, "or my_module.MyVAE"), model=found.model)
-    found.path = RECIPES[found.model].model if found.model in RECIPES else found.model
-    found.data = _data_path(found.data, found.model)
-    return found
+
+    command: str
+    model: str = "vae"
+    head: str | None = None
+    data: str | None = None
+    root: str = "runs"
+    ckpt_path: Path | None = None
+    record: Path | None = None
+    configs: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    options: list[tuple[str, str | None]] = field(default_factory=list)
+    in_files: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_path(self) -> str:
+        """The path of the model's class."""
+        return MODELS.get(self.model, self.model)
 
 
-def _add_names_of(options: dict[str, Any], found: argparse.Namespace) -> None:
-    """Add names that a file has, and neither the command line nor a later file."""
-    model, data = (options.get(group) or {} for group in ("model", "data"))
-    for name in (model, data):
-        if isinstance(name, str) and (path := DATA.get(name, RECIPES.get(name, Recipe()).model)):
-            raise ValueError(f"in a file {name} is written as class_path: {path}")
-    model = {"class_path": model} if isinstance(model, str) else model
-    data = {"class_path": data} if isinstance(data, str) else data
-    found.model = found.model or model.get("class_path")
-    found.head = found.head or (model.get("init_args") or {}).get("head")
-    found.data = found.data or data.get("class_path")
-    found.root = found.root or (options.get("trainer") or {}).get("default_root_dir")
-    modules = options.get("import") or []
-    modules = [modules] if isinstance(modules, str) else modules
-    found.imports += [each for each in modules if each not in found.imports]
-    found.ckpt_path = found.ckpt_path or options.get("ckpt_path")
+def read_command_line(argv: list[str]) -> CommandLine:
+    """Read the words of a command line, and the files that they name.
+
+    Raises:
+        ValueError: a word, a file or a name is wrong.
+    """
+    words = list(argv)
+    line = CommandLine(words.pop(0) if words and not words[0].startswith("-") else "fit")
+    require_choice(COMMANDS, command=line.command)
+    typed_choices: dict[str, Any] = {}
+    for name, value in _pairs(words):
+        full_name = _CHOICES.get(name, name)
+        if full_name in _CHOICES.values():
+            typed_choices[full_name] = value
+        elif name in ("config", "c"):
+            line.configs.append(str(value))
+        elif name == "import":
+            line.imports.append(str(value))
+        else:
+            line.options.append((name, value))
+    files = [read_options(path) for path in line.configs]
+    choices = _merge(*files, typed_choices)
+    if wanted := choices.get("ckpt_path"):
+        model = _short_name(choices.get("model.class_path", line.model))
+        home = Path(choices.get("trainer.default_root_dir") or line.root, model)
+        line.ckpt_path = find_checkpoint(home, choices.get("model.head"), wanted)
+        line.record = record_of(line.ckpt_path)
+        if line.record:
+            files.insert(0, read_options(str(line.record)))
+            choices = _merge(*files, typed_choices)
+    line.in_files = _merge(*files)
+    for options in files:
+        modules = options.get("import") or []
+        line.imports += [modules] if isinstance(modules, str) else modules
+    line.model = _short_name(choices.get("model.class_path", line.model))
+    line.head = choices.get("model.head")
+    line.root = choices.get("trainer.default_root_dir") or line.root
+    _check_names(line)
+    line.data = _data_path(choices.get("data.class_path"), line.model)
+    return line
 
 
-def _name(model: str | None) -> str:
+def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
+    """Names and values of options; --max-steps is --max_steps, and init_args can be left out."""
+    pairs: list[tuple[str, str | None]] = []
+    for word in words:
+        if word.startswith("--") or word in ("-c", "-h"):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_").replace(".init_args.", ".")
+            pairs.append((name, value if equals else None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], word)
+        else:
+            raise ValueError(f"unrecognized arguments: {word}")
+    for name, typed_value in pairs:
+        if not typed_value and name.rpartition(".")[2] not in _WITHOUT_VALUE:
+            raise ValueError(f"--{name} needs a value")
+    return pairs
+
+
+def _merge(*options: dict[str, Any]) -> dict[str, Any]:
+    """Options of several files, of which later ones count."""
+    return {name: value for each_file in options for name, value in each_file.items()}
+
+
+def _short_name(path: str) -> str:
     """The short name of a model, where it has one."""
-    return next((name for name in RECIPES if RECIPES[name].model == model), model or "vae")
+    return next((name for name in MODELS if MODELS[name] == path), path)
+
+
+def _check_names(line: CommandLine) -> None:
+    """Check the names of model and head; heads that are defined elsewhere are not known yet."""
+    if "." not in line.model:
+        require_choice((*MODELS, "or my_module.MyVAE"), model=line.model)
+    defined_elsewhere = line.imports or line.model not in MODELS or "torch" in sys.modules
+    if line.head and not defined_elsewhere:
+        require_choice(HEADS, head=line.head.removeprefix("catnat-"))
 
 
 def _data_path(data: str | None, model: str) -> str | None:
@@ -132,9 +176,8 @@ def _data_path(data: str | None, model: str) -> str | None:
         if data is not None:
             raise ValueError(f"--data {data}: {model} plays in environments; see --env")
         return None
-    choices = RECIPES[model].data if model in RECIPES else tuple(DATA)
     if data is not None and "." not in data:
-        require_choice((*choices, "or my_module.MyData"), data=data)
+        require_choice((*DATA_OF.get(model, tuple(DATA)), "or my_module.MyData"), data=data)
     return DATA.get(data or "", data)
 
 
@@ -156,21 +199,46 @@ def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
         if not Path(wanted).is_file():
             raise ValueError(f"there is no checkpoint {wanted!r}; give a file, last or best")
         return Path(wanted)
-    found = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
-    if not found:
-        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / (head or '')}")
-    return max(found, key=lambda path: path.stat().st_mtime_ns)
+    folder = head.removeprefix("catnat-") if head else "*"  # folders have no alias
+    checkpoints = list(home.glob(f"{folder}/version_*/checkpoints/{wanted}.ckpt"))
+    if not checkpoints:
+        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / folder}")
+    return max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The options in a file, by group."""
+def read_options(path: str) -> dict[str, Any]:
+    """The options in a file, by full name."""
+    import yaml
+
     try:
         config = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config {path} should read like what --print_config prints")
-    return config
+    options = flat(config)
+    for group, paths in (("model", MODELS), ("data", DATA)):
+        if name := options.pop(group, None):
+            if name in paths:
+                raise ValueError(f"config files need class_path: {paths[name]}, not {name}")
+            options[f"{group}.class_path"] = name
+    return options
+
+
+def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by their full names.
+
+    >>> flat({"model": {"class_path": "my.VAE", "init_args": {"head": "natural"}}})
+    {'model.class_path': 'my.VAE', 'model.head': 'natural'}
+    """
+    flat_options: dict[str, Any] = {}
+    for name, value in options.items():
+        full_name = prefix if name == "init_args" else f"{prefix}{name}."
+        if isinstance(value, dict):
+            flat_options |= flat(value, full_name)
+        else:
+            flat_options[full_name.removesuffix(".")] = value
+    return flat_options
 
 
 def command_words() -> str:
@@ -185,13 +253,12 @@ def load(path: str, option: str = "") -> Any:
         path: of the object.
         option: that asks for it, for the message where there is none.
     """
-    module, _, name = path.rpartition(".")
-    found = import_module(module, f"{option} {path}")
-    if not hasattr(found, name):
-        raise ValueError(
-            f"{option} {path}: {module} has no {name}{did_you_mean(name, vars(found))}"
-        )
-    return getattr(found, name)
+    module_name, _, name = path.rpartition(".")
+    module = import_module(module_name, f"{option} {path}")
+    if not hasattr(module, name):
+        close = did_you_mean(name, vars(module))
+        raise ValueError(f"{option} {path}: {module_name} has no {name}{close}")
+    return getattr(module, name)
 
 
 def import_module(name: str, option: str = "--import") -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
+from inspect import signature
 from traceback import extract_tb
 from typing import Any, ClassVar, TypedDict
 
@@ -32,7 +33,7 @@ from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.folder import begin
-from catnat.cli.options import RECIPES, Recipe, load
+from catnat.cli.options import LENGTHS, load
 from catnat.cli.run import RunCLI, arguments, short_names
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
@@ -214,19 +215,27 @@ class RLCLI(RunCLI):
     ``model``, ``env``, ``eval_env`` and ``config`` are what a command line describes.
     """
 
-    in_checkpoints = "optimizer"
-    of_lightning_cli: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
+    in_checkpoints: ClassVar[set[str]] = {"optimizer"}
+    cli_options: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
+    hidden: ClassVar[dict[str, set[str]]] = {"model": _UNUSED, "data": _RUN_ARGUMENTS}
 
     # -- from words to objects -----------------------------------------------------------------
 
     def find_classes(self) -> None:
         """Find the class of the algorithm."""
-        self.recipe = RECIPES[self.names.model]
-        self.algorithm: type[Algorithm] = load(self.names.path, "--model")
+        self.algorithm: type[Algorithm] = load(self.line.model_path, "--model")
+        self.groups = {
+            "model": self.algorithm,
+            "data": make_env,
+            "trainer": Training,
+            "fisher": FisherMonitorSB3,
+        }
         of_model = arguments(self.algorithm, _UNUSED)
-        self.short = short_names(of_model, arguments(make_env, _RUN_ARGUMENTS), arguments(Training))
-        self.short |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
-        self.short["net_arch"] = "model.policy_kwargs.net_arch"
+        of_data = arguments(make_env, _RUN_ARGUMENTS)
+        self.full_names = short_names(of_model, of_data, arguments(Training))
+        self.full_names |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
+        self.full_names["net_arch"] = "model.policy_kwargs.net_arch"
+        self.lengths = LENGTHS[self.line.model]
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
@@ -235,27 +244,41 @@ class RLCLI(RunCLI):
         parser.add_class_arguments(Training, "trainer")
         parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
-    def usual(self, given: list[str]) -> list[str]:
-        """Defaults that depend on the environment and on the length of the run."""
-        asked = [word for word in given if not word.startswith("--print_config")]
-        first = self.parser.parse_args([*self._classes(), *asked])
-        if first.trainer.total_steps is not None:
-            require_at_least(1, total_steps=first.trainer.total_steps)
-        kind, atari = self.algorithm, is_atari(first.data.env)
-        recipe = kind.atari if atari else kind.not_atari
-        usual = {f"model.{name}": value for name, value in recipe.items()}
-        usual["trainer.eval_deterministic"] = not atari
-        if not atari:
-            self.recipe = Recipe(steps=50_000, steps_on_cpu=50_000)
-        if kind.every > 1:
-            # The monitor looks at a few of many short rollouts, at one in the last tenth of a run.
-            rollout = max(first.model.init_args.n_steps * first.data.num_envs, 1)
-            often = int(first.trainer.total_steps or self.recipe.steps_on_cpu) // rollout // 10
-            usual["fisher.every_n_rollouts"] = max(1, min(kind.every, often))
-            usual["fisher.image_every_n_rollouts"] = 20 * kind.every
-        return [f"--{name}={value}" for name, value in usual.items()]
+    def show_help(self, group: str, path: str | None = None) -> None:
+        """Print the options of a group, or of all, and the defaults by environment."""
+        recipes = {"Atari games": self.algorithm.atari, "other games": self.algorithm.not_atari}
+        for games, recipe in recipes.items():
+            if recipe:
+                values = ", ".join(f"{name} {value}" for name, value in recipe.items())
+                print(f"\nDefaults for {games}, in place of those below: {values}")
+        print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
+        super().show_help(group, path)
 
-    def instantiate_classes(self) -> None:
+    def defaults(self) -> dict[str, Any]:
+        """Defaults that depend on the environment."""
+        algorithm = self.algorithm
+        default_env = signature(make_env).parameters["env"].default
+        atari = is_atari(self.given.get("data.env", default_env))
+        if not atari:
+            length = {"trainer.total_steps": 50_000}
+            self.lengths = {"accelerator": length, "cpu": length}
+        recipe = algorithm.atari if atari else algorithm.not_atari
+        options = {f"model.{name}": value for name, value in recipe.items()}
+        options["trainer.eval_deterministic"] = not atari
+        if algorithm.every > 1:
+            options["fisher.image_every_n_rollouts"] = 20 * algorithm.every
+        return options
+
+    def complete_options(self) -> None:
+        """Let the monitor look at some of many short rollouts, once in the last tenth at least."""
+        config = self.config
+        require_at_least(1, total_steps=config.trainer.total_steps)
+        if self.algorithm.every > 1 and "fisher.every_n_rollouts" not in self.given:
+            rollout = max(config.model.init_args.n_steps * config.data.num_envs, 1)
+            tenth = config.trainer.total_steps // rollout // 10
+            config.fisher.every_n_rollouts = max(1, min(self.algorithm.every, tenth))
+
+    def build(self) -> None:
         """Make environments, model and callbacks."""
         objects = self.parser.instantiate(self.config)
         self.training = training = objects.trainer
@@ -318,7 +341,7 @@ class RLCLI(RunCLI):
             largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, self.config.data.num_envs)
             require_within(0, largest, "[)", seed=self.seed)
         rollout = self.config.model.init_args.n_steps * self.config.data.num_envs
-        if self.names.command == "fit" and self.training.total_steps <= self.began - rollout:
+        if self.line.command == "fit" and self.training.total_steps <= self.began - rollout:
             raise ValueError(
                 f"the checkpoint has {self.began} steps already, more than --total_steps "
                 f"{self.training.total_steps}"
@@ -340,6 +363,11 @@ class RLCLI(RunCLI):
     def step(self) -> int:
         """The number of steps of all environments together; 0 before there is a model."""
         return int(self.model.num_timesteps) if hasattr(self, "model") else 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the environments have taken a step."""
+        return bool(self.step > self.began)
 
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""
@@ -363,7 +391,7 @@ class RLCLI(RunCLI):
         except (EOFError, ConnectionError) as error:
             if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
                 raise  # what reads our output has gone
-            raise ValueError("the process of an environment has ended") from error
+            raise ChildProcessError("the process of an environment has ended") from error
         tested = self.test()
         self.callback.keep_best(tested["test/return"])
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}

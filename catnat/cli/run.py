@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import re
 import sys
-from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -19,26 +18,29 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.checkpoints import Stopped, load_checkpoint
 from catnat.cli.end_of_run import show_metrics, silence
-from catnat.cli.errors import is_mistake, one_line
+from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
-from catnat.cli.options import (
-    Recipe,
-    command_words,
-    import_module,
-    read_names,
-    read_yaml,
-    record_of,
-)
+from catnat.cli.options import CommandLine, command_words, flat, import_module, load
 from catnat.heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
-yaml.SafeDumper.add_representer(Interval, lambda dumper, each: dumper.represent_str(each.value))
+yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_str(kind.value))
 
-_NLL_SAMPLES_ON_CPU = 64  # of a run whose length nobody says
+Until = Literal["options", "objects", "end"]
+
 _LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
+_NO_LENGTH = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
 # Options that a resumed run cannot change.
-_SAME = ("model.class_path.", "model.head.", "model.head_options.", "model.optimizer.",
-         "optimizer.", "data.env.", "data.num_actions.", "data.normalize.")  # fmt: skip
+_FIXED = (
+    "model.class_path.",
+    "model.head.",
+    "model.head_options.",
+    "model.optimizer.",
+    "optimizer.",
+    "data.env.",
+    "data.num_actions.",
+    "data.normalize.",
+)
 
 
 class RunCLI(LightningCLI):
@@ -48,28 +50,35 @@ class RunCLI(LightningCLI):
     A subclass has a method for each command, such as ``fit``.
 
     Args:
-        args: the words of a command line, such as ``["--model", "vae", "--head", "natural"]``.
-        run: do what the command line says. Otherwise only the objects are made, and no folder.
+        line: the command line.
+        until: "options": only parse them. "objects": build model, data and trainer, without a
+            folder. "end": do what the command line says.
+
+    Raises:
+        UsageError: an error before the first batch.
     """
 
-    recipe: Recipe  # how the model is trained by default
-    in_checkpoints: str  # a name that every checkpoint has
-    of_lightning_cli: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
-    data_path: str | None = None  # of the data's class, where that is an option
-    short: dict[str, str]  # full names of options by their short ones
-    defaults: dict[str, Any]  # of the options of the data, where the recipe has other ones
+    in_checkpoints: ClassVar[set[str]]  # names that every checkpoint has
+    cli_options: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
+    groups: dict[str, Callable[..., Any]]  # classes and functions that have the options of a group
+    hidden: ClassVar[dict[str, set[str]]] = {}  # arguments that are not options, by group
+    full_names: dict[str, str]  # of options, by their short ones
+    lengths: dict[str, dict[str, Any]]  # defaults of a run without a length, by device
 
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        silence()
-        self.names = names = read_names(sys.argv[1:] if args is None else args)
-        for each in names.imports:
-            import_module(each)
-        self.checkpoint = {} if names.ckpt_path is None else load_checkpoint(names.ckpt_path)
-        self.began = self.checkpoint.get("global_step", 0)
+    def __init__(self, line: CommandLine, until: Until = "end") -> None:
+        self.line = line
+        self.until = until
+        self.full_names = {}
         self.metrics: dict[str, Any] = {}
-        self.remark, self.runs = "", run
-        self.find_classes()
         try:
+            silence()
+            for module in line.imports:
+                import_module(module)
+            self.checkpoint = load_checkpoint(line.ckpt_path) if line.ckpt_path else {}
+            self.began = self.checkpoint.get("global_step", 0)
+            self.find_classes()
+            self.typed_options = full_options(line.options, self.full_names)
+            self.given = line.in_files | dict(self.typed_options)
             super().__init__(
                 save_config_callback=None,
                 seed_everything_default=0,
@@ -77,12 +86,16 @@ class RunCLI(LightningCLI):
                 args=self._words(),
                 run=False,
                 load_from_checkpoint_support=False,
-                **self.of_lightning_cli,
+                **self.cli_options,
             )
-            if run:
+            if until == "end":
                 self._run()
+        except Exception as error:
+            if self.begun or isinstance(error, BrokenPipeError):
+                raise
+            raise UsageError(error, self._option_names(), self.full_names) from error
         finally:
-            if run:
+            if until == "end":
                 self.close()
 
     # -- what a subclass says ------------------------------------------------------------------
@@ -91,125 +104,176 @@ class RunCLI(LightningCLI):
         """Find the classes that the names of the command line mean."""
         raise NotImplementedError
 
-    def usual(self, given: list[str]) -> list[str]:
-        """Defaults of this model and these data, as words of a command line."""
-        return [f"--{name}={value}" for name, value in self.defaults.items()]
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of this model and these data, by full name."""
+        return {}
+
+    def complete_options(self) -> None:
+        """Set options that follow from others, in ``config``."""
 
     @property
     def step(self) -> int:
         """The number of steps done; 0 before there is a model."""
         raise NotImplementedError
 
+    @property
+    def begun(self) -> bool:
+        """Whether everything is built, and the first batch has begun."""
+        raise NotImplementedError
+
     # -- from words to options -----------------------------------------------------------------
 
     def _words(self) -> list[str]:
-        """The command line with full names, after the files of options."""
-        names = self.names
-        words = list(full_names(names.words, self.short))
-        page = f"--data.help={self.data_path}" if self.data_path else "--data.help"
-        words = [page if word == "--data.help" else word for word in words]
-        files = [f"--config={path}" for path in names.configs]
-        if names.ckpt_path and record_of(names.ckpt_path):
-            # A list on the command line replaces that of the resumed run.
-            lists = dict.fromkeys(w.partition("+")[0] for w in words if re.match(r"--[\w.]+\+", w))
-            files[1:1] = [f"{name}=null" for name in lists]
-        if self.checkpoint and any(word.startswith("--trainer.max_") for word in words):
-            # A length on the command line replaces the one that the run began with.
-            none = ("max_steps=-1", "max_epochs=null", "max_time=null")
-            words = [*(f"--trainer.{each}" for each in none), *words]
-        root = f"--trainer.default_root_dir={names.root}"
-        imports = f"--import={json.dumps(names.imports)}"
-        head = [f"--model.head={canonical_head(names.head)}"] if names.head else []
-        return [*files, *self._classes(), root, imports, *words, *head]
-
-    def _classes(self) -> list[str]:
-        data = [f"--data={self.data_path}"] if self.data_path else []
-        return [f"--model={self.names.path}", *data]
+        """Defaults, files and options, in this order, with full names."""
+        line = self.line
+        classes = [("model", line.model_path)]
+        if line.data:
+            classes.append(("data", line.data))
+        typed_names = [name for name, _ in self.typed_options]
+        files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
+        if line.record:
+            # A list on the command line replaces that of the resumed run, a length its length.
+            lists = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
+            if set(_NO_LENGTH).intersection(typed_names):
+                lists |= _NO_LENGTH
+            files = [("config", line.record), *lists.items(), *files]
+        names: list[tuple[str, Any]] = [
+            ("trainer.default_root_dir", line.root),
+            ("import", json.dumps(line.imports)),
+        ]
+        if line.head:
+            names.append(("model.head", canonical_head(line.head)))
+        pairs = [*classes, *self.defaults().items(), *files, *classes, *self.typed_options, *names]
+        return [f"--{name}" if value is None else f"--{name}={value}" for name, value in pairs]
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has."""
-        parser.add_argument("--import", type=list[str] | str, default=[],
-                            help="modules to import first")  # fmt: skip
-        parser.add_argument("--ckpt_path", type=str | None, default=None,
-                            help="resume or test a checkpoint: a file, last or best")  # fmt: skip
-        parser.add_argument("--save_every", type=int | None, default=None,
-                            help="steps between checkpoints")  # fmt: skip
+        modules = "modules to import first"
+        parser.add_argument("--import", type=list[str] | str, default=[], help=modules)
+        checkpoint = "resume or test a checkpoint: a file, last or best"
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help=checkpoint)
+        steps = "steps between checkpoints"
+        parser.add_argument("--save_every", type=int | None, default=None, help=steps)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the words of :meth:`_words`, after the defaults of model and data."""
-        try:
-            self.config = parser.parse_args([*self._classes(), *self.usual(args), *args])
-        except ArgumentError as error:
-            options = [name.lstrip("-") for name in parser._option_string_actions]
-            known = [*options, *self.short, *self.short.values()]
-            raise ValueError(one_line(error, known, self.short)) from error
+        """Parse the words, or show the page of help that they ask for."""
+        for name, value in self.typed_options:
+            group, _, last = name.rpartition(".")
+            if last == "help" and group in ("", *self.groups):
+                self.show_help(group, value)
+                raise SystemExit(0)
+        self.config = parser.parse_args(args)
+
+    def _option_names(self) -> list[str]:
+        names = [*self.full_names, *self.full_names.values()]
+        if hasattr(self, "parser"):
+            names += [name.lstrip("-") for name in self.parser._option_string_actions]
+        return names
+
+    def show_help(self, group: str, path: str | None = None) -> None:
+        """Print the options of a group, or of all.
+
+        Args:
+            group: its name; empty: all groups but the Trainer's.
+            path: of another class.
+        """
+        page = ArgumentParser(usage=f"{command_words()} --model MODEL ...", add_help=False)
+        for name, kind in self.groups.items():
+            if group in ("", name):
+                kind = load(path, f"--{group}.help") if path else kind
+                add: Any = page.add_class_arguments
+                if inspect.isfunction(kind):
+                    add = page.add_function_arguments
+                add(kind, name, fail_untyped=False, skip=self.hidden.get(name))
+        lines = page.format_help().splitlines()
+        print("\n".join(line for line in lines if not line.endswith("a configuration file.")))
 
     def before_instantiate_classes(self) -> None:
-        """Set the number of steps and the folder; check the run that is resumed."""
-        names = self.names
-        self._set_length()
+        """Set the length and the folder; check the run that is resumed."""
+        line = self.line
+        self.remark = self._set_length()
+        self.complete_options()
         self.head = (self.config.model.get("init_args") or {}).get("head")
-        home = Path(names.root, names.model, self.head or "no_head")
-        self.folder = RunFolder(home, names.ckpt_path, names.command == "fit")
+        home = Path(line.root, line.model, self.head or "no_head")
+        self.folder = RunFolder(home, line.ckpt_path, line.command == "fit")
         self.config.ckpt_path = None  # how the run began, not where it was resumed
         self.options = self.parser.dump(self.config, skip_unset=False)
-        self.title = f"{names.command} {names.model}{f' with {self.head}' if self.head else ''}"
+        self.title = f"{line.command} {line.model}{f' with {self.head}' if self.head else ''}"
         if self.checkpoint:
-            self.remark = f", resumed after step {self.began}{self._compare()}"
-        if self.runs and self.keeps and self.is_first:
+            self.remark = f", resumed after step {self.began}{self._changes()}"
+        if self.until == "end" and self.keeps and self.is_first:
             self.folder.open()
 
-    def _set_length(self) -> None:
-        """Train as long as the recipe says where nobody says how long, on a CPU not as long."""
-        trainer, recipe = self.config.trainer, self.recipe
-        if any(trainer.get(name) not in (None, -1) for name in _LENGTHS):
-            return
+    def instantiate_classes(self) -> None:
+        """Build the objects, where they are asked for."""
+        if self.until != "options":
+            self.build()
+
+    def build(self) -> None:
+        """Build model, data and trainer."""
+        super().instantiate_classes()
+
+    def _set_length(self) -> str:
+        """Set the default length, shorter on a CPU; a remark about that."""
+        trainer = self.config.trainer
+        lengths = [name for name in _LENGTHS if trainer.get(name) not in (None, -1)]
+        typed_lengths = {f"trainer.{name}" for name in _LENGTHS} & dict(self.typed_options).keys()
+        if lengths or typed_lengths or self.line.record:
+            return ""
         device = trainer.get("accelerator") or trainer.get("device")
         on_cpu = device == "cpu" or not torch.accelerator.is_available()
-        steps = recipe.steps_on_cpu if on_cpu else recipe.steps
-        self.config[self.short["max_steps"]] = steps
-        if steps < recipe.steps and not trainer.get("fast_dev_run"):
-            fewer, usual = f"{steps} steps", f"--max_steps {recipe.steps}"
-            options, words = self.config.model.get("init_args") or {}, self.names.words
-            texts = [Path(path).read_text() for path in self.names.configs]
-            given = any("nll_samples" in text for text in (*words, *texts))
-            if options.get("nll_samples") and not given:  # the test would take a third of the time
-                usual += f" --nll_samples {options['nll_samples']}"
-                options["nll_samples"] = _NLL_SAMPLES_ON_CPU
-                fewer += f" and {_NLL_SAMPLES_ON_CPU} samples for test/nll"
-            self.remark = f", {fewer} on this CPU; the recipe: {usual}"
+        shorter = {}
+        recipe = {}
+        for name, value in self.lengths["cpu" if on_cpu else "accelerator"].items():
+            group, _, option = name.partition(".")
+            options = self.config[group].get("init_args", self.config[group])
+            if option in _LENGTHS or (option in options and name not in self.given):
+                shorter[option] = value
+                recipe[option] = self.lengths["accelerator"].get(name, options[option])
+                options[option] = value
+        if shorter == recipe or trainer.get("fast_dev_run"):
+            return ""
+        words = [
+            " ".join(f"--{name} {x}" for name, x in options.items())
+            for options in (shorter, recipe)
+        ]
+        return f", {words[0]} on this CPU; the recipe: {words[1]}"
 
-    def _compare(self) -> str:
+    def _changes(self) -> str:
         """A remark about options that differ from those that the resumed run began with.
 
         Raises:
-            ValueError: the checkpoint is one of another model or another head.
+            ValueError: the checkpoint belongs to another model or another head.
         """
-        path = self.names.ckpt_path
-        if path is None or self.in_checkpoints not in self.checkpoint:
-            raise ValueError(f"checkpoint {path} is one of another model")
-        record, kept = record_of(path), self.checkpoint.get("hyper_parameters", {})
-        alone = {"model": {"class_path": self.names.path, "init_args": kept}, "data": kept}
-        now, began = _flat(yaml.safe_load(self.options)), _flat(alone)
-        names = set(began)
-        if record:
-            began = _flat(read_yaml(str(record)))
-            names = began.keys() | now.keys()
-        differ = {name.replace("init_args.", ""): f"{began.get(name)} -> {now.get(name)}"
-                  for name in sorted(names) if began.get(name) != now.get(name)}  # fmt: skip
-        for name, change in differ.items():
-            if f"{name}.".startswith(_SAME):
-                raise ValueError(f"checkpoint {path} is of another {name}: {change}")
-        listed = [f"{name.partition('.')[2] or name} {change}" for name, change in differ.items()]
-        return f", with other options: {', '.join(listed)}" if record and listed else ""
+        line = self.line
+        if not self.in_checkpoints <= self.checkpoint.keys():
+            raise ValueError(f"checkpoint {line.ckpt_path} belongs to another model")
+        options = flat(yaml.safe_load(self.options))
+        if line.record:
+            before = flat(yaml.safe_load(line.record.read_text()))
+            names = before.keys() | options.keys()
+        else:
+            hparams = self.checkpoint.get("hyper_parameters", {})
+            before = flat({"model": hparams, "data": hparams})
+            names = before.keys() & options.keys()
+        changes = []
+        for name in sorted(names):
+            if before.get(name) == options.get(name):
+                continue
+            change = f"{before.get(name)} -> {options.get(name)}"
+            if f"{name}.".startswith(_FIXED):
+                raise ValueError(f"checkpoint {line.ckpt_path} is of another {name}: {change}")
+            changes.append(f"{name.partition('.')[2] or name} {change}")
+        return f", with other options: {', '.join(changes)}" if line.record and changes else ""
 
     # -- the run -------------------------------------------------------------------------------
 
     @property
     def keeps(self) -> bool:
         """Whether the run leaves a folder."""
-        leaves_nothing = map(self.config.trainer.get, ("fast_dev_run", "barebones"))
-        return bool(self.names.command == "fit" and not any(leaves_nothing))
+        trainer = self.config.trainer
+        leaves_nothing = trainer.get("fast_dev_run") or trainer.get("barebones")
+        return self.line.command == "fit" and not leaves_nothing
 
     @property
     def is_first(self) -> bool:
@@ -218,32 +282,36 @@ class RunCLI(LightningCLI):
 
     def _run(self) -> None:
         """Do what the command line says."""
-        names = self.names
-        if not hasattr(self, names.command):
-            raise ValueError(f"{names.model} has no command {names.command}")
-        if names.command != "fit" and names.ckpt_path is None:
-            raise ValueError(f"{names.command} needs a checkpoint: --ckpt_path FILE, last or best")
+        command = self.line.command
+        if not hasattr(self, command):
+            raise ValueError(f"{self.line.model} has no command {command}")
+        if command != "fit" and self.line.ckpt_path is None:
+            raise ValueError(f"{command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
-        where = f": {self.folder.path}" if self.keeps or self.folder.resumed else ""
+        folder = self.folder.path if self.keeps or self.folder.resumed else None
         if self.is_first:
-            remark = self.remark if names.command == "fit" else ""
-            print(f"{self.title}{where}{remark}", flush=True)
+            remark = self.remark if command == "fit" else ""
+            print(f"{self.title}{f': {folder}' if folder else ''}{remark}", flush=True)
         try:
-            self.metrics = getattr(self, names.command)()
+            self.metrics = getattr(self, command)()
         except Stopped as stop:
             if self.is_first:
                 print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
             raise SystemExit(128 + stop.signum) from None
-        except (ValueError, RuntimeError) as error:
-            if self.step <= self.began or not is_mistake(error):
-                raise
-            last = self.folder.path / "checkpoints" / "last.ckpt"
-            saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
-            after = f"training ended after step {self.step}"
-            print(f"catnat: {after}: {one_line(error)}{saved}", file=sys.stderr)
-            raise SystemExit(1) from error
+        except Exception as error:
+            if self.step > self.began and self.is_first:
+                self._say_how_far(error)
+            if self.begun and isinstance(error, (OSError, FloatingPointError)):
+                raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
+            raise
         if self.is_first and self.metrics:
-            show_metrics(self.metrics, self.folder.path if where else None, keep=self.keeps)
+            show_metrics(self.metrics, folder, keep=self.keeps)
+
+    def _say_how_far(self, error: Exception) -> None:
+        last = self.folder.path / "checkpoints" / "last.ckpt"
+        saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
+        ended = f"training ended after step {self.step}: {one_line(error)}{saved}"
+        print(f"catnat: {ended}", file=sys.stderr)
 
     def close(self) -> None:
         """Give back what the run holds."""
@@ -281,42 +349,43 @@ def short_names(
         links: options of the model that follow from one of the data, by name.
     """
     of_model = of_model - links.keys()
-    short = {name: f"trainer.{name}" for name in of_trainer}
+    full_names = {name: f"trainer.{name}" for name in of_trainer}
     if "head_options" in of_model:
-        short |= {name: f"model.head_options.{name}" for name in head_option_names()}
-    short |= {name: f"model.{name}" for name in of_model - of_data}
-    short |= {name: f"data.{name}" for name in of_data - of_model}
-    short |= {name: f"model.{name} or --data.{name}" for name in of_model & of_data}
+        full_names |= {name: f"model.head_options.{name}" for name in head_option_names()}
+    full_names |= {name: f"model.{name}" for name in of_model - of_data}
+    full_names |= {name: f"data.{name}" for name in of_data - of_model}
+    full_names |= {name: f"model.{name} or --data.{name}" for name in of_model & of_data}
     for target, source in links.items():
-        short |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
-    return short | {"seed": "seed_everything"}
+        full_names |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
+    return full_names | {"seed": "seed_everything"}
 
 
-def full_names(words: list[str], short: Mapping[str, str]) -> Iterator[str]:
-    """The words of a command line, with full names of options."""
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        match = re.fullmatch(r"--([\w.-]+)(\+?)(?:(=)(.*))?", word, re.DOTALL)
-        if match is None:
-            yield word
-            continue
-        typed, plus, equals, value = match.groups(default="")
-        name = typed.replace("-", "_").replace(".init_args.", ".")
-        known = name if name in short or name.startswith("optimizer.") else name.partition(".")[0]
+def full_options(
+    typed_options: list[tuple[str, str | None]], full_names: dict[str, str]
+) -> list[tuple[str, str | None]]:
+    """Options with their full names.
+
+    Raises:
+        ValueError: a name is one of model and data, or follows from another option.
+    """
+    options: dict[str, str | None] = {}
+    pairs = []
+    for typed_name, value in typed_options:
+        name, plus, _ = typed_name.partition("+")
+        is_long = name in full_names or name.startswith("optimizer.")
+        first = name if is_long else name.partition(".")[0]
         # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
-        if known in short and (known != "optimizer" or (value or following).islower()):
-            full = short[known]
-            if " or " in full:
-                raise ValueError(f"--{typed} is an option of model and data: write --{full}")
-            if full.startswith("data.") and full[5:] != known.removeprefix("model."):
-                raise ValueError(f"--{typed} follows from --{full}: set that")
-            name = full + name.removeprefix(known)
-        yield f"--{name}{plus}{equals}{value}"
-
-
-def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by their full names, such as model.init_args.head."""
-    found: dict[str, Any] = {}
-    for name, value in options.items():
-        inner = isinstance(value, dict)
-        found |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        if first in full_names and (first != "optimizer" or str(value).islower()):
+            full_name = full_names[first]
+            if " or " in full_name:
+                raise ValueError(f"--{name} is an option of model and data: write --{full_name}")
+            if full_name.startswith("data.") and full_name[5:] != first.removeprefix("model."):
+                raise ValueError(f"--{name} follows from --{full_name}: set that")
+            if name.startswith("model.") and options.get(full_name, value) != value:
+                raise ValueError(
+                    f"--{name} {value} follows from --{full_name} {options[full_name]}"
+                )
+            name = full_name + name.removeprefix(first)
+        options[name] = value
+        pairs.append((name + plus, value))
+    return pairs

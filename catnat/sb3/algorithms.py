@@ -27,7 +27,7 @@ from catnat.sb3.masks import forced_actions_of, has_masks
 from catnat.sb3.policies import POLICIES
 
 
-class NonFinite(RuntimeError):  # noqa: N818 - the name describes the numbers
+class NonFinite(FloatingPointError):  # noqa: N818 - the name describes the numbers
     """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
 
 

@@ -78,9 +78,9 @@ class Member:
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     """The model and the data of a command line of ``catnat``."""
-    from catnat.cli.lightning import CatnatCLI
+    from catnat.cli.main import command_line
 
-    cli = CatnatCLI(list(arguments), run=False)
+    cli = command_line(list(arguments), until="objects")
     config = cli.config
     used = {name: str(getattr(cli.trainer, name)) for name in _TRAINER_OPTIONS}  # 1 is not 1.0
     refused = [name for name, text in used.items() if text != _TRAINER_OPTIONS[name]]

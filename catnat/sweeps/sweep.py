@@ -28,7 +28,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from catnat.sweeps import plan as plans
@@ -266,18 +265,6 @@ def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
 
 def check_arguments(arguments: list[str]) -> None:
     """Raise a ValueError if ``catnat`` would refuse these options."""
-    from catnat.cli.errors import one_line
     from catnat.cli.main import command_line
-    from catnat.cli.options import read_names
 
-    try:
-
-        class Parsed(command_line(read_names(arguments).model)):  # type: ignore[misc]
-            """The options alone."""
-
-            def instantiate_classes(self) -> None:
-                """No model, no data, no Trainer, no environment."""
-
-        Parsed(arguments, run=False)
-    except (ValueError, ArgumentError) as error:
-        raise ValueError(one_line(error)) from error
+    command_line(arguments, until="options")

@@ -14,7 +14,8 @@ from lightning.pytorch import Callback
 
 import train
 from catnat import __version__
-from catnat.cli.lightning import CatnatCLI, default_interval
+from catnat.cli.lightning import default_interval
+from catnat.cli.main import command_line
 from catnat.cli.options import MODELS
 from catnat.head import REGISTRY
 
@@ -24,7 +25,7 @@ BUILT_IN = ("softmax", "sparsemax", "sigmoid", "natural")
 
 WRONG = {
     "--model vea": "did you mean vae?",
-    "--model": "expected one argument",
+    "--model": "--model needs a value",
     "--modle vae": "did you mean --model?",
     "--head naturl": "did you mean natural?",
     "traim --model vae": "unknown command 'traim'; choose from fit",
@@ -33,7 +34,7 @@ WRONG = {
     "--config {broken}": "cannot be read",
     "--config {unknown}": "did you mean --num_latents?",
     "--config {short}": "in a file its name is trainer.max_steps",
-    "--config {name}": "in a file vae is written as class_path: catnat.lit_modules.DiscreteVAE",
+    "--config {name}": "config files need class_path: catnat.lit_modules.DiscreteVAE",
     "--num_latent 3": "did you mean --num_latents?",
     "--trainer.max_epoch 3": "did you mean --trainer.max_epochs?",
     "--colour blue": "unrecognized arguments: --colour",
@@ -96,15 +97,18 @@ train.main(sys.argv[1:])"""
         assert said in done.stderr
 
 
-def test_an_error_of_a_program_keeps_its_traceback(workspace, monkeypatch):
+def test_an_error_in_the_first_batch_or_later_keeps_its_traceback(workspace, monkeypatch, capfd):
     from catnat.lit_modules import DiscreteVAE
 
-    def fail(self, *args):
+    def fail(self, batch):
         raise ValueError("a bug of the user's")
 
-    monkeypatch.setattr(DiscreteVAE, "configure_optimizers", fail)  # not in a file of ours
+    monkeypatch.setattr(DiscreteVAE, "step_loss", fail)
     with pytest.raises(ValueError, match="a bug"):
         run(*workspace)
+    monkeypatch.setattr(DiscreteVAE, "configure_optimizers", fail)
+    assert run(*workspace) == 2
+    assert "TypeError in" in one_line(capfd), "of this program, where it is built"
 
 
 # -- help and configuration -----------------------------------------------------------------------
@@ -164,7 +168,7 @@ def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
 
 def test_a_run_of_epochs_validates_after_each_and_one_of_steps_by_steps(workspace):
     def trainer(*argv):
-        return CatnatCLI([*workspace[:2], "--batch_size=10", *argv], run=False).trainer
+        return command_line([*workspace[:2], "--batch_size=10", *argv], "objects").trainer
 
     epochs, steps = trainer("--max_epochs=3"), trainer("--max_steps=9000")
     assert (epochs.max_steps, epochs.check_val_every_n_epoch) == (-1, 1)
@@ -289,9 +293,12 @@ def test_another_logger(workspace):
     assert {path.name for path in Path("runs").iterdir()} == {"vae"}
 
 
-def test_a_missing_metric_of_early_stopping_is_one_line(workspace, capfd):
-    assert run(*workspace, "--callbacks+=EarlyStopping", "--callbacks.monitor=nope") == 1
-    assert "nope" in one_line(capfd)
+def test_an_error_after_some_steps_says_where_the_run_can_be_resumed(workspace, capfd):
+    words = ["--callbacks+=EarlyStopping", "--callbacks.monitor=nope"]
+    with pytest.raises(RuntimeError, match="nope"):
+        run(*workspace, *words, "--val_check_interval=2", "--save_every=1")
+    assert "training ended after step 2" in (line := one_line(capfd))
+    assert "the latest checkpoint is runs/vae/natural/version_0" in line
 
 
 def test_a_reader_who_leaves_early_hears_nothing():

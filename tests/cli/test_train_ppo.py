@@ -23,7 +23,7 @@ from cases_ppo import (
 
 import train
 from catnat.callbacks.sb3_run import RunSB3
-from catnat.cli.rl import RLCLI
+from catnat.cli.main import command_line
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -170,7 +170,7 @@ def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
 @pytest.mark.parametrize(("env", "limits"), [("CliffWalking-v1", (None, 10_000)),
                                              ("CartPole-v1", (500, 500))])  # fmt: skip
 def test_an_environment_without_a_time_limit_is_evaluated_for_some_steps_only(env, limits):
-    cli = RLCLI(["--model=ppo", f"--env={env}"], run=False)
+    cli = command_line(["--model=ppo", f"--env={env}"], "objects")
     specs = [each.get_attr("spec")[0] for each in (cli.env, cli.eval_env)]
     assert tuple(spec.max_episode_steps for spec in specs) == limits
 

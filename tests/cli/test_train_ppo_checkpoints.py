@@ -165,7 +165,7 @@ def trained(tmp_path_factory):
 
 def test_a_checkpoint_of_a_vae_is_refused_and_a_file_of_stable_baselines(trained, capfd):
     torch.save({"state_dict": {}, "hyper_parameters": {"head": "natural"}}, "vae.ckpt")
-    both = {"vae.ckpt": "one of another model", trained.with_suffix(".zip"): "take the .ckpt"}
+    both = {"vae.ckpt": "belongs to another model", trained.with_suffix(".zip"): "take the .ckpt"}
     for path, reason in both.items():
         assert run(*QUICK, f"--ckpt_path={path}") == 2
         assert reason in one_line(capfd)
