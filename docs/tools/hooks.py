@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, name, content=text))
     made = [*pictures.draw(CACHE / "pictures"), *gallery.files(CACHE)]
     places = {path: path.relative_to(CACHE) for path in made}
-    studies = sorted((ROOT / "paper").glob("*/*"))
+    studies = [path for path in sorted((ROOT / "paper").glob("[!_.]*/*")) if path.is_file()]
     places |= {path: path.relative_to(ROOT) for path in studies if path.suffix != ".md"}
     reached = InclusionLevel.NOT_IN_NAV  # by links of other pages
     for path, place in places.items():
