@@ -10,12 +10,12 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Image, KVWriter, Logger, TensorBoardOutputFormat
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, picture_of, seed_of
 from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
-from catnat.sb3.algorithms import map_arrays
 from catnat.sb3.distributions import unchecked
 
 
@@ -139,7 +139,7 @@ class FisherMonitorSB3(BaseCallback):
 
     def _states(self, chosen: Tensor) -> Any:
         """States of the rollout, (B, ...)."""
-        return map_arrays(lambda x: self._take(x, chosen), self._buffer.observations)
+        return tree_map(lambda x: self._take(x, chosen), self._buffer.observations)
 
     def _distribution(self, chosen: Tensor) -> Any:
         """The policy's distribution in these states, with the masks or memory of the rollout."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
+from stable_baselines3.common.vec_env import sync_envs_normalization
 
 from catnat.callbacks.files import AtomicCheckpointIO, write_whole
 from catnat.callbacks.fisher_monitor_sb3 import FisherMonitorSB3, write_now
@@ -42,16 +40,15 @@ class RunSB3(EvalCallback):
     present rollout are lost. A second SIGINT does not wait.
 
     Args:
-        eval_env: environments of the evaluations, wrapped as those of the training.
+        args: as for ``EvalCallback``: eval_env, ...
         folder: of the checkpoints.
         hyper_parameters: options of the run, kept in each checkpoint.
         fisher: the monitor, whose state is kept there, too.
-        seed: of the run; the games of evaluations follow from it.
         save_every: environment steps between checkpoints.
-        eval_every: environment steps between evaluations; 0 for none.
-        longest_game: steps after which an evaluation ends a game that has no end of its own.
-        show: print a line at each evaluation.
-        kwargs: further arguments of ``EvalCallback``.
+        longest_game: steps after which an evaluation ends a game that has no end of its own; None
+            if every game has one.
+        kwargs: as for ``EvalCallback``. ``eval_freq`` counts steps of all environments together,
+            and ``verbose`` prints a line at each evaluation.
     """
 
     model: OnPolicyAlgorithm
@@ -59,28 +56,22 @@ class RunSB3(EvalCallback):
 
     def __init__(
         self,
-        eval_env: VecEnv,
+        *args: Any,
         folder: Path,
         hyper_parameters: dict[str, Any],
         fisher: FisherMonitorSB3,
-        seed: int,
         save_every: int,
-        eval_every: int,
-        longest_game: int | None = None,
-        show: bool = True,
+        longest_game: int | None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(eval_env, verbose=0, **kwargs)
+        super().__init__(*args, **kwargs)
         self.folder = folder
         self.hyper_parameters = hyper_parameters
         self.fisher = fisher
-        self.seed = seed
         self.save_every = save_every
-        self.eval_every = eval_every
         self.longest_game = longest_game
-        self.show = show
         self.evaluated_step = 0  # step of the latest evaluation
-        self.signals = _WatchedSignals(self._stop_if_stuck)
+        self.signals = StopSignals(self._watch)
         self._rollout_start: int | None = None  # step at which the present rollout began
         self._evaluating = False
         self._calls_before = -1  # calls of the environments at the latest look
@@ -90,10 +81,11 @@ class RunSB3(EvalCallback):
         player: Any = self.model
         if getattr(player, "uses_masks", False):
             player = MaskedPlayer(player, self.eval_env)
-        self.eval_env.seed(self.seed + EVALUATION_SEED)
+        seed = self.model.seed or 0
+        self.eval_env.seed(seed + EVALUATION_SEED)
         sync_envs_normalization(self.training_env, self.eval_env)
         self._evaluating = True
-        with forked_random_state(self.model.device, self.seed):
+        with forked_random_state(self.model.device, seed):
             returns, lengths = evaluate_policy(
                 player,
                 self.eval_env,
@@ -151,7 +143,7 @@ class RunSB3(EvalCallback):
     def _on_rollout_start(self) -> None:
         """Save, stop and evaluate where that is due."""
         step = self.model.num_timesteps
-        evaluates = _is_due(step, self.evaluated_step, self.eval_every)
+        evaluates = _is_due(step, self.evaluated_step, self.eval_freq)
         if self.signals.signum or evaluates or _is_due(step, self._saved_step, self.save_every):
             self._saved_step = step
             self.save()
@@ -161,7 +153,7 @@ class RunSB3(EvalCallback):
             metrics = {f"eval/{name}": value for name, value in self.evaluate().items()}
             write_now(self.logger, metrics, step)
             self.keep_best(metrics["eval/return"])
-            if self.show:
+            if self.verbose:
                 metrics |= recent_return(self.model)
                 print(self._progress.line(step, self.model._total_timesteps, metrics), flush=True)
         self._rollout_start = step
@@ -174,43 +166,22 @@ class RunSB3(EvalCallback):
         if self.model.num_timesteps > self._saved_step:
             self.save()
 
-    def _stop_if_stuck(self) -> None:
-        """Stop if no environment has answered since the latest look."""
-        stuck = self.n_calls == self._calls_before
+    def _watch(self, *_: Any) -> None:
+        """After a signal: stop if no environment has answered since the latest look."""
+        signal.signal(signal.SIGALRM, self._watch)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
+        is_stuck = self.n_calls == self._calls_before
         self._calls_before = self.n_calls
-        if stuck and self._rollout_start is not None:
+        if is_stuck and self._rollout_start is not None:
             self.model.num_timesteps = self._rollout_start  # since then nothing was learned
             self.save()
-            self.stop_if_asked()
-        if stuck and self._evaluating:
+        if is_stuck and (self._evaluating or self._rollout_start is not None):
             self.stop_if_asked()
 
     def close(self) -> None:
         """Give signals back."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.signals.give_back()
-
-
-class _WatchedSignals(StopSignals):
-    """Also looks, after a signal and every few seconds from then on, whether the run goes on."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        super().__init__()
-        self._look = look
-
-    def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
-        is_first = not self.signum
-        super()._ask_to_stop(signum, frame)
-        if is_first:
-            self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._ring)
-            self._ring()
-
-    def _ring(self, *_: Any) -> None:
-        signal.alarm(_PATIENCE)
-        self._look()
-
-    def give_back(self) -> None:
-        signal.alarm(0)
-        super().give_back()
 
 
 def _is_due(step: int, previous_step: int, every: int) -> bool:

@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TransformAction
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv, VecCheckNan, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
@@ -71,7 +71,7 @@ def is_atari(name: str) -> bool:
 def make_env(
     env: str = "Breakout",
     num_envs: int = 8,
-    backend: Backend = "native",
+    backend: Backend | None = None,
     num_actions: int | None = None,
     normalize: bool = False,
     env_kwargs: dict[str, Any] | None = None,
@@ -85,7 +85,8 @@ def make_env(
     Args:
         env: an Atari game in any spelling, or a Gymnasium id such as CartPole-v1.
         num_envs: how many side by side.
-        backend: of Atari games: C++ threads, or the wrappers of Stable-Baselines3.
+        backend: of Atari games alone: native, that is C++ threads, the default; or sb3, the
+            wrappers of Stable-Baselines3.
         num_actions: if given, an environment's actions are taken modulo their number.
         normalize: scale observations and rewards by their running moments.
         env_kwargs: arguments of the environment, such as max_episode_steps.
@@ -97,7 +98,9 @@ def make_env(
         if num_actions is not None or normalize or env_kwargs or subprocesses:
             options = "num_actions, normalize, env_kwargs and subprocesses"
             raise ValueError(f"{options} are for environments other than Atari games, not {env}")
-        return make_atari_vec_env(env, num_envs, backend, seed)
+        return make_atari_vec_env(env, num_envs, backend or "native", seed)
+    if backend is not None:
+        raise ValueError(f"backend {backend} is for Atari games, not for {env}")
     require_at_least(1, num_envs=num_envs)
     wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
     kind: Any = partial(_processes, gymnasium.registry.get(env)) if subprocesses else None
@@ -107,5 +110,8 @@ def make_env(
         )
     except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
-    checked = VecCheckNan(made, raise_exception=True)
-    return VecNormalize(checked, gamma=gamma) if normalize else checked
+    modes = [None, *made.get_attr("metadata")[0].get("render_modes", ())]
+    if (render_mode := (env_kwargs or {}).get("render_mode")) not in modes:
+        made.close()
+        raise ValueError(f"{env} has no render_mode {render_mode!r}; choose from {modes[1:]}")
+    return VecNormalize(made, gamma=gamma) if normalize else made

@@ -41,7 +41,10 @@ from catnat.sb3.algorithms import load_state
 from catnat.sb3.distributions import MaskMode
 
 _RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
-_UNUSED = {"tensorboard_log", "use_sde", "sde_sample_freq"}  # they would do nothing here
+# Arguments of Stable-Baselines3 that would do nothing here.
+_UNUSED = {"tensorboard_log", "use_sde", "sde_sample_freq"}
+_UNUSED |= {"rollout_buffer_class", "rollout_buffer_kwargs"}
+_UNUSED |= {"policy", "env", "seed", "device", "_init_setup_model"}  # they follow from the others
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 _MOST_EVALUATED = 16  # environments of an evaluation
 
@@ -99,7 +102,7 @@ class Algorithm:
 
         positive = ("clip_range", "clip_range_vf", "max_grad_norm", "rms_prop_eps", "target_kl")
         require_positive(learning_rate=learning_rate, **numbers(*positive))
-        require_at_least(0, **numbers("ent_coef", "vf_coef"))
+        require_within(0, float("inf"), "[)", **numbers("ent_coef", "vf_coef"))
         require_at_least(1, **numbers("n_steps", "n_epochs", "batch_size", "stats_window_size"))
         require_within(0, 1, **numbers("gamma", "gae_lambda"))
         self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
@@ -139,17 +142,9 @@ class PPO(Algorithm):
         "gae_lambda": 0.8,
     }
 
-    def make(self, policy: str, env: VecEnv, steps: int, seed: int, device: str) -> HeadPPO:
-        """The model, which learns for so many steps of all environments together."""
-        return HeadPPO(
-            policy,
-            env,
-            learning_rate=self.rate(env, steps),
-            policy_kwargs=self.policy_kwargs,
-            seed=seed,
-            device=device,
-            **self.kwargs,
-        )
+    def make(self, *args: Any, **kwargs: Any) -> HeadPPO:
+        """The model."""
+        return HeadPPO(*args, **kwargs, **self.kwargs)
 
 
 class A2C(Algorithm):
@@ -157,17 +152,9 @@ class A2C(Algorithm):
 
     every = 100  # rollouts are short
 
-    def make(self, policy: str, env: VecEnv, steps: int, seed: int, device: str) -> HeadA2C:
-        """The model, as that of PPO."""
-        return HeadA2C(
-            policy,
-            env,
-            learning_rate=self.rate(env, steps),
-            policy_kwargs=self.policy_kwargs,
-            seed=seed,
-            device=device,
-            **self.kwargs,
-        )
+    def make(self, *args: Any, **kwargs: Any) -> HeadA2C:
+        """The model."""
+        return HeadA2C(*args, **kwargs, **self.kwargs)
 
 
 @dataclass
@@ -198,15 +185,12 @@ class Training:
     def __post_init__(self) -> None:
         require_at_least(1, eval_games=self.eval_games)
         require_at_least(0, eval_every=self.eval_every or 0)
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-        kind, _, number = self.device.partition(":")
-        # Stable-Baselines3 would take the CPU in place of a device that is not there.
-        exists = not number or number in map(str, range(torch.accelerator.device_count()))
-        if self.device != "auto" and (kind not in kinds or not exists):
-            raise ValueError(
-                f"there is no device {self.device!r} here; choose from auto, {', '.join(kinds)}"
-            )
+        if self.device != "auto":
+            try:  # Stable-Baselines3 would take the CPU in place of a device that is not there
+                torch.empty(0, device=self.device).cpu()
+            except (RuntimeError, AssertionError) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"there is no device {self.device!r} here: {reason}") from error
 
 
 class RLCLI(RunCLI):
@@ -242,7 +226,7 @@ class RLCLI(RunCLI):
         parser.add_subclass_arguments(Algorithm, "model", required=False, skip=_UNUSED)
         parser.add_function_arguments(make_env, "data", skip=_RUN_ARGUMENTS)
         parser.add_class_arguments(Training, "trainer")
-        parser.add_class_arguments(FisherMonitorSB3, "fisher")
+        parser.add_class_arguments(FisherMonitorSB3, "fisher", skip={"verbose"})
 
     def show_help(self, group: str, path: str | None = None) -> None:
         """Print the options of a group, or of all, and the defaults by environment."""
@@ -297,7 +281,14 @@ class RLCLI(RunCLI):
         if device == "auto" and policy == "MlpPolicy":
             device = "cpu"  # small networks are faster there
         steps = training.total_steps
-        self.model: Any = objects.model.make(policy, self.env, steps, self.seed, device)
+        self.model: Any = objects.model.make(
+            policy,
+            self.env,
+            learning_rate=objects.model.rate(self.env, steps),
+            policy_kwargs=objects.model.policy_kwargs,
+            seed=self.seed,
+            device=device,
+        )
         self.model.set_logger(Logger(str(self.folder.path), []))
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
@@ -319,16 +310,15 @@ class RLCLI(RunCLI):
             eval_every = max(steps // 10, 1)
         self.callback = RunSB3(
             self.eval_env,
-            self.folder.path / "checkpoints",
-            self.hparams,
-            self.fisher,
-            self.seed,
-            save_every,
-            eval_every,
-            longest_game=None if is_limited else _LONGEST_GAME,
-            show=training.enable_progress_bar,
             n_eval_episodes=training.eval_games,
+            eval_freq=eval_every,
             deterministic=training.eval_deterministic,
+            verbose=training.enable_progress_bar,
+            folder=self.folder.path / "checkpoints",
+            hyper_parameters=self.hparams,
+            fisher=self.fisher,
+            save_every=save_every,
+            longest_game=None if is_limited else _LONGEST_GAME,
         )
         if self.checkpoint:
             self.callback.best_mean_reward = self.checkpoint["best"]
@@ -337,6 +327,8 @@ class RLCLI(RunCLI):
 
     def _check_seed_and_length(self) -> None:
         """Refuse what would fail, or do nothing, when everything is trained."""
+        if isinstance(self.seed, bool):
+            raise ValueError("--seed false: a run needs a seed")
         if is_atari(self.config.data.env):  # the emulator's seeds have 31 bits
             largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, self.config.data.num_envs)
             require_within(0, largest, "[)", seed=self.seed)

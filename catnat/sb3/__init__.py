@@ -5,10 +5,7 @@ from catnat.sb3.masks import InfoMasks, MaskedPlayer
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
-    HeadCnnPolicy,
-    HeadMlpPolicy,
     HeadMultiInputActorCriticPolicy,
-    HeadMultiInputPolicy,
     HeadPolicy,
 )
 from catnat.sb3.ppo import HeadPPO, cleanrl_schedule
@@ -17,10 +14,7 @@ __all__ = [
     "HeadA2C",
     "HeadActorCriticCnnPolicy",
     "HeadActorCriticPolicy",
-    "HeadCnnPolicy",
-    "HeadMlpPolicy",
     "HeadMultiInputActorCriticPolicy",
-    "HeadMultiInputPolicy",
     "HeadPPO",
     "HeadPolicy",
     "InfoMasks",

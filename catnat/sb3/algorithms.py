@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -13,14 +12,13 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3 import A2C
-from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from catnat.rng import random_states, set_random_states
 from catnat.sb3.masks import forced_actions_of, has_masks
@@ -28,7 +26,7 @@ from catnat.sb3.policies import POLICIES
 
 
 class NonFinite(FloatingPointError):  # noqa: N818 - the name describes the numbers
-    """A loss, a KL divergence, a gradient or a weight is not a finite number any more."""
+    """A loss, a gradient, a weight, a reward or an observation is not a finite number."""
 
 
 class HeadAlgorithm(OnPolicyAlgorithm):
@@ -45,8 +43,8 @@ class HeadAlgorithm(OnPolicyAlgorithm):
     def collect_rollouts(
         self,
         env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: RolloutBuffer,
+        callback: Any,
+        rollout_buffer: Any,
         n_rollout_steps: int,
     ) -> bool:
         """Play one rollout; return False if a callback stopped it.
@@ -54,11 +52,11 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         The loop is that of Stable-Baselines3, and callbacks find its local variables; the actions
         come from :meth:`_act`, and some may be forced.
         """
-        assert self._last_obs is not None, "no observation was given"
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         self._forced = np.zeros((n_rollout_steps, env.num_envs), bool)
         callback.on_rollout_start()
+        self._require_finite(observations=self._last_obs)
         for n_steps in range(n_rollout_steps):
             with torch.no_grad():
                 obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
@@ -70,6 +68,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
                 actions = np.where(forced_actions >= 0, forced_actions, actions)
             new_obs, rewards, dones, infos = env.step(actions)
             self.num_timesteps += env.num_envs
+            self._require_finite(rewards=rewards, observations=new_obs)
             callback.update_locals(locals())
             if not callback.on_step():
                 return False
@@ -84,10 +83,10 @@ class HeadAlgorithm(OnPolicyAlgorithm):
                         terminal_value = self.policy.predict_values(last_obs)[0]
                     rewards[index] += self.gamma * terminal_value
             rollout_buffer.add(
-                self._last_obs,  # type: ignore[arg-type]
+                self._last_obs,
                 actions,
                 rewards,
-                self._last_episode_starts,  # type: ignore[arg-type]
+                self._last_episode_starts,
                 values,
                 log_probs,
             )
@@ -100,6 +99,15 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         callback.update_locals(locals())
         callback.on_rollout_end()
         return True
+
+    def _require_finite(self, **values: Any) -> None:
+        for name, arrays in values.items():
+            for array in tree_leaves(arrays):
+                if array.dtype.kind == "f" and not np.isfinite(array).all():
+                    raise NonFinite(
+                        f"the environment gave {name} that are not finite, after "
+                        f"{self.num_timesteps} steps"
+                    )
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
         """Actions, values and log-probabilities of the policy."""
@@ -153,13 +161,6 @@ class HeadA2C(HeadAlgorithm, A2C):
 def normalized(advantages: Tensor) -> Tensor:
     """Advantages with mean 0 and standard deviation 1."""
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-def map_arrays(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Apply a function to arrays, or to each entry of dicts of arrays."""
-    if isinstance(arrays[0], dict):
-        return {key: map_arrays(function, *(x[key] for x in arrays)) for key in arrays[0]}
-    return function(*arrays)
 
 
 # -- the state of a run, as tensors and plain values that load without code ------------------------

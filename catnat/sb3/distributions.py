@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -67,16 +67,9 @@ class FromHeads:
         self.parts = self.parts_from(self.scores, masks)
         self.distribution = self.parts if self.several else self.parts[0]
 
-    @contextmanager
-    def allowing(self, masks: Any) -> Iterator[None]:
+    def allowing(self, masks: Any) -> AbstractContextManager[None]:
         """Within this context masks hold for all scores; None leaves the present masks."""
-        previous_masks = self._masks
-        if masks is not None:
-            self._masks = masks
-        try:
-            yield
-        finally:
-            self._masks = previous_masks
+        return _temporarily(self, "_masks", self._masks if masks is None else masks)
 
     def parts_from(self, scores: Tensor, masks: Any = None) -> list[HeadCategorical]:
         """The distribution of each head, from scores (B, sum of S) and masks (B, sum of K)."""
@@ -150,19 +143,20 @@ def renormalized(unmasked: HeadCategorical, mask: Tensor) -> HeadCategorical:
     return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
 
 
-@contextmanager
-def unchecked(policy: nn.Module) -> Iterator[None]:
+def unchecked(policy: nn.Module) -> AbstractContextManager[None]:
     """Within this context a policy does not check for NaN, and so does not wait for the device."""
-    distribution = getattr(policy, "action_dist", None)
-    if not isinstance(distribution, FromHeads):
-        yield
-        return
-    validate_args = distribution.validate_args
-    distribution.validate_args = False
+    return _temporarily(policy.action_dist, "validate_args", False)
+
+
+@contextmanager
+def _temporarily(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Change an attribute within a context."""
+    previous = getattr(target, name, None)
+    setattr(target, name, value)
     try:
         yield
     finally:
-        distribution.validate_args = validate_args
+        setattr(target, name, previous)
 
 
 def categories_of(action_space: spaces.Space[Any]) -> list[int]:

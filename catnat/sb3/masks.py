@@ -140,14 +140,14 @@ class InfoMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
     ``make_vec_env("Taxi-v4", 8, wrapper_class=InfoMasks)``.
     """
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **kwargs: Any) -> Any:
         """Begin an episode, and keep the mask of its first action."""
         observation, info = self.env.reset(**kwargs)
         self._mask = info["action_mask"]
         return observation, info
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Play, and keep the mask of the next action."""
+    def step(self, action: Any) -> Any:
+        """Play, and keep the mask of the next action, if there is one."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         if not (terminated or truncated):
             self._mask = info["action_mask"]
@@ -169,22 +169,12 @@ class MaskedPlayer:
     def __init__(self, model: BaseAlgorithm | BasePolicy, env: Env) -> None:
         if not has_masks(env):
             raise ValueError(f"the environment {env} has no method action_masks()")
-        self.model, self.env = model, env
+        self.model: Any = model
+        self.env = env
 
-    def predict(
-        self,
-        observation: Any,
-        state: Any = None,
-        episode_start: Any = None,
-        deterministic: bool = False,
-    ) -> tuple[Any, Any]:
-        """Allowed actions for the present observations of the environment."""
-        predict: Any = self.model.predict
-        masks = masks_of(self.env)
-        actions, state = predict(
-            observation, state, episode_start, deterministic, action_masks=masks
-        )
-        return actions, state
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Allowed actions for the present observations of the environment; as in a model."""
+        return self.model.predict(*args, **kwargs, action_masks=masks_of(self.env))
 
 
 def _booleans(masks: Any) -> NDArray[np.bool_]:

@@ -16,7 +16,6 @@ from stable_baselines3.common.policies import (
     BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from catnat.checks import require_choice, require_name
@@ -37,6 +36,17 @@ else:
     _Base = object
 
 
+def _with_masks(name: str) -> Any:
+    """A method of the policies of Stable-Baselines3, which also takes masks."""
+
+    def method(self: HeadPolicy, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+        with self.action_dist.allowing(action_masks):
+            return getattr(super(HeadPolicy, self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 class HeadPolicy(_Base):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
@@ -49,10 +59,8 @@ class HeadPolicy(_Base):
     ``action_masks``, see :mod:`catnat.sb3.masks`.
 
     Args:
-        observation_space: the space of the environment.
-        action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
-        lr_schedule: learning rate as a function of the progress that remains.
-        args: further arguments of the policy.
+        args: arguments of the policy: observation_space, action_space (``Discrete``,
+            ``MultiDiscrete`` or ``MultiBinary``), lr_schedule, ...
         head: a name from :func:`catnat.head_names`.
         head_options: options of the head, such as ``{"amplitude": 6.0}``. The option ``mix`` is the
             share of the uniform distribution in the policy, here 0.001 for sparsemax unless given.
@@ -68,9 +76,6 @@ class HeadPolicy(_Base):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        lr_schedule: Schedule,
         *args: Any,
         head: str = "softmax",
         head_options: dict[str, Any] | None = None,
@@ -79,21 +84,19 @@ class HeadPolicy(_Base):
     ) -> None:
         require_name(head=head)
         require_choice(get_args(MaskMode), mask_mode=mask_mode)
-        categories_of(action_space)  # before anything is built
         self._head_arguments: dict[str, Any] = {
             "head": head,
             "head_options": dict(head_options or {}),
             "mask_mode": mask_mode,
         }
-        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
+        super().__init__(*args, **kwargs)
 
-    def _build(self, lr_schedule: Schedule) -> None:
+    def _build(self, lr_schedule: Any) -> None:
         """Put the head where Stable-Baselines3 expects its own distribution, then build."""
         name = self._head_arguments["head"]
         options = dict(self._head_arguments["head_options"])
         if name == "sparsemax":
             options.setdefault("mix", SPARSEMAX_MIX)
-        make_head(name, 2, **options)  # refuses wrong options, also where no action has two choices
         heads: list[Any] = []
         for K in categories_of(self.action_space):
             heads.append(make_head(name, K, **options) if K > 1 else OneChoice())
@@ -110,27 +113,10 @@ class HeadPolicy(_Base):
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return super()._get_constructor_parameters() | self._head_arguments
 
-    # -- the methods of Stable-Baselines3, with masks ----------------------------------------------
-
-    def forward(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
-        """Actions, values and log-probabilities; masks as in :mod:`catnat.sb3.masks`."""
-        with self.action_dist.allowing(action_masks):
-            return super().forward(*args, **kwargs)
-
-    def evaluate_actions(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
-        """Values, log-probabilities of actions, and entropies."""
-        with self.action_dist.allowing(action_masks):
-            return super().evaluate_actions(*args, **kwargs)  # type: ignore[misc]
-
-    def get_distribution(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
-        """The distribution over actions."""
-        with self.action_dist.allowing(action_masks):
-            return super().get_distribution(*args, **kwargs)  # type: ignore[misc]
-
-    def predict(self, *args: Any, action_masks: Any = None, **kwargs: Any) -> tuple[Any, Any]:
-        """Actions for observations of the environment."""
-        with self.action_dist.allowing(action_masks):
-            return super().predict(*args, **kwargs)
+    forward = _with_masks("forward")
+    evaluate_actions = _with_masks("evaluate_actions")
+    get_distribution = _with_masks("get_distribution")
+    predict = _with_masks("predict")
 
 
 class HeadActorCriticPolicy(HeadPolicy, ActorCriticPolicy):  # type: ignore[misc]
@@ -145,16 +131,11 @@ class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy): 
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
 
 
-# The names that Stable-Baselines3's own algorithms know, and names for configuration files.
-HeadMlpPolicy = HeadActorCriticPolicy
-HeadCnnPolicy = HeadActorCriticCnnPolicy
-HeadMultiInputPolicy = HeadMultiInputActorCriticPolicy
-POLICIES: dict[str, type[BasePolicy]] = {
-    "MlpPolicy": HeadMlpPolicy,
-    "CnnPolicy": HeadCnnPolicy,
-    "MultiInputPolicy": HeadMultiInputPolicy,
+POLICIES: dict[str, type[BasePolicy]] = {  # by the names of Stable-Baselines3
+    "MlpPolicy": HeadActorCriticPolicy,
+    "CnnPolicy": HeadActorCriticCnnPolicy,
+    "MultiInputPolicy": HeadMultiInputActorCriticPolicy,
 }
-POLICIES |= {f"Head{name}": policy for name, policy in POLICIES.items()}
 
 
 # -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------

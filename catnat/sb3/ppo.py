@@ -6,22 +6,19 @@ It also has what is CleanRL's: a value loss and a schedule of the learning rate.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from catnat.checks import require_at_least, require_choice
 from catnat.cuda_graph import (
@@ -31,7 +28,7 @@ from catnat.cuda_graph import (
     portable_state,
     why_not_captured,
 )
-from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, map_arrays, normalized
+from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
 from catnat.sb3.distributions import OneChoice, categories_of, unchecked
 from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
 from catnat.sb3.policies import HeadPolicy
@@ -67,13 +64,11 @@ class HeadPPO(HeadAlgorithm, PPO):
     not raise: its term in the KL divergence is 1000.
 
     Args:
-        policy: a class, or "MlpPolicy", "CnnPolicy", "MultiInputPolicy", which are here the
-            policies with a head.
-        env: the environment, or its name.
-        args: as for ``stable_baselines3.PPO``: learning_rate, n_steps, batch_size, n_epochs, gamma,
-            gae_lambda, clip_range, clip_range_vf, normalize_advantage, ent_coef, vf_coef,
-            max_grad_norm, use_sde, sde_sample_freq, rollout_buffer_class, rollout_buffer_kwargs,
-            target_kl, stats_window_size, tensorboard_log, policy_kwargs, verbose, seed, device.
+        args: as for ``stable_baselines3.PPO``: policy, env, learning_rate, n_steps, batch_size,
+            n_epochs, gamma, gae_lambda, clip_range, clip_range_vf, normalize_advantage, ent_coef,
+            vf_coef, max_grad_norm, target_kl, stats_window_size, tensorboard_log, policy_kwargs,
+            verbose, seed, device. The policies "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are
+            here those with a head.
         value_loss: "sb3", or "cleanrl" for the larger one of the errors of clipped and unclipped
             values, where ``clip_range_vf`` is the same as ``clip_range`` unless given. Neither has
             a factor 1/2: CleanRL's ``vf_coef`` of 0.5 is 0.25 here.
@@ -95,8 +90,6 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def __init__(
         self,
-        policy: str | type[ActorCriticPolicy],
-        env: GymEnv | str | None,
         *args: Any,
         value_loss: ValueLoss = "sb3",
         capture: bool | None = None,
@@ -108,29 +101,24 @@ class HeadPPO(HeadAlgorithm, PPO):
         self.capture = capture
         self.masks = masks
         self._baked: tuple[Any, ...] | None = None
-        super().__init__(policy, env, *args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(*args, **kwargs)
 
     # -- rollouts --------------------------------------------------------------------------------
 
-    def collect_rollouts(
-        self, env: VecEnv, callback: BaseCallback, rollout_buffer: Any, n_rollout_steps: int
-    ) -> bool:
-        """Play one rollout; return False if a callback stopped it."""
-        rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
-        if self.uses_masks:
-            shape = (n_rollout_steps, env.num_envs, sum(categories_of(self.action_space)))
-            rollout_buffer.action_masks = np.ones(shape, bool)
-        self._scores: list[Tensor] = []  # (n, sum of S) of each step, if all heads are trees
-        return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
-
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
-        batch = [obs_tensor[key] for key in self._keys] if self._keys else [obs_tensor]
+        buffer = self.rollout_buffer
+        arguments = {"obs": obs_tensor}
+        if buffer.pos == 0:
+            self._scores: list[Tensor] = []  # (n, sum of S) of each step, if all heads are trees
+            buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         if self.uses_masks:
             sizes = categories_of(self.action_space)
-            parts = split_masks(masks_of(env), sizes, (env.num_envs,), "environment")
-            masks = torch.cat(parts, -1)
-            self.rollout_buffer.action_masks[self.rollout_buffer.pos] = masks
-            batch.append(masks.to(self.device))
+            masks = torch.cat(split_masks(masks_of(env), sizes, (env.num_envs,), "environment"), -1)
+            if buffer.action_masks is None:
+                buffer.action_masks = np.empty((self.n_steps, *masks.shape), bool)
+            buffer.action_masks[buffer.pos] = masks
+            arguments["action_masks"] = masks.to(self.device)
+        batch, self._layout = tree_flatten(arguments)
         # Copies, because a graph writes its output to the same place at each step.
         outputs = [output.clone() for output in self._play(batch)]
         if self._paths:
@@ -138,24 +126,16 @@ class HeadPPO(HeadAlgorithm, PPO):
         return outputs
 
     @torch.no_grad()
-    def _forward(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _forward(self, batch: list[Tensor]) -> tuple[Tensor, ...]:
         """Actions, values, log-probabilities and scores, without any work on the host.
 
         Args:
             batch: the observation, or all entries of a dict observation; then the masks, if they
                 are used.
         """
-        observations = dict(zip(self._keys, batch, strict=False)) if self._keys else batch[0]
-        masks = {"action_masks": batch[-1]} if self.uses_masks else {}
         with unchecked(self.policy):
-            outputs: tuple[Tensor, ...] = self.policy(observations, **masks)
+            outputs: tuple[Tensor, ...] = self.policy(**tree_unflatten(batch, self._layout))
         return (*outputs, self.policy.action_dist.scores) if self._paths else outputs
-
-    @property
-    def _keys(self) -> list[str]:
-        """The entries of a dict observation."""
-        space = self.observation_space
-        return list(space.spaces) if isinstance(space, spaces.Dict) else []
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -165,14 +145,19 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._update_learning_rate(self.policy.optimizer)
         clips = self._set_numbers()
         self._upload()
-        epochs: list[list[Tensor]] = []
+        rows: list[Tensor] = []
+        self._too_far = False
         for epoch in range(self.n_epochs):
             self._last_epoch = epoch == self.n_epochs - 1
-            epochs.append([])
             self._n_updates += 1
-            if not self._train_epoch(epochs[-1]):
+            first_row = len(rows)
+            for indices in self._minibatches():
+                rows.append(self._optimize(indices).clone())  # replays write to the same place
+                if self._too_far:
+                    break
+            if self._too_far:
                 break
-        table = torch.stack([row for rows in epochs for row in rows]).cpu()  # waits here, once
+        table = torch.stack(rows).cpu()  # waits here, once
         if not table.isfinite().all():
             row, column = (~table.isfinite()).nonzero()[0].tolist()
             raise NonFinite(
@@ -180,7 +165,7 @@ class HeadPPO(HeadAlgorithm, PPO):
                 f"{self.num_timesteps} steps"
             )
         record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
-        record["approx_kl"] = float(table[-len(epochs[-1]) :, _KL].double().mean())
+        record["approx_kl"] = float(table[first_row:, _KL].double().mean())
         record["loss"] = float(table[-1, STATISTICS.index("loss")])
         buffer = self.rollout_buffer
         explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
@@ -197,11 +182,11 @@ class HeadPPO(HeadAlgorithm, PPO):
             arrays["masks"] = buffer.action_masks
         if self._paths:
             arrays["scores"] = torch.stack(self._scores)
-        flat = map_arrays(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
+        flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
-            map_arrays(lambda place, x: place.copy_(x), self._rollout, flat)
+            tree_map(lambda place, x: place.copy_(x), self._rollout, flat)
         else:
-            self._rollout = map_arrays(lambda x: x.to(self.device), flat)
+            self._rollout = tree_map(lambda x: x.to(self.device), flat)
 
     def _minibatches(self) -> Iterator[Tensor]:
         """Indices of minibatches, (B,) each, on the device: every transition once.
@@ -213,24 +198,22 @@ class HeadPPO(HeadAlgorithm, PPO):
         indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
         yield from indices.split(self.batch_size)
 
-    def _train_epoch(self, rows: list[Tensor]) -> bool:
-        """Add the statistics of each minibatch; False if the policy has moved far enough."""
-        for indices in self._minibatches():
-            if self.target_kl is None:
-                rows.append(self._optimize(indices).clone())  # replays write to the same place
-                continue
-            loss, statistics = self._loss(indices)
-            if statistics[_KL] > 1.5 * self.target_kl:
-                rows.append(torch.cat([statistics, statistics.new_zeros(1)]))
-                if self.verbose >= 1:
-                    print(f"Early stopping due to reaching max kl: {statistics[_KL]:.2f}")
-                return False
-            rows.append(self._descend(loss, statistics))
-        return True
-
     def _minimize(self, indices: Tensor) -> Tensor:
-        """One step of the optimizer, on the device alone; returns ``STATISTICS``."""
-        return self._descend(*self._loss(indices))
+        """One step of the optimizer, on the device alone; returns ``STATISTICS``.
+
+        There is no step where the policy has moved farther than ``target_kl``.
+        """
+        loss, statistics = self._loss(indices)
+        norm = loss.new_zeros(())
+        self._too_far = self.target_kl is not None and bool(statistics[_KL] > 1.5 * self.target_kl)
+        if not self._too_far:
+            self.policy.optimizer.zero_grad()
+            loss.backward()
+            norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
+            self.policy.optimizer.step()
+        elif self.verbose >= 1:
+            print(f"Early stopping due to reaching max kl: {statistics[_KL]:.2f}")
+        return torch.cat([statistics, norm[None]])
 
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last.
@@ -238,7 +221,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
         old one. The KL divergence is E (r - 1 - log r), or that of paths in trees.
         """
-        batch = map_arrays(lambda x: x.index_select(0, indices), self._rollout)
+        batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
         masks = {"action_masks": batch["masks"]} if self.uses_masks else {}
         actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
@@ -280,13 +263,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         total = torch.stack([q.path_kl(p, action) for q, p, action in triples]).sum(0)
         return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
 
-    def _descend(self, loss: Tensor, statistics: Tensor) -> Tensor:
-        self.policy.optimizer.zero_grad()
-        loss.backward()
-        norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-        self.policy.optimizer.step()
-        return torch.cat([statistics, norm.detach()[None]])
-
     def _set_numbers(self) -> dict[str, float]:
         """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
@@ -298,7 +274,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._numbers.copy_(torch.tensor(numbers))
         baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, self._clips_values)
         if self._captured and baked != self._baked:
-            self._optimize.reset()  # type: ignore[attr-defined]
+            self._optimize.reset()
         self._baked = baked
         return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
 
@@ -332,8 +308,7 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
-        device = self.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             return super().learn(*args, **kwargs)
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
@@ -366,25 +341,19 @@ class HeadPPO(HeadAlgorithm, PPO):
             make_capturable(optimizer, self.device)
         else:
             make_portable(optimizer)
-        replay: Callable[[Any], Any] = StepGraph if self._captured else lambda step: step
         self._rollout = {}
-        self._play: Callable[[Sequence[Tensor]], Any] = replay(self._forward)
-        self._optimize: Callable[[Tensor], Tensor] = replay(self._minimize)
+        self._play: Any = self._forward
+        self._optimize: Any = self._minimize
+        if self._captured:
+            self._play = StepGraph(self._forward)
+            self._optimize = StepGraph(self._minimize)
 
     def _decide_masks(self) -> bool:
         return self.env is not None and decide(self.masks, self.policy, self.env)
 
-    def predict(
-        self,
-        observation: Any,
-        state: Any = None,
-        episode_start: Any = None,
-        deterministic: bool = False,
-        action_masks: Any = None,
-    ) -> Any:
-        """Actions, only allowed ones if there are masks; see :class:`MaskedPlayer`."""
-        masks = {} if action_masks is None else {"action_masks": action_masks}
-        return self.policy.predict(observation, state, episode_start, deterministic, **masks)
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Stable-Baselines3; also takes ``action_masks``, see :class:`MaskedPlayer`."""
+        return self.policy.predict(*args, **kwargs)
 
     def get_parameters(self) -> dict[str, dict[str, Any]]:
         """All parameters, those of the optimizer in a form that any device understands."""
@@ -399,9 +368,9 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = ["_play", "_optimize", "_rollout", "_scores", "_paths", "_numbers", "_captured"]
-        rebuilt += ["_baked", "_last_epoch", "uses_masks", "rollout_buffer_class"]
-        return [*super()._excluded_save_params(), *rebuilt]
+        rebuilt = "_play _optimize _rollout _scores _paths _numbers _captured _baked _layout"
+        rebuilt += " _too_far _last_epoch uses_masks rollout_buffer_class"
+        return [*super()._excluded_save_params(), *rebuilt.split()]
 
 
 def value_error(

@@ -3,10 +3,15 @@
 
 import os
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 import yaml
 from cases_cli import one_line
 from cases_fresh import one_server
@@ -22,8 +27,10 @@ from cases_ppo import (
 )
 
 import train
+from catnat.callbacks import sb3_run
 from catnat.callbacks.sb3_run import RunSB3
 from catnat.cli.main import command_line
+from catnat.sb3 import HeadPPO
 
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 
@@ -31,6 +38,10 @@ HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 # -- command lines --------------------------------------------------------------------------------
 
 WRONG = {
+    "--backend sb3": "backend sb3 is for Atari games",
+    "--env_kwargs.render_mode xx": "no render_mode 'xx'; choose from ['human', 'rgb_array']",
+    "--seed false": "needs a seed",
+    "--ent_coef .inf": "ent_coef must lie in",
     "--env Brekout": "did you mean Breakout?",
     "--env CartPole-v9": "did you mean CartPole-v1?",
     "--env LunarLander-v3": "Box2D",
@@ -43,7 +54,7 @@ WRONG = {
     "--env Pendulum-v1 --num_actions 4": "Discrete action spaces, not for Box",
     "--env Breakout --normalize true": "other than Atari",
     "--learning_rate 0": "learning_rate must be positive, got 0",
-    "--vf_coef .nan": "vf_coef must be at least 0, got nan",
+    "--vf_coef .nan": "vf_coef must lie in [0, inf), got nan",
     "--n_steps 0": "n_steps must be at least 1",
     "--net_arch foo": "Expected a list",
     "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",
@@ -58,7 +69,7 @@ WRONG = {
     "--devices 2": "did you mean --device?",
     "--device abacus": "abacus",
     "--device cuda:99": "no device 'cuda:99'",
-    "--device cuda:x": "no device 'cuda:x' here; choose from auto, cpu",
+    "--device cuda:x": "no device 'cuda:x' here",
     "--policy_kwargs {head:\u00a0softmax}": "Unexpected keys: {'head'}",
     "--policy_kwargs.head_options {}": "Unexpected keys: {'head_options'}",
     "--env Breakout --seed 1147483647": "seed must lie in",
@@ -135,11 +146,21 @@ def test_every_head_trains(head, model, capfd):
 
 
 def test_options_that_stable_baselines_has(capfd):
-    more = ["--env_kwargs.sutton_barto_reward=true", "--net_arch=[8,8]", "--target_kl=0.01",
-            "--policy_kwargs.ortho_init=false", "--total_steps=512",
-            "--callbacks+=stable_baselines3.common.callbacks.StopTrainingOnMaxEpisodes",
-            "--callbacks.max_episodes=3"]  # fmt: skip
-    assert run(*QUICK, *more) == 0
+    more = [
+        "--env_kwargs.sutton_barto_reward=true",
+        "--net_arch={pi: [8, 8], vf: [4]}",
+        "--target_kl=0.01",
+        "--policy_kwargs.ortho_init=false",
+        "--policy_kwargs.activation_fn=torch.nn.ReLU",
+        "--total_steps=512",
+        "--batch_size=63",
+        "--callbacks+=stable_baselines3.common.callbacks.StopTrainingOnMaxEpisodes",
+        "--callbacks.max_episodes=3",
+    ]
+    with pytest.warns(UserWarning, match="a truncated mini-batch of size 1"):
+        assert run(*QUICK, *more) == 0
+    model = HeadPPO.load(FOLDER / "checkpoints/last.zip")
+    assert model.policy.activation_fn is torch.nn.ReLU
     state = last()
     assert state["global_step"] < 512, "the callback stopped it"
     assert state["state_dict"]["mlp_extractor.policy_net.0.weight"].shape == (8, 4)
@@ -180,6 +201,60 @@ def test_games_that_are_not_finished_are_reported(capfd, monkeypatch):
     argv = ["--env=CliffWalking-v1", "--eval_games=2", "--eval_every=0", "--total_steps=64"]
     assert run(*QUICK[1:4], *argv) == 0
     assert "test/unfinished" in capfd.readouterr().out
+
+
+class Faulty(gymnasium.Env):
+    """Fails in its fortieth step, or in a later one."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    steps = 0
+
+    def __init__(self, fault, render_mode=None):
+        self.fault = fault
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        fails = self.steps == 40
+        if fails and self.fault == "hangs":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        observation = np.full(2, np.nan if fails and self.fault == "observations" else 0)
+        reward = np.nan if fails and self.fault == "rewards" else 0.0
+        return observation.astype(np.float32), reward, self.steps % 16 == 0, False, {}
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Faulty-v0", None)
+    del gymnasium.registry["Faulty-v0"]
+    gymnasium.register("Faulty-v0", Faulty)
+    monkeypatch.setattr(sb3_run, "_PATIENCE", 0.2)
+    return [*QUICK, "--env=Faulty-v0", "--total_steps=512", "--save_every=64"]
+
+
+@pytest.mark.parametrize("fault", ["rewards", "observations"])
+def test_numbers_of_an_environment_that_are_not_finite_are_named(fault, faulty, capfd):
+    assert run(*faulty, f"--env_kwargs.fault={fault}", "--eval_every=0") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"ended after step 160: the environment gave {fault} that are not finite" in line
+    assert "the latest checkpoint is" in line
+    assert last()["global_step"] == 128
+
+
+@pytest.mark.parametrize("where", ["rollout", "evaluation"])
+def test_a_signal_ends_a_run_whose_environment_hangs(where, faulty, capfd):
+    """The game of an evaluation has 16 steps: the third one hangs."""
+    games = ["--eval_every=0"] if where == "rollout" else ["--eval_games=3", "--num_envs=1"]
+    began = time.monotonic()
+    assert run(*faulty, "--env_kwargs.fault=hangs", *games) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 50, "it does not wait for the environment"
+    out = capfd.readouterr().out
+    assert "stopped by SIGTERM after step" in out
+    assert last()["global_step"] == (128 if where == "rollout" else 32)
 
 
 def test_an_environment_of_the_current_folder(monkeypatch):

@@ -147,7 +147,7 @@ def test_normalizers_are_kept_also_for_stable_baselines():
 
 @pytest.mark.parametrize("change", ["--head=sigmoid", "--head_options.amplitude=3",
                                     "--env=Acrobot-v1", "--num_actions=18",
-                                    "--normalize=true"])  # fmt: skip
+                                    "--normalize=true", "--total_steps=64"])  # fmt: skip
 def test_a_checkpoint_of_something_else_is_refused(change, trained, capfd):
     before = (trained.parent.parent / "config.yaml").read_text()
     assert run(*QUICK, f"--ckpt_path={trained}", change) == 2

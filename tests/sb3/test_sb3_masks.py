@@ -228,6 +228,21 @@ def test_masks_with_dict_observations_and_a_wrapper_that_gives_masks():
     assert (model.rollout_buffer.actions[..., 0] == steps[:, None]).all(), "one was allowed"
 
 
+class Many(Guess):
+    """Allows 28 of 1,400 actions, others at each step."""
+
+    def action_masks(self):
+        return (np.arange(1400) * 37 + self.count) % 50 == 0
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_large_masks_are_stable(head):
+    env = guesses(spaces.Discrete(1400), kind=type("StrictMany", (Strict, Many), {}))
+    options = {"policy_kwargs": {"head": head}, "learning_rate": 0.05, "n_epochs": 4}
+    model = learned(HeadPPO, "MlpPolicy", env, 8, **options)
+    assert all(weight.isfinite().all() for weight in model.policy.parameters())
+
+
 def test_masks_are_used_where_there_are_masks_unless_told_otherwise():
     assert HeadPPO("MlpPolicy", guesses(), **SMALL).uses_masks
     assert not HeadPPO("MlpPolicy", guesses(), masks=False, **SMALL).uses_masks

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases_sb3 import PICTURE, SMALL, Count, Forcing, Guess, cartpole, learn, same_parameters
+from cases_sb3 import (
+    PICTURE,
+    SMALL,
+    Count,
+    Forcing,
+    Guess,
+    Unmasked,
+    cartpole,
+    learn,
+    same_parameters,
+)
+from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -63,12 +74,49 @@ def test_forced_actions_teach_values_only():
     assert model.policy.action_net.weight.grad.any()
 
 
-def test_forced_actions_teach_values_only_in_a2c():
-    model, forced = played(HeadA2C, Forcing())
-    advantages, returns = (
-        getattr(model.rollout_buffer, name).reshape(4, 16).T for name in ("advantages", "returns")
-    )
-    assert not advantages[forced].any() and advantages[~forced].all() and returns[forced].all()
+class Alternating(DummyVecEnv):
+    """Shows two states by turns, and forces actions in the second one."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self):
+        super().__init__([lambda: Guess(self.action_space, spaces.Box(0, 1, (2,)))] * 2)
+        self.steps = 0
+
+    def reset(self):
+        super().reset()
+        return np.eye(2, dtype=np.float32)[[self.steps % 2] * 2]
+
+    def step_wait(self):
+        self.steps += 1
+        return self.reset(), *super().step_wait()[1:]
+
+    @property
+    def forced_actions(self):
+        return np.full(2, 1 if self.steps % 2 else -1)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
+@pytest.mark.filterwarnings("ignore:actions are not masked")
+def test_nothing_is_learned_about_actions_in_a_state_where_all_are_forced(algorithm, normalize):
+    options = FEW[algorithm] | {"normalize_advantage": normalize, "learning_rate": 0.1}
+    model = algorithm("MlpPolicy", Alternating(), policy_kwargs={"net_arch": []}, **options)
+    before = model.policy.action_net.weight.detach().clone()
+    values = model.policy.value_net.weight.detach().clone()
+    model.learn(64)
+    moved = (model.policy.action_net.weight - before).abs().amax(0)
+    assert moved[0] > 1e-3 and moved[1] == 0
+    assert (model.policy.value_net.weight != values).all()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_forced_actions_need_a_discrete_space(shape):
+    space = {"action_space": spaces.MultiDiscrete([2, 3])}
+    env = make_vec_env(Unmasked, 2, seed=0, env_kwargs=space)
+    env.forced_actions = np.zeros(shape, int)
+    with pytest.raises(ValueError, match=r"forced_actions need .* a Discrete action space, got"):
+        HeadPPO("MlpPolicy", env, **SMALL).learn(32)
 
 
 def test_nothing_is_forced_in_the_next_environment():
@@ -108,7 +156,7 @@ def test_a_callback_may_call_the_policy(algorithm, env):
             with torch.random.fork_rng(), torch.no_grad():
                 shown = torch.as_tensor(self.model._last_obs)
                 assert len(self.model.policy(shown)) == 3
-                self.model.policy(shown, deterministic=True)
+                self.model.policy(shown[:1], deterministic=True)
             return True
 
         _on_rollout_start = _on_rollout_end = _on_step
