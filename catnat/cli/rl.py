@@ -144,7 +144,7 @@ class PPO(Algorithm):
 
     def make(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """The model."""
-        return HeadPPO(*args, **kwargs, **self.kwargs)
+        return HeadPPO(*args, **kwargs, **self.kwargs)  # type: ignore[misc]
 
 
 class A2C(Algorithm):
@@ -154,7 +154,7 @@ class A2C(Algorithm):
 
     def make(self, *args: Any, **kwargs: Any) -> HeadA2C:
         """The model."""
-        return HeadA2C(*args, **kwargs, **self.kwargs)
+        return HeadA2C(*args, **kwargs, **self.kwargs)  # type: ignore[misc]
 
 
 @dataclass
@@ -254,11 +254,17 @@ class RLCLI(RunCLI):
         return options
 
     def complete_options(self) -> None:
-        """Let the monitor look at some of many short rollouts, once in the last tenth at least."""
+        """Let the monitor look at some of many short rollouts, once in the last tenth at least.
+
+        A default minibatch is not larger than a rollout.
+        """
         config = self.config
+        options = config.model.init_args
         require_at_least(1, total_steps=config.trainer.total_steps)
+        rollout = max(options.n_steps * config.data.num_envs, 1)
+        if "batch_size" in options and "model.batch_size" not in self.given:
+            options.batch_size = min(options.batch_size, rollout)
         if self.algorithm.every > 1 and "fisher.every_n_rollouts" not in self.given:
-            rollout = max(config.model.init_args.n_steps * config.data.num_envs, 1)
             tenth = config.trainer.total_steps // rollout // 10
             config.fisher.every_n_rollouts = max(1, min(self.algorithm.every, tenth))
 
@@ -359,7 +365,7 @@ class RLCLI(RunCLI):
     @property
     def begun(self) -> bool:
         """Whether the environments have taken a step."""
-        return bool(self.step > self.began)
+        return bool(self.step and self.step > self.began)
 
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""

@@ -170,7 +170,7 @@ def test_options_that_stable_baselines_has(capfd):
 
 @one_server
 def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
-    argv = [*clock, "--num_envs=2", "--batch_size=32", "--subprocesses=true", "--eval_every=0"]
+    argv = [*clock, "--num_envs=2", "--subprocesses=true", "--eval_every=0"]
     argv += ["--num_actions=3", "--save_every=1"]
     assert run(*argv) == 0
 
