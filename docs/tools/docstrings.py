@@ -22,19 +22,15 @@ class MarkdownDocstrings(griffe.Extension):
 def to_markdown(text: str, path: str) -> str:
     """The docstring of the object at ``path`` with its reStructuredText and doctests replaced."""
     text = re.sub(r"::$", ":", text, flags=re.M)  # before a block of code
-    text = _MATH.sub(lambda found: f"$$\n{_joined(found[1])}\n$$", text)
-    text = _DOCTEST.sub(lambda found: _fenced(found[0], found[1]), text)
+    text = _MATH.sub(lambda match: f"$$\n{' '.join(match[1].split())}\n$$", text)
+    text = _DOCTEST.sub(lambda match: _fenced(match[0], match[1]), text)
     parts = re.split(r"(^[ \t]*```.*?^[ \t]*```|``.*?``|\$\$.*?\$\$)", text, flags=re.M | re.S)
-    # Shapes such as (*, S) are no emphasis.
+    # Shapes such as (*, S) are not emphasis.
     parts[::2] = [
-        _ROLE.sub(lambda found: _reference(found[1], found[2], path), part).replace("(*", r"(\*")
+        _ROLE.sub(lambda match: _reference(match[1], match[2], path), part).replace("(*", r"(\*")
         for part in parts[::2]
     ]
     return "".join(parts)
-
-
-def _joined(formula: str) -> str:
-    return " ".join(formula.split())
 
 
 def _fenced(block: str, indent: str) -> str:

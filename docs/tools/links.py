@@ -19,22 +19,22 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Remember what the tag names and points to."""
-        given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        target = given.get("href") or given.get("src")
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        target = values.get("href") or values.get("src")
         if target:
             self.links.append(target)
-            if tag in _LOADED and given.get("rel") not in ("canonical", "next", "prev"):
+            if tag in _LOADED and values.get("rel") not in ("canonical", "next", "prev"):
                 self.loaded.append(target)
 
 
 def problems(site: Path) -> list[str]:
     """One line for each link to nowhere, and for each file that another host would serve."""
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    found = []
+    lines = []
     for path, page in pages.items():
         where = path.relative_to(site)
-        found += [f"{where} loads {each}" for each in page.loaded if urlsplit(each).netloc]
+        lines += [f"{where} loads {link}" for link in page.loaded if urlsplit(link).netloc]
         if path.name == "404.html":  # its links begin at the root of a server
             continue
         for link in dict.fromkeys(page.links):
@@ -43,10 +43,10 @@ def problems(site: Path) -> list[str]:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
-                found.append(f"{where} links to {link}, which is not there")
+                lines.append(f"{where} links to {link}, which is not there")
             elif parts.fragment and unquote(parts.fragment) not in _anchors(pages, target):
-                found.append(f"{where} links to {link}, which has no such anchor")
-    return found
+                lines.append(f"{where} links to {link}, which has no such anchor")
+    return lines
 
 
 def _anchors(pages: dict[Path, Page], target: Path) -> set[str]:

@@ -48,6 +48,6 @@ def test_a_wrong_command_or_block_of_a_page_is_found(tmp_path):
 
 def test_ci_runs_the_test_command():
     tests = next(block for block in blocks("bash") if "pytest" in block)
-    checked = (ROOT / ".ci" / "run").read_text().splitlines()
+    checked = [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     for command in re.split(r"\s*&&\s*\\?\n?\s*", tests.strip()):
         assert command in checked
