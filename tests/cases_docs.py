@@ -58,8 +58,10 @@ def commands(page: Path) -> list[list[str]]:
 
 def check_command(words: list[str]) -> None:
     """Ask a program for its configuration, or parse its options: nothing is trained."""
-    if words[1:2] == ["sweep"]:
-        check_sweep(words[2:])
+    if words[1:2] == ["compare"]:  # its runs are not there
+        return
+    if words[1] in ("sweep", "status", "tables", "figures"):
+        check_sweep(words[1], words[2:])
         return
     import train
 
@@ -76,11 +78,14 @@ def check_command(words: list[str]) -> None:
         raise SystemExit(f"{shlex.join(words)}: {said.getvalue()}")
 
 
-def check_sweep(argv: list[str]) -> None:
+def check_sweep(command: str, argv: list[str]) -> None:
     from catnat.sweeps import plan, sweep
 
-    args = sweep.build_parser().parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    for name in args.plans:
+    names = [word for word in argv if word.endswith(".yaml")]
+    if command == "sweep":
+        options = argv[: argv.index("--")] if "--" in argv else argv
+        names = sweep.build_parser().parse_args(options).plans
+    for name in names:
         if not Path(name).is_file():  # written by the page, otherwise in the repository
             plan.find_file(name, Path(__file__).parent.parent)
 
