@@ -250,7 +250,11 @@ DRAWINGS: dict[str, Callable[[], Any]] = {
 
 def main(names: list[str]) -> None:
     """Draw the named pictures and run the named examples; all of them without names."""
-    style: dict[Any, Any] = {"figure.dpi": 130, "figure.constrained_layout.use": True, "font.size": 9}
+    style: dict[Any, Any] = {
+        "figure.dpi": 130,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+    }
     scripts = {script.stem: script for script in gallery.scripts()}
     unknown = set(names) - {*DRAWINGS, *scripts, "notebooks"}
     if unknown:
