@@ -75,9 +75,15 @@ def loader(batch_size=8, batches=5):
 
 def quiet_trainer(**options):
     """A trainer on the CPU that writes nothing, unless the options say so."""
-    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 1,
-             "enable_checkpointing": False, "enable_progress_bar": False,
-             "enable_model_summary": False}  # fmt: skip
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return L.Trainer(**quiet | options)
 
 

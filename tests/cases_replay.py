@@ -76,9 +76,13 @@ def train(
     logger, watch = Memory(), Watch()
     monitor = monitor or FisherMonitor(write_every_n_steps=7)
     trainer = quiet_trainer(
-        max_steps=steps, accelerator=accelerator, precision=precision,
-        logger=logger, callbacks=[monitor, watch], limit_val_batches=1,
-    )  # fmt: skip
+        max_steps=steps,
+        accelerator=accelerator,
+        precision=precision,
+        logger=logger,
+        callbacks=[monitor, watch],
+        limit_val_batches=1,
+    )
     trainer.fit(model, datamodule=data)
     assert watch.replayed is (replayed is None)
     return model, trainer, logger

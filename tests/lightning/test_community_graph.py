@@ -43,8 +43,9 @@ def test_102_of_576_entries_as_in_the_paper():
     assert (data.edge_probs == 0.75).sum() == 102 and (data.edge_probs == 0).sum() == 474
 
 
-@pytest.mark.parametrize(("theta", "scale", "wanted"), [(0.9, None, 1.56), (0.5, None, 2.24),
-                                                        (0.5, 3.0, 3.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theta", "scale", "wanted"), [(0.9, None, 1.56), (0.5, None, 2.24), (0.5, 3.0, 3.0)]
+)
 def test_psi_has_the_scale(theta, scale, wanted):
     data = ready(theta=theta, psi_scale=scale)
     assert data.psi.square().sum(0).mean() == pytest.approx(wanted, rel=1e-5)

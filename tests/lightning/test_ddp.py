@@ -53,10 +53,13 @@ def run(model, root, folder, devices, steps=7, ckpt_path=None, save=(), data=Non
     model.folder = folder
     data = data or MNISTDataModule(str(root), batch_size=10 // devices, download=False)
     trainer = quiet_trainer(
-        devices=devices, strategy="ddp_fork" if devices > 1 else "auto", max_steps=steps,
-        max_epochs=-1, enable_checkpointing=True,
+        devices=devices,
+        strategy="ddp_fork" if devices > 1 else "auto",
+        max_steps=steps,
+        max_epochs=-1,
+        enable_checkpointing=True,
         **{"callbacks": [LastCheckpoint(folder, 1000), *save]} | options,
-    )  # fmt: skip
+    )
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer, data
 
@@ -79,9 +82,14 @@ def work(folder):
         model = GraphLearner(num_nodes=6, estimator="local_expectation", lr_schedule="linear")
         data = CommunityGraphDataModule(communities=1, num_pairs=53, batch_size=5)
         trainer, _ = run(
-            model, root, folder / name, 2, data=data, save=[save] if ckpt_path is None else [],
+            model,
+            root,
+            folder / name,
+            2,
+            data=data,
+            save=[save] if ckpt_path is None else [],
             ckpt_path=ckpt_path and folder / ckpt_path,
-        )  # fmt: skip
+        )
         if ckpt_path is None:
             trainer.test(model, data, verbose=False)  # 5 pairs: shares of 3 and 2
             torch.save(dict(trainer.callback_metrics), folder / name / "metrics.pt")
@@ -109,11 +117,17 @@ def evaluate_one_item(folder):
             model = GraphStructureLearner(num_nodes=6, test_passes=1)
             data = CommunityGraphDataModule(communities=1, num_pairs=19, batch_size=5)
         trainer, _ = run(
-            model, root, folder / name, 2, data=data, steps=2,
+            model,
+            root,
+            folder / name,
+            2,
+            data=data,
+            steps=2,
             callbacks=[FisherMonitor(image_every_n_steps=1), Figures()],
             logger=CSVLogger(folder / name),
-            val_check_interval=1, check_val_every_n_epoch=None,
-        )  # fmt: skip
+            val_check_interval=1,
+            check_val_every_n_epoch=None,
+        )
         validated = dict(trainer.callback_metrics)
         trainer.test(model, data, verbose=False)
         torch.save(validated | trainer.callback_metrics, folder / name / "metrics.pt")

@@ -15,15 +15,22 @@ from catnat.fisher import condition_number, off_diagonal_mass, paired_mean_fishe
 BUILT_IN = head_names()[:4]
 
 
-def assert_mass(logger, step, head, scores):
-    mass = float(off_diagonal_mass(head.mean_fisher(scores), "fro"))
-    assert logger.rows[step]["fim/off_diagonal_mass"] == pytest.approx(mass, rel=1e-5)
+def observed(model, monitor=None, **flags):
+    """The logger of a run with the monitor."""
+    fit(model, monitor or FisherMonitor(), logger=(logger := Memory()), **flags)
+    return logger
+
+
+def assert_masses(logger, model, batches=None):
+    """The mass of each step is that of its scores."""
+    for step, scores in enumerate(batches or model.seen):
+        mass = float(off_diagonal_mass(model.head.mean_fisher(scores), "fro"))
+        assert logger.rows[step]["fim/off_diagonal_mass"] == pytest.approx(mass, rel=1e-5)
 
 
 @pytest.mark.parametrize("head", BUILT_IN)
 def test_every_step_gets_the_values_of_its_own_scores(head):
-    model, logger = Small(head), Memory()
-    fit(model, FisherMonitor(write_every_n_steps=2), logger=logger)
+    logger = observed(model := Small(head), FisherMonitor(write_every_n_steps=2))
     assert sorted(logger.rows) == [0, 1, 2, 3, 4]
     for step, scores in enumerate(model.seen):
         mean = model.head.fisher(scores.double()).mean((0, 1))
@@ -53,8 +60,7 @@ def test_training_is_the_same_with_and_without_it():
 
 
 def test_intervals_and_leaving_out_the_samples():
-    logger = Memory()
-    fit(Small(), FisherMonitor(every_n_steps=2, num_samples=0), logger=logger)
+    logger = observed(Small(), FisherMonitor(every_n_steps=2, num_samples=0))
     assert sorted(logger.rows) == [0, 2, 4]
     assert "fim_sampled/off_diagonal_mass" not in logger.rows[0]
 
@@ -69,20 +75,15 @@ def test_scores_that_are_parameters_are_those_before_the_update():
             self.seen.append(self.scores.detach().clone())
             return self.head(self.scores).entropy().mean()
 
-    model, logger = Bare(), Memory()
-    fit(model, FisherMonitor(), logger=logger)
-    for step, scores in enumerate(model.seen):
-        assert_mass(logger, step, model.head, scores)
+    assert_masses(observed(model := Bare()), model)
 
 
 def test_batches_may_have_many_sizes():
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(x), batch_sampler=[[0, 1], [2], [3, 4, 5], [6, 7, 8], [9]])
-    model, logger = Small("softmax"), Memory()
-    fit(model, FisherMonitor(), logger=logger, data=data)
+    logger = observed(model := Small("softmax"), data=data)
     assert [len(scores) for scores in model.seen] == [2, 1, 3, 3, 1]
-    for step, scores in enumerate(model.seen):
-        assert_mass(logger, step, model.head, scores)
+    assert_masses(logger, model)
 
 
 @pytest.mark.parametrize("every", [1, 3, 50])
@@ -99,8 +100,7 @@ def test_no_row_is_lost_or_written_twice(every, tmp_path):
     monitor = FisherMonitor(write_every_n_steps=every)
     fit(model, monitor, Save(), logger=logger, data=loader(batches=11), max_steps=11)
     assert logger.observed == list(range(11))
-    for step, scores in enumerate(model.seen):
-        assert_mass(logger, step, model.head, scores)
+    assert_masses(logger, model)
 
 
 def test_a_second_run_begins_anew_also_after_an_exception():
@@ -109,15 +109,13 @@ def test_a_second_run_begins_anew_also_after_an_exception():
             if self.global_step == 3:
                 raise ArithmeticError
 
-    model, monitor, logger = Fails("softmax"), FisherMonitor(), Memory()
+    monitor = FisherMonitor()
     with pytest.raises(ArithmeticError):
-        fit(model, monitor, logger=(before := Memory()))
+        fit(Fails("softmax"), monitor, logger=(before := Memory()))
     assert before.observed == [0, 1, 2], "the steps before the exception are written"
-    model = Small("softmax")
-    fit(model, monitor, logger=logger)
+    logger = observed(model := Small("softmax"), monitor)
     assert logger.observed == list(range(5))
-    for step, scores in enumerate(model.seen):
-        assert_mass(logger, step, model.head, scores)
+    assert_masses(logger, model)
     assert not model.head._forward_hooks
 
 
@@ -130,16 +128,11 @@ def test_heads_are_seen_where_they_are_called():
             q = (self.head, self.second)[batch_idx % 2](scores[:, : (6, 2)[batch_idx % 2]])
             return q.entropy().mean()
 
-    logger = Memory()
     model = Now("softmax", second="natural")
     flags = {"val_check_interval": 1, "val": loader(batches=1)}
-    fit(model, FisherMonitor(write_every_n_steps=1), logger=logger, **flags)
-    tags = {
-        s: {tag.split("/")[1] for tag in row if "fim/" in tag} for s, row in logger.rows.items()
-    }
-    assert {s: names for s, names in tags.items() if names} == {
-        0: {"head"}, 1: {"second"}, 2: {"head"}, 3: {"second"}, 4: {"head"},
-    }  # fmt: skip
+    rows = observed(model, FisherMonitor(write_every_n_steps=1), **flags).rows
+    names = [{tag.split("/")[1] for tag in rows[step] if "fim/" in tag} for step in range(5)]
+    assert names == [{"head"}, {"second"}, {"head"}, {"second"}, {"head"}]
 
 
 def test_a_head_with_parameters_is_looked_at_in_its_step():
@@ -160,21 +153,18 @@ def test_a_head_with_parameters_is_looked_at_in_its_step():
             mass = off_diagonal_mass(self.head.mean_fisher(self.seen[-1]), "fro")
             self.masses.append(mass.item())
 
-    model, logger = Learns(), Memory()
-    fit(model, FisherMonitor(), logger=logger)
+    logger = observed(model := Learns())
     masses = [logger.rows[step]["fim/off_diagonal_mass"] for step in range(5)]
     assert masses == pytest.approx(model.masses, rel=1e-5)
     assert max(masses) - min(masses) > 1e-3
 
 
 def test_accumulated_gradients_count_as_one_step_with_all_its_batches():
-    logger, model = Memory(), Small("softmax")
-    data = loader(batches=7)
-    flags = {"max_steps": 3, "accumulate_grad_batches": 3}
-    fit(model, FisherMonitor(write_every_n_steps=2), logger=logger, data=data, **flags)
+    flags = {"max_steps": 3, "accumulate_grad_batches": 3, "data": loader(batches=7)}
+    logger = observed(model := Small("softmax"), FisherMonitor(write_every_n_steps=2), **flags)
     assert sorted(logger.rows) == [0, 1, 2]
-    for step, batches in enumerate((slice(0, 3), slice(3, 6), slice(6, 7))):
-        assert_mass(logger, step, model.head, torch.cat(model.seen[batches]))
+    seen = model.seen
+    assert_masses(logger, model, [torch.cat(seen[:3]), torch.cat(seen[3:6]), seen[6]])
 
 
 def test_scores_that_a_mask_decides_are_not_saturated():
@@ -187,8 +177,7 @@ def test_scores_that_a_mask_decides_are_not_saturated():
             self.seen.append(self.head.masked(scores.detach(), allowed))
             return self.head(scores, allowed).entropy().mean()
 
-    model, logger = Masked("natural"), Memory()
-    fit(model, FisherMonitor(), logger=logger)
+    logger = observed(model := Masked("natural"))
     for step, scores in enumerate(model.seen):
         free = scores.isfinite()
         assert 0 < int(free.sum()) < free.numel()
@@ -203,13 +192,11 @@ def test_a_matrix_of_one_entry_has_no_constant_tags():
             super().__init__()
             self.head, self.linear = make_head("natural", 2), nn.Linear(4, 2)
 
-    fit(Binary(), FisherMonitor(), logger=(logger := Memory()))
-    assert set(logger.rows[0]) == {"fim/off_diagonal_mass", "fim/saturated"}
+    assert set(observed(Binary()).rows[0]) == {"fim/off_diagonal_mass", "fim/saturated"}
 
 
 def test_several_heads_are_told_apart():
-    logger = Memory()
-    fit(Small("softmax", second="natural"), FisherMonitor(), logger=logger)
+    logger = observed(Small("softmax", second="natural"))
     tags = {tag.replace("/", f"/{head}/") for head in ("head", "second") for tag in TAGS}
     assert tags == set(logger.rows[0])
     assert logger.rows[4]["fim/second/off_diagonal_mass"] == 0
@@ -230,9 +217,9 @@ def test_a_head_that_is_never_called_is_told_so():
         def training_step(self, batch, batch_idx):
             return -self.head.log_probs(self.linear(batch[0]).unflatten(-1, (2, -1))).mean()
 
-    with pytest.warns(UserWarning, match="observes nothing: no head .* was called") as told:
+    with pytest.warns(UserWarning, match="observes nothing: no head .* was called") as warned:
         fit(Silent(), FisherMonitor(write_every_n_steps=1))
-    assert sum("observes nothing" in str(each.message) for each in told) == 1
+    assert sum("observes nothing" in str(warning.message) for warning in warned) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,6 +229,30 @@ def test_options_are_checked(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name} must .* got {value}"):
         FisherMonitor(**options)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_the_monitor_sees_a_model_with_two_optimizers(every):
+    class Two(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.two = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+            self.head = make_head("natural", 4)
+
+        def training_step(self, batch, _):
+            for layer, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(-self.head(layer(batch)).entropy().mean())
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.one, self.two)]
+
+    data = DataLoader(torch.randn(96, 4), batch_size=4)
+    fit(Two(), monitor := FisherMonitor(every_n_steps=every), data=data, max_steps=48)
+    tags = {(tag.partition("/")[0], tag.rpartition("/")[-1]) for tag in monitor.latest}
+    assert {("fim", "off_diagonal_mass"), ("fim_sampled", "off_diagonal_mass")} <= tags
 
 
 # -- draws -----------------------------------------------------------------------------------------

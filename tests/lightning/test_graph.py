@@ -75,8 +75,9 @@ def test_wrong_options_are_named():
             make(**options)
 
 
-@pytest.mark.parametrize("x, y", [((8, 6, 3), (8, 6, 2)), ((8, 5, 4), (8, 5, 2)),
-                                  ((8, 6, 4), (8, 6, 1))])  # fmt: skip
+@pytest.mark.parametrize(
+    "x, y", [((8, 6, 3), (8, 6, 2)), ((8, 5, 4), (8, 5, 2)), ((8, 6, 4), (8, 6, 1))]
+)
 def test_pairs_of_another_size_and_batches_that_are_not_pairs_are_named(x, y):
     learner = make(num_nodes=6, in_features=4, out_features=2)
     batch = torch.zeros(x), torch.zeros(y)
@@ -118,9 +119,11 @@ def test_an_edge_that_should_be_there_is_revived():
     """All θ near 0 and psi known: true edges grow and only they."""
     _, data = fit(make(), steps=1)
     model = make(
-        estimator="local_expectation", theta_init=(1e-6, 1e-6), learning_rate=0.05,
+        estimator="local_expectation",
+        theta_init=(1e-6, 1e-6),
+        learning_rate=0.05,
         psi_learning_rate=1e-9,
-    )  # fmt: skip
+    )
     model.predictor.load_state_dict({"weight": data.psi})
     fit(model, steps=150)
     true = data.edge_probs > 0
@@ -228,13 +231,26 @@ def test_what_is_logged():
         model.edge_scores[0, 0] = torch.tensor([3.0, -3.0])
     monitor = FisherMonitor()
     trainer, data = fit(
-        model, steps=2, callbacks=[monitor, Figures()], logger=curve,
-        val_check_interval=2, limit_val_batches=1.0, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        model,
+        steps=2,
+        callbacks=[monitor, Figures()],
+        logger=curve,
+        val_check_interval=2,
+        limit_val_batches=1.0,
+        check_val_every_n_epoch=None,
+    )
     assert list(curve.series("train/loss")) == [0, 1]
     assert set(monitor.latest) >= {"fim/off_diagonal_mass", "fim/saturated"}
-    common = {"energy_score", "energy_score_2x", "pp_mae", "pp_mse", "saturated", "theta_mae",
-              "dead_edges", "calibration"}  # fmt: skip
+    common = {
+        "energy_score",
+        "energy_score_2x",
+        "pp_mae",
+        "pp_mse",
+        "saturated",
+        "theta_mae",
+        "dead_edges",
+        "calibration",
+    }
     logged = {name for row in curve.rows.values() for name in row}
     assert logged >= {f"val/{name}" for name in (*common, "loss")}
     (tested,) = trainer.test(model, datamodule=data, verbose=False)

@@ -64,8 +64,9 @@ def drawn(model, images, steps):
     """The logger and the trainer of a run that validates these images after every step."""
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=4)
     figures, logger = Figures(num_images=2), Recording()
-    return logger, fit(model, figures, logger=logger, val=data, max_steps=steps,
-                       val_check_interval=1)  # fmt: skip
+    return logger, fit(
+        model, figures, logger=logger, val=data, max_steps=steps, val_check_interval=1
+    )
 
 
 def test_colour_images_keep_their_colours():

@@ -88,9 +88,12 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cp
     callbacks = [watch, *options.pop("callbacks", ())]
     saving = any(isinstance(each, Checkpoint) for each in callbacks)
     trainer = quiet_trainer(
-        accelerator=accelerator, enable_checkpointing=saving, callbacks=callbacks,
-        num_sanity_val_steps=0, **options,
-    )  # fmt: skip
+        accelerator=accelerator,
+        enable_checkpointing=saving,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        **options,
+    )
     attributes = [dict(vars(trainer)), set(vars(data))]
     if fails_at is None:
         trainer.fit(model, datamodule=data)
@@ -103,20 +106,20 @@ def counted(root, replayed, kind=MNISTDataModule, fails_at=None, accelerator="cp
 
 COUNTED = {
     "max_steps": ({"max_steps": 47}, [20, 30, 47]),
-    "limit_train_batches": (
-        {"max_steps": 50, "limit_train_batches": 23}, [20, 23, 43, 46, 50]
-    ),
+    "limit_train_batches": ({"max_steps": 50, "limit_train_batches": 23}, [20, 23, 43, 46, 50]),
     "val_check_interval": (
-        {"max_steps": 45, "val_check_interval": 7}, [7, 14, 21, 28, 30, 37, 44, 45]
+        {"max_steps": 45, "val_check_interval": 7},
+        [7, 14, 21, 28, 30, 37, 44, 45],
     ),
     "a share of an epoch": (
-        {"max_steps": 40, "val_check_interval": 0.25}, [7, 14, 21, 28, 30, 37, 40]
+        {"max_steps": 40, "val_check_interval": 0.25},
+        [7, 14, 21, 28, 30, 37, 40],
     ),
     "across epochs": (
         {"max_steps": 75, "val_check_interval": 35, "check_val_every_n_epoch": None},
         [20, 30, 35, 55, 60, 70, 75],
     ),
-}  # fmt: skip
+}
 
 
 def test_a_checkpoint_callback_saves_at_the_steps_it_names_however_they_are_taken(
@@ -160,9 +163,14 @@ def test_a_run_may_be_resumed_after_any_step(without_cuda, data, tmp_path):
         model, watch = DiscreteVAE(num_latents=2, num_categories=2), Watch()
         model.capture = None if second else False
         trainer = quiet_trainer(
-            callbacks=[watch, last], max_steps=50, max_epochs=-1, num_sanity_val_steps=0,
-            limit_val_batches=1, enable_checkpointing=True, **options,
-        )  # fmt: skip
+            callbacks=[watch, last],
+            max_steps=50,
+            max_epochs=-1,
+            num_sanity_val_steps=0,
+            limit_val_batches=1,
+            enable_checkpointing=True,
+            **options,
+        )
         images = MNISTDataModule(str(data), batch_size=2, download=False)
         trainer.fit(model, datamodule=images, ckpt_path=tmp_path / "some.ckpt")
         assert watch.replayed is second and equal(model, whole)

@@ -17,10 +17,14 @@ from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = {
-    "vae": (lambda: DiscreteVAE("natural", lr_decay=0.9, lr_decay_steps=3, temperature_steps=2,
-                                temperature_rate=0.05), "gray"),
+    "vae": (
+        lambda: DiscreteVAE(
+            "natural", lr_decay=0.9, lr_decay_steps=3, temperature_steps=2, temperature_rate=0.05
+        ),
+        "gray",
+    ),
     "mlp-vae": (lambda: MLPDiscreteVAE("softmax"), "stochastic"),
-}  # fmt: skip
+}
 STEPS = 12
 
 
@@ -70,9 +74,14 @@ def test_a_resumed_run_ends_at_the_same_parameters(root, straight, step):
     assert_same(resumed, model)
 
 
-@pytest.mark.parametrize("options", [{"limit_train_batches": 3, "max_steps": 9},
-                                     {"max_steps": -1, "max_epochs": 3},
-                                     {"val_check_interval": 2, "max_steps": 9}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 3, "max_steps": 9},
+        {"max_steps": -1, "max_epochs": 3},
+        {"val_check_interval": 2, "max_steps": 9},
+    ],
+)
 def test_it_holds_at_the_end_of_an_epoch_and_after_validation(root, tmp_path, options):
     make, variant = MODELS["mlp-vae"]
 

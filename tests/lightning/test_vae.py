@@ -12,8 +12,8 @@ from cases_callbacks import quiet_trainer
 from lightning.pytorch import Callback
 from torch import nn
 
-from catnat import head_names
-from catnat.lit_modules import DiscreteVAE, MLPDiscreteVAE
+from catnat import head_names, make_head
+from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.vae import Estimator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,8 +119,9 @@ def test_the_loss_is_reconstruction_plus_kl(head, x):
 def test_training_is_zero_grad_backward_clip_step(x):
     """Lightning's loop against one written out, bit for bit."""
     torch.manual_seed(0)
-    model = DiscreteVAE("sigmoid", lr_decay=0.5, lr_decay_steps=2, temperature_steps=2,
-                        temperature_rate=0.1)  # fmt: skip
+    model = DiscreteVAE(
+        "sigmoid", lr_decay=0.5, lr_decay_steps=2, temperature_steps=2, temperature_rate=0.1
+    )
     torch.manual_seed(0)
     twin = DiscreteVAE("sigmoid")
     torch.manual_seed(1)
@@ -153,8 +154,13 @@ def test_the_gradient_is_clipped(clip, trainers, x):
             grads = [p.grad.flatten() for p in module.parameters()]
             norms.append(torch.cat(grads).norm().item())
 
-    fit(DiscreteVAE("softmax", gradient_clip=clip), x, steps=1, callbacks=[Norm()],
-        gradient_clip_val=trainers)  # fmt: skip
+    fit(
+        DiscreteVAE("softmax", gradient_clip=clip),
+        x,
+        steps=1,
+        callbacks=[Norm()],
+        gradient_clip_val=trainers,
+    )
     limit = trainers or clip
     assert norms[0] == pytest.approx(limit, rel=1e-3) if limit else norms[0] > 2
 
@@ -405,3 +411,14 @@ def test_the_range_of_every_batch_is_checked_on_the_cpu(x):
 def test_wrong_options_are_named(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(**options)
+
+
+@pytest.mark.parametrize("kind", [*MODELS, GraphStructureLearner])
+def test_a_module_takes_the_name_of_a_head(kind):
+    with pytest.raises(ValueError, match="head must be a name, so that it can be saved"):
+        kind(head=make_head("natural", 8))
+
+
+def test_a_vae_says_which_batches_it_takes(x):
+    with pytest.raises(TypeError, match="a sequence with the images first, got the keys image"):
+        DiscreteVAE()({"image": x})
