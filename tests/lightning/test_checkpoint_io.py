@@ -34,7 +34,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"No space left.*last.ckpt"):
             writer.save_checkpoint({"step": 2}, path)
     assert writer.load_checkpoint(path)["step"] == 1
-    assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
     pickle.loads(pickle.dumps(writer))  # it can be sent to another process
 
 
@@ -78,10 +78,10 @@ def test_what_could_not_be_read_back_is_said_at_the_first_save(value, kind, tmp_
     ],
 )
 def test_a_run_gives_the_signals_back(step, does, end, tmp_path, monkeypatch):
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(each) for each in names]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = list(map(signal.getsignal, signals))
     monkeypatch.setattr(Small, step, does, raising=False)
     last = LastCheckpoint(tmp_path)
     with end:  # four steps are less than an epoch: only the check before them is a validation
         fit(Small(), last, val=loader(), max_steps=4, enable_checkpointing=True)
-    assert [signal.getsignal(each) for each in names] == before
+    assert list(map(signal.getsignal, signals)) == before

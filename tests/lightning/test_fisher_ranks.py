@@ -90,7 +90,7 @@ def results(folder, scene):
     return [torch.load(folder / path, weights_only=True) for path in paths]
 
 
-def own(latest):
+def exact_tags(latest):
     """The tags that do not come from draws, which differ between ranks."""
     return [tag for tag in latest if not tag.startswith("fim_sampled/")]
 
@@ -101,12 +101,12 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @needs_fork
 @pytest.mark.parametrize("scene", ["softmax", "natural"])
 def test_two_ranks_agree_with_one_process(folder, scene):
-    (first, weights), (second, others), (one, single) = results(folder, scene)
+    (first, weights), (second, other_weights), (one, single) = results(folder, scene)
     assert first == second
-    assert all(torch.equal(weights[k], others[k]) for k in weights)
+    assert all(torch.equal(weights[k], other_weights[k]) for k in weights)
     for name, value in single.items():
         assert torch.allclose(weights[name], value, atol=1e-6)
-    for name in own(first):
+    for name in exact_tags(first):
         assert one[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
 
 
@@ -115,16 +115,16 @@ def test_two_ranks_agree_with_one_process(folder, scene):
 def test_ranks_count_by_their_rows(folder, scene):
     *ranks, (one, _) = results(folder, scene)
     for latest, _ in ranks:
-        for name in own(latest):
+        for name in exact_tags(latest):
             assert latest[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
 
 
 @needs_fork
 def test_the_metric_of_two_ranks_is_that_of_one_process(folder):
-    both = [torch.load(folder / "softmax2" / f"metric{rank}.pt") for rank in range(2)]
+    masses = [torch.load(folder / "softmax2" / f"metric{rank}.pt") for rank in range(2)]
     scores = 0.4 * torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
     alone = off_diagonal_mass(make_head("sparsemax", 5).fisher(scores).mean(0)).item()
-    assert both[0] == both[1] == pytest.approx(alone, abs=1e-6)
+    assert masses[0] == masses[1] == pytest.approx(alone, abs=1e-6)
 
 
 if __name__ == "__main__":

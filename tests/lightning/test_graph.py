@@ -25,7 +25,7 @@ def make(head="natural", **options):
 
 def fit(model, steps=10, callbacks=(), ckpt_path=None, logger=False, **options):
     data = CommunityGraphDataModule(communities=1, num_pairs=200, batch_size=32)
-    saving = any(isinstance(each, Checkpoint) for each in callbacks)
+    saving = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0} | options
     trainer = quiet_trainer(
         callbacks=list(callbacks), logger=logger, enable_checkpointing=saving, **options
@@ -299,7 +299,7 @@ def test_a_resumed_run_ends_at_the_same_parameters(tmp_path, step):
     [
         ({"steps": 23}, "local_expectation", "cpu"),
         ({"steps": -1, "max_epochs": 5}, "local_expectation", "cpu"),
-        *(pytest.param({"steps": 60}, each, "gpu", marks=cuda) for each in ESTIMATORS),
+        *(pytest.param({"steps": 60}, estimator, "gpu", marks=cuda) for estimator in ESTIMATORS),
     ],
 )
 def test_replayed_steps_are_the_same_steps(length, estimator, accelerator, request):

@@ -90,10 +90,10 @@ class Conditional(Coloured):
 
 
 def test_a_method_that_fails_costs_its_image_and_one_warning_only():
-    with pytest.warns(UserWarning, match="failed with TypeError: .*reconstruct") as told:
+    with pytest.warns(UserWarning, match="failed with TypeError: .*reconstruct") as warned:
         logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
     assert trainer.global_step == 2
-    assert sum("no images/reconstructions: " in str(each.message) for each in told) == 1
+    assert sum("no images/reconstructions: " in str(warning.message) for warning in warned) == 1
     assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
 
 

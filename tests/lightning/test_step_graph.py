@@ -56,12 +56,12 @@ def test_noise_goes_on_after_a_capture_on_a_busy_stream(monkeypatch):
     graph = graphs.StepGraph(lambda x: x + torch.rand_like(x))
     x = torch.zeros(1000, device="cuda")
     torch.manual_seed(0)
-    found = [graph(x).clone() for _ in range(graphs.WARM_UP + 3)]
+    outputs = [graph(x).clone() for _ in range(graphs.WARM_UP + 3)]
     torch.cuda.current_stream().synchronize()
     assert graph._stream.query()  # nothing of the capture is left behind the replays
     torch.manual_seed(0)
-    for each in found:
-        assert torch.equal(each, torch.rand_like(x))
+    for output in outputs:
+        assert torch.equal(output, torch.rand_like(x))
 
 
 @cuda

@@ -107,9 +107,9 @@ def test_an_image_arrives_as_it_was_given(channels, tmp_path):
     add_image([logger], "fim/picture", lambda: (image * 255).round().byte(), 4)
     add_image([CSVLogger(tmp_path)], "fim/picture", lambda: pytest.fail("nobody looks at it"), 5)
     logger.experiment.close()
-    found = EventAccumulator(str(tmp_path / "run")).Reload().Images("fim/picture")
-    assert [each.step for each in found] == [3, 4]
+    images = EventAccumulator(str(tmp_path / "run")).Reload().Images("fim/picture")
+    assert [image.step for image in images] == [3, 4]
     want = (image.expand(5, 7, 3) * 255).round().byte().numpy()
-    for each in found:
-        pixels = np.array(Image.open(io.BytesIO(each.encoded_image_string)).convert("RGB"))
+    for event in images:
+        pixels = np.array(Image.open(io.BytesIO(event.encoded_image_string)).convert("RGB"))
         assert np.array_equal(pixels, want)

@@ -206,9 +206,9 @@ def test_the_score_function_gradient_is_unbiased(head, baseline, x):
     exact = ((probs * model.reconstruction(x, z)).sum(0) + model.kl(q)).mean()
     expected = torch.autograd.grad(exact, parameters)
     estimate = model.loss(x, model(x))
-    found = torch.autograd.grad(estimate, parameters)
+    gradients = torch.autograd.grad(estimate, parameters)
     assert estimate.item() == pytest.approx(exact.item(), rel=1e-3)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.1)
 
 
@@ -249,7 +249,7 @@ def test_the_test_metrics_agree_with_enumeration(kind, x):
     with torch.no_grad():
         model.encoder[-1].weight.mul_(20)
         model.decoder[0].weight.mul_(20)
-    found = evaluated(model, x)
+    metrics = evaluated(model, x)
     model.eval()
     with torch.no_grad():
         q = model(x)
@@ -258,15 +258,15 @@ def test_the_test_metrics_agree_with_enumeration(kind, x):
         nll = -(-reconstruction).logsumexp(0).mean() + math.log(K)
         elbo = -(q.probs[:, 0].t() * reconstruction).sum(0).mean() - model.kl(q).mean()
     assert reconstruction.std(0).mean() > 0.3, "or anything would pass"
-    assert found["test/nll"] == pytest.approx(nll.item(), abs=0.1)
-    assert found["test/elbo"] == pytest.approx(elbo.item(), abs=0.1)
-    assert found["test/kl"] == pytest.approx(model.kl(q).mean().item(), rel=1e-4)
-    assert found["test/nll"] < -found["test/elbo"]
+    assert metrics["test/nll"] == pytest.approx(nll.item(), abs=0.1)
+    assert metrics["test/elbo"] == pytest.approx(elbo.item(), abs=0.1)
+    assert metrics["test/kl"] == pytest.approx(model.kl(q).mean().item(), rel=1e-4)
+    assert metrics["test/nll"] < -metrics["test/elbo"]
 
 
 def test_the_table_of_the_paper_leaves_out_most_of_the_prior(x):
-    found = evaluated(MLPDiscreteVAE("softmax", num_latents=30, num_categories=32), x)
-    gap = found["test/elbo_table"] - found["test/elbo"]
+    metrics = evaluated(MLPDiscreteVAE("softmax", num_latents=30, num_categories=32), x)
+    gap = metrics["test/elbo_table"] - metrics["test/elbo"]
     assert gap == pytest.approx(30 * math.log(32) * 127 / 128, rel=1e-4)
     assert "test/elbo_table" not in evaluated(DiscreteVAE("softmax", nll_samples=1), x)
 
@@ -282,9 +282,9 @@ def test_collapse_and_saturation_are_told(x):
     assert dead["test/kl"] == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         model.encoder[-1].bias[: 7 * 5].fill_(10)  # 5 of 10 latents
-    same = evaluated(model, x)  # far from the prior, but the same for every image
-    assert (same["test/collapsed"], same["test/saturated"]) == (1, 0.5)
-    assert same["test/kl"] > 5
+    constant = evaluated(model, x)  # far from the prior, but the same for every image
+    assert (constant["test/collapsed"], constant["test/saturated"]) == (1, 0.5)
+    assert constant["test/kl"] > 5
     with torch.no_grad():
         model.encoder[-1].weight.copy_(100 * weight)
     alive = evaluated(model, x)
