@@ -139,7 +139,7 @@ def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
         is_by_head = len(set(heads)) == len(groups)
         color = figures.color(heads[number], heads) if is_by_head else f"C{number}"
         label = ", ".join(map(" ".join, zip(names, key, strict=True)))
-        figures.draw_curves(axes, [curve for curve in curves if len(curve[0])], label, color)
+        figures.draw_curves(axes, curves, label, color)
     if not axes.lines:
         raise ValueError(f"no run has curves of {tag}")
     axes.set(xlabel="step", ylabel=tag)

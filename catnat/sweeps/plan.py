@@ -39,7 +39,6 @@ class Metric:
         better: which values are better; None for a column without a best.
         digits: after the decimal point.
         paper: the paper's key, "" for a table of one metric; None: the paper does not have it.
-            "a - optimal" is a minus that of the row with head "optimal".
     """
 
     label: str = ""

@@ -147,15 +147,14 @@ class Sweep:
 
     def check(self) -> None:
         """Raise a ValueError for options and heads that ``catnat`` does not know."""
+        from catnat.cli.main import command_line
+
         checked = set()
         for run in [] if self.plan.program else self.pending(self.rows()):
             key = runs.key_of({**run.options, "seed": 0, "learning_rate": 0})
             if key not in checked:
                 checked.add(key)
-                try:
-                    check_arguments(run.arguments(self.folder))
-                except ValueError as error:
-                    raise ValueError(f"{self.plan.name}: {error}") from error
+                command_line(run.arguments(self.folder), until="options")
 
     # -- doing them ----------------------------------------------------------------------------
 
@@ -261,10 +260,3 @@ def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
         numbers = {name: int(text) for name, text in parameters.items() if text.isdecimal()}
         return Slurm(folder / "slurm", args.jobs, parameters | numbers, args.retries)
     return Local(args.jobs, args.retries)
-
-
-def check_arguments(arguments: list[str]) -> None:
-    """Raise a ValueError if ``catnat`` would refuse these options."""
-    from catnat.cli.main import command_line
-
-    command_line(arguments, until="options")

@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from catnat.sweeps import plan as plans
-from catnat.sweeps.plan import Only, Options, Paper, Plan
+from catnat.sweeps.plan import Only, Options, Plan
 from catnat.sweeps.runs import Row, Rows
 from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
@@ -131,15 +131,8 @@ def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
     key = plan.metrics[metric].paper
     if key is None or plan.paper is None:
         return None
-    key, _, subtracted_head = key.partition(" - ")
-    mean = _paper_value(plan.paper, plan.options | cell, key)
-    if not subtracted_head or mean is None:
-        return mean
-    subtracted = _paper_value(plan.paper, plan.options | cell | {"head": subtracted_head}, key)
-    return None if subtracted is None else mean - subtracted
-
-
-def _paper_value(paper: Paper, options: Options, key: str) -> float | None:
+    paper = plan.paper
+    options = plan.options | cell
     wanted = {"head": options.get("head")}
     for option, name in paper.keys.items():
         value = options.get(option)
@@ -194,16 +187,15 @@ def wide(plan: Plan, cells: list[Cell]) -> list[list[str]]:
     """The first metric, with the values of some options as columns; the header first."""
     metric = next(iter(plan.metrics))
     down = [name for name in cells[0].options if name not in plan.columns]
-    lines = _in_order([[cell.options[name] for name in down] for cell in cells])
-    columns = _in_order([[cell.options[name] for name in plan.columns] for cell in cells])
-    titles = [words_of(plan, dict(zip(plan.columns, values, strict=True))) for values in columns]
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    titles: dict[str, str] = {}  # empty entries
+    for cell in sorted(cells, key=lambda cell: list(map(_rank, cell.options.values()))):
+        title = words_of(plan, {name: cell.options[name] for name in plan.columns})
+        titles[title] = ""
+        values = tuple(str(cell.options[name]) for name in down)
+        lines.setdefault(values, {})[title] = entry(plan, cell, metric)
     table = [[*map(plan.short, down), *titles]]
-    by_values = {str([cell.options[name] for name in down + plan.columns]): cell for cell in cells}
-    for line in lines:
-        row_cells = [by_values.get(str(line + column)) for column in columns]
-        entries = [entry(plan, cell, metric) if cell else "" for cell in row_cells]
-        table.append([*map(str, line), *entries])
-    return table
+    return table + [[*values, *(titles | entries).values()] for values, entries in lines.items()]
 
 
 def long(plan: Plan, cells: list[Cell]) -> list[list[str]]:
@@ -252,9 +244,6 @@ def words_of(plan: Plan, options: Options) -> str:
     )
 
 
-def _in_order(keys: list[list[Any]]) -> list[list[Any]]:
-    """Without repetitions; numbers from small to large, then all else as it comes."""
-    distinct = list({str(key): key for key in keys}.values())
-    values = [value for key in distinct for value in key]
-    values.sort(key=lambda value: value if isinstance(value, int | float) else math.inf)
-    return sorted(distinct, key=lambda key: [values.index(value) for value in key])
+def _rank(value: Any) -> float:
+    """Numbers from small to large, all else as in the grid."""
+    return value if isinstance(value, int | float) else 0

@@ -256,11 +256,6 @@ def test_a_misspelt_option_or_head_is_found_before_the_first_run(change, words, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_head_may_be_named_by_an_alias():
-    sweep.check_arguments(["--model=vae", "--head=catnat-natural", "--seed=1"])
-    sweep.check_arguments(["--model=ppo", "--head=catnat-natural", "--env=CartPole-v1"])
-
-
 # -- other engines ---------------------------------------------------------------------------------
 
 

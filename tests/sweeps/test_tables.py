@@ -53,12 +53,12 @@ def test_published_numbers_come_from_rows(capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "paper")
     assert run_command("tables", ["vae_adam", "--scale", "small"]) == 0
     text = capsys.readouterr().out
-    assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **97.0 ± 0.3** (97.6, -0.6) |" in text
+    assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **83.0 ± 0.9** (83.2, -0.2) |" in text
     assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
 
 
 def test_values_may_be_lists_null_and_words(tmp_path, capsys):
-    for values, order in (([[1, 2], [3]], "[1, 2] | K = [3]"), ([3, None, 1], "1 | K = 3 | K")):
+    for values, order in (([[1, 2], [3]], "[1, 2] | K = [3]"), ([3, None], "None | K = 3")):
         path = write_plan(tmp_path, grid={"K": values}, columns=["K"])
         assert f"| K = {order}" in table(path, capsys)
     for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
@@ -122,25 +122,8 @@ def test_every_head_has_one_color():
     assert figures.color("sigmoid-rotated") == figures.color("sigmoid")
 
 
-def test_bars_of_rows_and_their_lead_over_a_baseline(path, tmp_path, capsys, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(figures.Axes, "barh", lambda self, x, y, **k: drawn.append((y, k["xerr"])))
-    words = ["bars", *arguments(path), "--out", str(tmp_path / "f")]
-    assert run_command("figures", [*words, "--only", "K=8"]) == 0
-    assert [y for y, _ in drawn] == pytest.approx([104.5, 100.2, 100.4])
-    drawn.clear()
-    assert run_command("figures", [*words, "--only", "K=8", "--baseline", "head=softmax"]) == 0
-    assert [y for y, _ in drawn] == pytest.approx([4.3, 4.1])
-    low, high = significance.interval(NLL["softmax"], NLL["sigmoid"])
-    assert drawn[0][1] == [[pytest.approx(4.3 - low)], [pytest.approx(high - 4.3)]]
-    assert list((tmp_path / "f").glob("*.png")) and list((tmp_path / "f").glob("*.pdf"))
-    assert run_command("figures", [*words, "--baseline", "head=other"]) == 2
-    with pytest.raises(SystemExit):
-        run_command("figures", ["bars", str(path), str(path)])  # one plan at a time
-
-
 def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
-    words = ["curves", *arguments(path), "--out", str(tmp_path / "f")]
+    words = [*arguments(path), "--out", str(tmp_path / "f")]
     assert run_command("figures", words) == 2
     assert "has val/elbo" in capsys.readouterr().err
     found = plan.load(str(path))
