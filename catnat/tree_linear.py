@@ -21,7 +21,7 @@ from catnat.checks import (
     require_choice,
     require_within,
 )
-from catnat.distributions import draw, path_entropy, path_kl
+from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead
 from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
@@ -36,7 +36,7 @@ from catnat.numerics import (
     uniform,
 )
 from catnat.orders import checked_frequent
-from catnat.tree import checked_leaves, walk_down
+from catnat.tree import checked_leaves, inverse_order, walk_down
 from catnat.tree_heads import CatnatHead
 
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
@@ -136,28 +136,18 @@ class TreeLinear(nn.Module):
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
         self._unplaced: Tensor | None = None  # the order of a layer on the device "meta"
-        first = list(range(self.num_frequent))
-        if frequent_classes != first:
-            members = set(frequent_classes)
-            others = [k for k in range(num_categories) if k not in members]
-            self._set_places(torch.tensor([*frequent_classes, *others], device="cpu").argsort())
-        if order is not None:
-            self.set_order(order)
-        self._draw()
+        self._frequent = frequent_classes
+        self.set_order(order)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw weights and biases as ``nn.Linear`` does; after ``to_empty``, restore the order."""
-        self._draw()
-        if self.shortlist is not None:
-            self.shortlist.reset_parameters()
+        bound = 1 / math.sqrt(self.in_features)
+        for owner in (self, self.shortlist):
+            for parameter in () if owner is None else owner.parameters(recurse=False):
+                nn.init.uniform_(parameter, -bound, bound)
         if self._unplaced is not None and not self.weight.is_meta:
             self._set_places(self._unplaced)
-
-    def _draw(self) -> None:
-        bound = 1 / math.sqrt(self.in_features)
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                nn.init.uniform_(parameter, -bound, bound)
 
     @torch.no_grad()
     def start_from_counts(self, counts: Tensor) -> None:
@@ -218,11 +208,11 @@ class TreeLinear(nn.Module):
         target = target.flatten()
         counts = target != ignore_index
         if can_branch_on(counts) and not bool(counts.all()):  # other rows are not even read
-            classes = self._checked_classes(target[counts], "target")
+            classes = checked_value(target[counts], self.num_categories, "target")
             losses = -self._log_prob(rows[counts], classes)
             losses = losses.new_zeros(counts.shape).masked_scatter(counts, losses)
         else:
-            classes = self._checked_classes(target, "target")
+            classes = checked_value(target, self.num_categories, "target")
             losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
         if reduction == "none":
             return losses.view(hidden.shape[:-1])
@@ -267,7 +257,9 @@ class TreeLinear(nn.Module):
         if layer.num_categories != self.num_categories:
             sizes = f"{self.num_categories} and {layer.num_categories}"
             raise ValueError(f"KL divergence between {sizes} classes")
-        if layer.num_frequent != self.num_frequent or not _equal(self.order, layer.order):
+        orders = [one.order for one in (self, layer) if one.order is not None]
+        ordered_alike = len(orders) == 0 or (len(orders) == 2 and torch.equal(*orders))
+        if layer.num_frequent != self.num_frequent or not ordered_alike:
             raise ValueError("path_kl needs two layers with the same order of classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)
@@ -362,22 +354,21 @@ class TreeLinear(nn.Module):
 
         Frequent classes stay in the shortlist. For a layer that has learned nothing yet.
         """
-        F, K = self.num_frequent, self.num_categories
-        keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K)
-        places = self._unplaced if self.weight.is_meta else self.order
-        if F:
-            places = torch.arange(K, device="cpu") if places is None else places.cpu()
-            keys = torch.where(places < F, places - F, keys).argsort().argsort()
-        elif order is None:
+        K, F = self.num_categories, self.num_frequent
+        if order is None and self._frequent == list(range(F)):
             self.order = self.classes = self._unplaced = None
             return
-        self._set_places(keys)
+        keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K).clone()
+        keys[self._frequent] = torch.arange(-F, 0, device="cpu")
+        self._set_places(inverse_order(keys.argsort()))
 
     def _set_places(self, places: Tensor) -> None:
         """Take the place of each class, (K,) on the CPU."""
         device = self.weight.device
+        classes = inverse_order(places)
         self.order = places.to(device)
-        self.classes = places.argsort().to(device)
+        self.classes = classes.to(device)
+        self._frequent = classes[: self.num_frequent].tolist()
         self._unplaced = places if device.type == "meta" else None
 
     def named_modules(
@@ -502,13 +493,9 @@ class TreeLinear(nn.Module):
         probs = torch.where(broken[:, None], 1.0, probs)
         place = draw(probs, torch.Size((repeats,)), generator).flatten()
         rare = place == self.num_frequent
-        if can_branch_on(rare):
-            leaf = self._walk(states, rows[rare], generator)
-            place = place.masked_scatter(rare, torch.where(leaf < 0, -1, leaf + self.num_frequent))
-        else:
-            leaf = self._walk(states, rows, generator)
-            beyond = torch.where(leaf < 0, -1, leaf + self.num_frequent)
-            place = torch.where(rare, beyond, place)
+        leaf = self._walk(states, rows, generator)
+        beyond = torch.where(leaf < 0, -1, leaf + self.num_frequent)
+        place = torch.where(rare, beyond, place)
         return torch.where(broken[rows], -1, place)
 
     def _walk(self, states: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -553,7 +540,7 @@ class TreeLinear(nn.Module):
     def _broadcast(self, hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
         """Rows of hidden states and classes, (M, D) and (M,), and the shape that they stand for."""
         hidden = self._checked(hidden)
-        classes = self._checked_classes(value, "value")
+        classes = checked_value(value, self.num_categories)
         shape = torch.broadcast_shapes(hidden.shape[:-1], classes.shape)
         rows = hidden.expand(*shape, -1).reshape(-1, self.in_features)
         return rows, classes.expand(shape).reshape(-1), torch.Size(shape)
@@ -572,17 +559,6 @@ class TreeLinear(nn.Module):
             return hidden.to(torch.get_autocast_dtype(device))
         return hidden.to(self.weight.dtype)
 
-    def _checked_classes(self, value: Tensor, name: str) -> Tensor:
-        """Classes as int64, after checking them where that does not wait for a device."""
-        classes = value.long()
-        if can_branch_on(value):
-            wrong = (classes < 0) | (classes >= self.num_categories) | (classes != value)
-            if bool(wrong.any()):
-                last = self.num_categories - 1
-                first_wrong = value[wrong][0].item()
-                raise ValueError(f"{name} must be a category from 0 to {last}, got {first_wrong}")
-        return classes
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the state dict; ``load_state_dict`` tells if it lacks one."""
         if (order := state_dict.get(f"{prefix}order")) is not None:
@@ -599,18 +575,7 @@ class _SparseRows(nn.Embedding):
         self.weight = layer.weight
         self.register_parameter("bias", layer.bias)
 
-    def extra_repr(self) -> str:
-        """Nothing: the layer shows itself."""
-        return ""
-
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Autocast off, on devices that have it."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two orders are the same."""
-    if one is None or other is None:
-        return one is other
-    return one is other or torch.equal(one, other)
