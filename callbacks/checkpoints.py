@@ -10,20 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from catnat.callbacks.files import AtomicCheckpointIO, load_checkpoint, write_whole
 from catnat.callbacks.signals import Stopped, StopSignals
 from catnat.checks import require_at_least
 from catnat.rng import random_states, set_random_states
-
-__all__ = [
-    "AtomicCheckpointIO",
-    "BestCheckpoint",
-    "LastCheckpoint",
-    "StopSignals",
-    "Stopped",
-    "load_checkpoint",
-    "write_whole",
-]
 
 
 class LastCheckpoint(Checkpoint):

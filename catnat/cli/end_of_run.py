@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
-from catnat.callbacks.checkpoints import write_whole
+from catnat.callbacks.files import write_whole
 
 
 def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True) -> None:

@@ -13,7 +13,7 @@ from typing import IO
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
-from catnat.callbacks.checkpoints import write_whole
+from catnat.callbacks.files import write_whole
 from catnat.callbacks.tensorboard import RunLogger
 
 

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
 from catnat.callbacks import FisherMonitor
-from catnat.callbacks.checkpoints import AtomicCheckpointIO, BestCheckpoint, LastCheckpoint
+from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least

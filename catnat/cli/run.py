@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
-from catnat.callbacks.checkpoints import Stopped, load_checkpoint
+from catnat.callbacks.files import load_checkpoint
+from catnat.callbacks.signals import Stopped
 from catnat.cli.end_of_run import show_metrics, silence
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder

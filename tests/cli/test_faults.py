@@ -16,7 +16,7 @@ from cases_sweep import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from catnat.callbacks.checkpoints import AtomicCheckpointIO
+from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.cli.folder import RunFolder
 from catnat.lit_modules import DiscreteVAE
 
