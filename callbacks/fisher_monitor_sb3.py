@@ -16,7 +16,7 @@ from catnat import CategoricalHead, HeadProbe
 from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, picture_of, seed_of
 from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
-from catnat.sb3.distributions import unchecked
+from catnat.sb3.distributions import OneChoice, unchecked
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -43,7 +43,6 @@ class FisherMonitorSB3(BaseCallback):
         max_states: if a rollout has more states, take this many at random.
         image_every_n_rollouts: draw G after each n-th rollout, too; 0 for no pictures at all.
         seed: seed of the draws.
-        verbose: as in Stable-Baselines3.
     """
 
     def __init__(
@@ -53,14 +52,15 @@ class FisherMonitorSB3(BaseCallback):
         max_states: int = 4096,
         image_every_n_rollouts: int = 1000,
         seed: int = 0,
-        verbose: int = 0,
     ) -> None:
         require_at_least(1, every_n_rollouts=every_n_rollouts, max_states=max_states)
         require_at_least(0, image_every_n_rollouts=image_every_n_rollouts)
         require_at_least(2 if num_samples else 0, num_samples=num_samples)
-        super().__init__(verbose)
-        self.every_n_rollouts, self.num_samples = every_n_rollouts, num_samples
-        self.max_states, self.seed = max_states, seed
+        super().__init__()
+        self.every_n_rollouts = every_n_rollouts
+        self.num_samples = num_samples
+        self.max_states = max_states
+        self.seed = seed
         self.image_every_n_rollouts = image_every_n_rollouts
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
@@ -71,33 +71,39 @@ class FisherMonitorSB3(BaseCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
-        sums = deepcopy(self._sums)
-        return {"latest": dict(self.latest), "rollouts": self._rollouts, "shares": sums}
+        state = {"latest": self.latest, "rollouts": self._rollouts, "shares": self._sums}
+        return deepcopy(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.latest, self._rollouts = dict(state_dict["latest"]), state_dict["rollouts"]
-        self._sums = deepcopy(state_dict["shares"])
+        """Resume from a state."""
+        state = deepcopy(state_dict)
+        self.latest = state["latest"]
+        self._rollouts = state["rollouts"]
+        self._sums = state["shares"]
 
     def _on_training_start(self) -> None:
-        heads = HeadProbe(self.model.policy).heads  # raises if the policy has no head
-        self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
+        policy: Any = self.model.policy
+        kinds = map(type, getattr(policy, "heads", ()))
+        self._is_certain = set(kinds) == {OneChoice}  # then there are no scores
+        if not self._is_certain:
+            heads = HeadProbe(policy).heads  # raises if the policy has no head
+            self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_end(self) -> None:
-        number, self._rollouts = self._rollouts, self._rollouts + 1
-        if number % self.every_n_rollouts:
+        number = self._rollouts
+        self._rollouts += 1
+        if number % self.every_n_rollouts or self._is_certain:
             return
-        self.latest, self._step = {}, self.num_timesteps
+        self._step = self.num_timesteps
         self._undrawn = []
         policy: Any = self.model.policy
-        chosen = self._choose()
         # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
-            distribution = self._distribution(chosen)
-            entropy = distribution.entropy().mean()
+            entropy = self._distribution(self._choose()).entropy().mean()
+        self.latest = {"train/entropy": float(entropy)}
         for name, head, scores in probe:
             if name not in self._histories:  # too large
                 continue
@@ -108,7 +114,6 @@ class FisherMonitorSB3(BaseCallback):
             self.latest |= {tag.replace("/", middle): value for tag, value in row}
             if self.image_every_n_rollouts:
                 self._undrawn.append((f"fim{middle}picture", head, exact[0]))
-        self.latest["train/entropy"] = float(entropy)
         write_now(self.logger, self.latest, self._step, TensorBoardOutputFormat)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
@@ -144,14 +149,15 @@ class FisherMonitorSB3(BaseCallback):
     def _distribution(self, chosen: Tensor) -> Any:
         """The policy's distribution in these states, with the masks or memory of the rollout."""
         policy: Any = self.model.policy
-        buffer, states = self._buffer, self._states(chosen)
+        buffer = self._buffer
+        states = self._states(chosen)
         masks = getattr(buffer, "action_masks", None)  # HeadPPO and MaskablePPO
         if masks is not None:
             return policy.get_distribution(states, action_masks=self._take(masks, chosen))
         if hasattr(buffer, "hidden_states_pi"):  # RecurrentPPO: (T, layers, n, ...)
             memory = tuple(
-                self._take(each.swapaxes(1, 2), chosen).transpose(0, 1).contiguous()
-                for each in (buffer.hidden_states_pi, buffer.cell_states_pi)
+                self._take(state.swapaxes(1, 2), chosen).transpose(0, 1).contiguous()
+                for state in (buffer.hidden_states_pi, buffer.cell_states_pi)
             )
             starts = self._take(buffer.episode_starts, chosen)
             return policy.get_distribution(states, memory, starts)[0]
@@ -167,7 +173,7 @@ class FisherMonitorSB3(BaseCallback):
 
 
 def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:
-    """Give outputs of a kind a row; what waits for the next row of training goes on waiting."""
+    """Give outputs of a kind a row; values of the next row of training stay queued."""
     for output in logger.output_formats:
         if isinstance(output, kind):
             output.write(dict(values), dict.fromkeys(values, ()), step)

@@ -144,7 +144,7 @@ class PPO(Algorithm):
 
     def make(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """The model."""
-        return HeadPPO(*args, **kwargs, **self.kwargs)  # type: ignore[misc]
+        return HeadPPO(*args, **kwargs, **self.kwargs)
 
 
 class A2C(Algorithm):
@@ -226,7 +226,7 @@ class RLCLI(RunCLI):
         parser.add_subclass_arguments(Algorithm, "model", required=False, skip=_UNUSED)
         parser.add_function_arguments(make_env, "data", skip=_RUN_ARGUMENTS)
         parser.add_class_arguments(Training, "trainer")
-        parser.add_class_arguments(FisherMonitorSB3, "fisher", skip={"verbose"})
+        parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
     def show_help(self, group: str, path: str | None = None) -> None:
         """Print the options of a group, or of all, and the defaults by environment."""

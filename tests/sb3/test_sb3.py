@@ -10,13 +10,11 @@ from cases_sb3 import (
     BOX,
     SMALL,
     Guess,
-    HeadLstmPolicy,
     choices,
     every_head_with,
     same_parameters,
 )
 from gymnasium import spaces
-from sb3_contrib import RecurrentPPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -32,21 +30,6 @@ from catnat.sb3.distributions import HeadDistribution
 def policy(head, action_space=None, kind=HeadActorCriticPolicy, observation_space=BOX, **options):
     space = action_space or spaces.Discrete(5)
     return kind(observation_space, space, lambda _: 1e-3, head=head, **options)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_predict(head):
-    model = PPO(
-        HeadActorCriticPolicy, make_vec_env(Guess, 2), policy_kwargs={"head": head}, **SMALL
-    )
-    single, several = BOX.sample(), np.stack([BOX.sample() for _ in range(7)])
-    action, state = model.predict(single, deterministic=True)
-    assert action.shape == () and state is None
-    actions, _ = model.predict(several, deterministic=True)
-    probs = model.policy.get_distribution(torch.as_tensor(several)).distribution.probs
-    assert np.array_equal(actions, probs.argmax(-1).numpy())
-    drawn = np.stack([model.predict(several)[0] for _ in range(200)])
-    assert drawn.shape == (200, 7) and set(np.unique(drawn)) == set(range(5))
 
 
 def test_deterministic_is_the_likeliest_leaf_not_the_greedy_descent():
@@ -156,14 +139,6 @@ def test_binary_actions_are_trained(algorithm):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         policy(**options)
-
-
-def test_recurrent_policies_learn_and_are_saved(tmp_path):
-    few = SMALL | {"policy_kwargs": {"head": "natural", "lstm_hidden_size": 8}}
-    model = RecurrentPPO(HeadLstmPolicy, make_vec_env(Guess, 2, seed=0), **few).learn(32)
-    model.save(tmp_path / "it")
-    copy = RecurrentPPO.load(tmp_path / "it", device="cpu")
-    assert same_parameters(model.policy, copy.policy) and copy.policy.heads[0].name == "natural"
 
 
 def test_sparsemax_keeps_every_action_possible():

@@ -10,12 +10,9 @@ from cases_sb3 import (
     BOX,
     SMALL,
     Guess,
-    HeadMaskablePolicy,
     cartpole,
-    every_head_with,
     same_parameters,
 )
-from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
@@ -24,39 +21,16 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from catnat.sb3 import (
     HeadActorCriticPolicy,
     HeadPPO,
+    cleanrl_schedule,
 )
 
 # -- NaN ------------------------------------------------------------------------------------------
 
 
-class Spoiled(Guess):
-    """Shows NaN once, after its 18th step."""
-
-    steps = 0
-
-    def step(self, action):
-        observation, *rest = super().step(action)
-        self.steps += 1
-        return observation * (np.nan if self.steps == 18 else 1), *rest
-
-
-def spoiled_model(algorithm, head):
-    maskable = algorithm is MaskablePPO
-    few = {"seed": 0, "device": "cpu"} if algorithm is A2C else SMALL
-    return algorithm(
-        HeadMaskablePolicy if maskable else HeadActorCriticPolicy,
-        make_vec_env(Spoiled, 2, seed=0),
-        policy_kwargs={"head": head},
-        **few,
-    )
-
-
-@pytest.mark.parametrize(("head", "algorithm"), every_head_with(PPO, A2C, MaskablePPO))
-def test_a_nan_observation_raises_value_error_and_spoils_no_parameter(algorithm, head):
-    model = spoiled_model(algorithm, head)
-    with pytest.raises(ValueError, match=r"probabilities are NaN in 2 of 2 states: look for NaN"):
-        model.learn(96)
-    assert all(parameter.isfinite().all() for parameter in model.policy.parameters())
+def test_saving_keeps_own_options(tmp_path):
+    HeadPPO("MlpPolicy", cartpole(), value_loss="cleanrl", capture=False).save(tmp_path / "it")
+    copy = HeadPPO.load(tmp_path / "it", device="cpu")
+    assert (copy.value_loss, copy.capture) == ("cleanrl", False)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
@@ -80,12 +54,14 @@ def test_predict_raises_value_error_for_nan(algorithm, cause):
 def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(
     writer, reader, kind, tmp_path
 ):
-    model = writer(kind, cartpole(), **SMALL).learn(128)
+    rate = cleanrl_schedule(0.01, 1000, 32)
+    model = writer(kind, cartpole(), learning_rate=rate, **SMALL).learn(128)
     model.save(tmp_path / "it")
     same, other = (
         algorithm.load(tmp_path / "it", cartpole(), device="cpu") for algorithm in (writer, reader)
     )
     assert type(other) is reader and same_parameters(model.policy, other.policy)
+    assert other.lr_schedule(0.5) == rate(0.5)
     for each in (same, other):
         each.set_random_seed(3)
         each.learn(128, reset_num_timesteps=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import numpy as np
 import pytest
@@ -33,13 +34,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from catnat import make_head
 from catnat.sb3 import (
-    HeadA2C,
     HeadActorCriticPolicy,
     HeadPPO,
     InfoMasks,
     MaskedPlayer,
 )
-from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution
+from catnat.sb3.distributions import HeadDistribution
 from catnat.sb3.masks import masks_of
 
 SPACES = {
@@ -99,25 +99,6 @@ def test_masks_hold_for_saturated_scores(head, K):
     assert torch.allclose(entropy, -torch.special.xlogy(probs, probs).sum(-1), atol=1e-4)
     (dist.log_prob(dist.sample()).sum() + entropy.sum()).backward()
     assert scores.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_mask_replaces_the_one_before_and_none_removes_it(several):
-    heads = [make_head("natural", 3), make_head("natural", 2)]
-    dist = HeadMultiDistribution(heads) if several else HeadDistribution(make_head("natural", 5))
-    dist.proba_distribution(torch.randn(2, 3 if several else 4))
-
-    def probs():
-        parts = dist.distribution if several else [dist.distribution]
-        return torch.cat([part.probs for part in parts], -1)
-
-    free = probs()
-    dist.apply_masking([[True, False, True, True, False]] * 2)
-    assert (probs()[:, [1, 4]] == 0).all()
-    dist.apply_masking([[False, True, True, False, True]] * 2)
-    assert (probs()[:, [0, 3]] == 0).all() and (probs()[:, [1, 4]] > 0).all()
-    dist.apply_masking(None)
-    assert torch.equal(probs(), free)
 
 
 # -- policies -------------------------------------------------------------------------------------
@@ -198,23 +179,21 @@ def test_every_method_of_a_policy_takes_masks(kind, head):
 # -- HeadPPO --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", SPACES)
-def test_head_ppo_with_softmax_equals_maskable_ppo(case):
-    theirs = learned(MaskablePPO, MaskableActorCriticPolicy, guesses(SPACES[case]))
-    ours = learned(HeadPPO, "MlpPolicy", guesses(SPACES[case]))
-    assert distance(ours, theirs) < 1e-6
+@pytest.mark.parametrize(
+    ("head", "case"), [*product(HEADS[1:], ["discrete"]), *product(["softmax"], SPACES)]
+)
+def test_head_ppo_equals_maskable_ppo(head, case):
+    kind = MaskableActorCriticPolicy if head == "softmax" else HeadMaskablePolicy
+    options = {} if head == "softmax" else {"policy_kwargs": {"head": head}}
+    theirs = learned(MaskablePPO, kind, guesses(SPACES[case]), **options)
+    ours = learned(HeadPPO, "MlpPolicy", guesses(SPACES[case]), **options)
+    assert distance(ours, theirs) < 2e-6
+    if head != "softmax":
+        return
     logged, wanted = ours.logger.name_to_value, theirs.logger.name_to_value
     tags = {tag for tag in wanted if tag.startswith(("train/", "rollout/"))}
     assert tags <= logged.keys() and "train/approx_kl" in tags
     assert all(logged[tag] == pytest.approx(wanted[tag], rel=1e-4, abs=1e-6) for tag in tags)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_maskable_ppo_and_head_ppo_learn_the_same_with_every_head(head):
-    options = {"policy_kwargs": {"head": head}}
-    one = learned(MaskablePPO, HeadMaskablePolicy, guesses(), **options)
-    other = learned(HeadPPO, HeadActorCriticPolicy, guesses(), **options)
-    assert distance(one, other) < 2e-6
 
 
 def test_masks_with_dict_observations_and_a_wrapper_that_gives_masks():
@@ -255,14 +234,6 @@ def test_masks_are_used_where_there_are_masks_unless_told_otherwise():
         HeadPPO(ActorCriticPolicy, guesses(), masks=True, **SMALL).learn(16)
     with pytest.warns(UserWarning, match="not masked: ActorCriticPolicy takes no action_masks"):
         HeadPPO(ActorCriticPolicy, guesses(kind=Guess), **SMALL).learn(16)
-
-
-def test_head_a2c_says_that_it_masks_nothing():
-    with pytest.warns(UserWarning, match="actions are not masked: HeadA2C takes no action_masks"):
-        HeadA2C("MlpPolicy", guesses(kind=Guess), device="cpu").learn(10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        HeadA2C("MlpPolicy", cartpole(), device="cpu").learn(10)
 
 
 class Informed(Unmasked):

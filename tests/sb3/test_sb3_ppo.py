@@ -144,24 +144,6 @@ def test_lost_numbers_stop_training(head, name):
         model.learn(160, spoil)
 
 
-def test_saving_keeps_everything(tmp_path):
-    rate = cleanrl_schedule(0.01, 1000, 32)
-    options = {"value_loss": "cleanrl", "capture": False, "learning_rate": rate}
-    model = learn(**options)
-    model.save(tmp_path / "it")
-    copy = HeadPPO.load(tmp_path / "it", env=cartpole(), device="cpu")
-    assert (copy.value_loss, copy.capture) == ("cleanrl", False)
-    assert same_parameters(model.policy, copy.policy) and copy.policy.heads[0].name == "natural"
-    assert copy.num_timesteps == model.num_timesteps
-    assert copy.lr_schedule(0.5) == rate(0.5)
-    one, other = (m.policy.optimizer.state_dict()["state"] for m in (model, copy))
-    assert all(torch.equal(one[k]["exp_avg"], other[k]["exp_avg"]) for k in one)
-    copy.set_env(cartpole())
-    copy.learn(64, reset_num_timesteps=False)
-    assert copy.num_timesteps == model.num_timesteps + 64
-    evaluate_policy(HeadPPO.load(tmp_path / "it", device="cpu"), cartpole(1), 1, warn=False)
-
-
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="unknown value_loss 'mse'; choose from sb3, cleanrl"):
         HeadPPO("MlpPolicy", cartpole(), value_loss="mse")

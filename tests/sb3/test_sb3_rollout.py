@@ -57,23 +57,6 @@ def test_the_actions_that_are_played_are_the_ones_stored(algorithm, wrapper):
     assert (actions[forced] == 2).all() and (actions[~forced] != 2).any()
 
 
-def test_forced_actions_teach_values_only():
-    """However impossible the policy thinks them, and whatever comes of it."""
-    model, forced = played(HeadPPO, Forcing(), normalize_advantage=False, ent_coef=0.0)
-    rollout = model._rollout
-    assert np.array_equal(rollout["forced"].reshape(16, 4), forced)
-    forced, free = (x.nonzero().flatten() for x in (rollout["forced"], ~rollout["forced"]))
-    rollout["log_probs"][forced] = -1000.0  # what a saturated head says
-    model.policy.optimizer.zero_grad()
-    loss, statistics = model._loss(forced)
-    loss.backward()
-    assert statistics.isfinite().all()
-    assert not model.policy.action_net.weight.grad.any()
-    assert model.policy.value_net.weight.grad.any()
-    model._loss(free)[0].backward()
-    assert model.policy.action_net.weight.grad.any()
-
-
 class Alternating(DummyVecEnv):
     """Shows two states by turns, and forces actions in the second one."""
 
@@ -117,14 +100,6 @@ def test_forced_actions_need_a_discrete_space(shape):
     env.forced_actions = np.zeros(shape, int)
     with pytest.raises(ValueError, match=r"forced_actions need .* a Discrete action space, got"):
         HeadPPO("MlpPolicy", env, **SMALL).learn(32)
-
-
-def test_nothing_is_forced_in_the_next_environment():
-    model, _ = played(HeadPPO, Forcing())
-    assert model._rollout["forced"].any()
-    model.set_env(DummyVecEnv([lambda number=number: Count(number) for number in range(4)]))
-    model.learn(64)
-    assert not model._rollout["forced"].any()
 
 
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
