@@ -109,7 +109,7 @@ def longer_vae_claims() -> Iterator[Claim]:
 
 
 def other_vae_claims() -> Iterator[Claim]:
-    """Plain SGD, the score function, high rates, a dense VAE."""
+    """Plain SGD, the score function, high rates."""
     sgd = "optimizer=sgd gradient_clip=0 learning_rate=0.001|0.003|0.01|0.03"
     numbers = []
     for size, data in product(SMALL, ("gray", "binary")):
@@ -163,35 +163,6 @@ def other_vae_claims() -> Iterator[Claim]:
     cells = [cell for cell in nll.values() if "0.003" in cell]
     worse = sum(cell["0.003"] == max(cell.values()) for cell in cells)
     yield Claim("vae/README.md", "0.003 is the worst rate in {} of {} cells", [worse, len(cells)])
-
-    pair = [by_seed("vae/dense_curve.csv", f"head={head}") for head in BOTH]
-    gaps = [mean(differences(pair, f"val/loss_{step}")) for step in (2000, 12000)]
-    ratio = np.exp(mean(measures.log_factors(pair)))
-    text = (
-        "softmax is {} nats of validation loss ahead after 2,000 steps and {} behind after 12,000"
-    )
-    yield Claim("vae/README.md", f"{text}, with a factor of {{}}", [-gaps[0], gaps[1], ratio])
-    yield Claim("README.md", "dense, (10, 16) | straight-through Gumbel | {}", [ratio])
-
-
-def latent_claims() -> Iterator[Claim]:
-    """The factors of README.md's table of data, architectures and estimators."""
-    rows = []
-    for size, K in (("(10, 8)", "8"), ("(20, 16)", "16"), ("(20, 32)", "32")):
-        pair = [mechanism_claims.mechanism(K, head) for head in BOTH]
-        rows.append((f"| MNIST | convolutional, {size} | straight-through Gumbel", pair))
-    for N, K in (("10", "8"), ("20", "32")):
-        where = f"num_latents={N} num_categories={K} variant=binary"
-        pair = [by_seed("vae/longest_curve.csv", f"{where} head={head}") for head in BOTH]
-        rows.append(
-            (f"| MNIST, binary | convolutional, ({N}, {K}) | straight-through Gumbel", pair)
-        )
-        pair = [mechanism_claims.probing(K, head, "draws=8") for head in BOTH]
-        rows.append((f"| MNIST | convolutional, ({N}, {K}) | Gumbel, eight draws", pair))
-    for words, pair in rows:
-        ratios = measures.log_factors(pair, until=60000)
-        numbers = [*measures.factor(ratios), len(ratios)]
-        yield Claim("README.md", f"{words} | {INTERVAL}, n = {{}} |", numbers)
 
 
 def graph_claims() -> Iterator[Claim]:
@@ -293,7 +264,6 @@ def label_claims() -> Iterator[Claim]:
 CLAIMS = (
     *(mechanism_claims.factors, mechanism_claims.rotation, mechanism_claims.noise_and_coupling),
     *(vae_claims, longer_vae_claims, other_vae_claims),
-    latent_claims,
     *(graph_claims, estimator_claims, label_claims),
     *(wider.breakout_and_seaquest, wider.claims),
 )

@@ -1,6 +1,6 @@
 """Claims of the newer studies: less noise, architectures, other data, and PPO with more seeds.
 
-    python paper/wider.py  # their tables, row by row
+    python paper/wider.py  # prints their tables, and renews the rows that pages have
 
 Factors are softmax's steps divided by a head's to the same validation loss, with 95 % intervals
 over seeds. A crossing is the last step at which the mean curves of softmax and a head change
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
+import mechanism_claims
 import numpy as np
 from measures import (
     BOTH,
@@ -39,6 +40,14 @@ SOFTMAX = "softmax"
 
 UNTIL = (2500, 5000, 10000)  # steps: the losses of without_noise.yaml are softmax's after these
 GAMES = ("Asterix", "Breakout", "Seaquest", "SpaceInvaders")
+MODELS = (  # encoder, decoder
+    *(("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense")),
+    ("conv-plain", "conv-plain"),
+)
+GLYPH_ESTIMATORS = {
+    "gumbel": "straight-through Gumbel",
+    "straight-through": "straight-through, 1 % unimix",
+}
 Returns = dict[str, list[float]]  # by game
 
 
@@ -94,19 +103,68 @@ def _bootstrap(samples: list[Numbers], statistic: Callable[..., np.ndarray]) -> 
 # -- claims ----------------------------------------------------------------------------------------
 
 
+def numbers_and_cells(pair: Pair, until: int) -> tuple[Numbers, str]:
+    """The factor with its interval, or alone if there is one seed."""
+    ratios = log_factors(pair, until)
+    if len(ratios) == 1:
+        return [float(np.exp(ratios[0]))], "{}"
+    return factor(ratios), INTERVAL
+
+
 def factor_row(page: str, words: str, pair: Pair, until: tuple[int, ...] = (10**9,)) -> list[Claim]:
     """A row of a table: seeds, the factor at each loss, and where the curves cross."""
     count = len(pair[0].keys() & pair[1].keys())
-    if count < 2:
+    if count == 0:
         return []
     numbers: Numbers = [count]
+    cells = ["{}"]
     for steps in until:
-        numbers += factor(log_factors(pair, steps))
+        factors, cell = numbers_and_cells(pair, steps)
+        numbers += factors
+        cells.append(cell)
     where = crossing(pair)
+    cells.append("{}" if np.isfinite(where) else "none")
     if np.isfinite(where):
-        numbers.append(round(where, -2))
-    cells = ["{}", *[INTERVAL] * len(until), "{}" if np.isfinite(where) else "none"]
+        numbers.append(int(round(where, -2)))
     return [Claim(page, f"| {words} | {' | '.join(cells)} |", numbers)]
+
+
+def latents() -> Iterator[Claim]:
+    """The table of data, architectures and estimators in README.md: sigmoid against softmax."""
+    runs: dict[tuple[str, int], Pair] = {}
+    gumbel = "straight-through Gumbel"
+    for size, K in (("(10, 8)", "8"), ("(20, 16)", "16"), ("(20, 32)", "32")):
+        pair = [mechanism_claims.mechanism(K, head) for head in BOTH]
+        runs[f"MNIST | convolutional, {size} | {gumbel}", 60000] = pair
+    for N, K in (("10", "8"), ("20", "32")):
+        size = f"num_latents={N} num_categories={K} variant=binary"
+        pair = [by_seed("vae/longest_curve.csv", f"{size} head={head}") for head in BOTH]
+        runs[f"MNIST, binary | convolutional, ({N}, {K}) | {gumbel}", 60000] = pair
+        pair = [mechanism_claims.probing(K, head, "draws=8") for head in BOTH]
+        runs[f"MNIST | convolutional, ({N}, {K}) | {gumbel}, 8 draws", 60000] = pair
+    settings = {
+        gumbel: "estimator=gumbel draws=1",
+        f"{gumbel}, 64 draws": "estimator=gumbel draws=64",
+        "score function, 64 draws": "estimator=score-function draws=64",
+    }
+    for words, where in settings.items():
+        pair = [by_seed("without_noise/curves.csv", f"{where} head={head}") for head in BOTH]
+        runs[f"MNIST | convolutional, (10, 8) | {words}", 10000] = pair
+    for encoder, decoder in MODELS:
+        where = f"encoder={encoder} decoder={decoder}"
+        pair = [by_seed("architecture/curves.csv", f"{where} head={head}") for head in BOTH]
+        runs[f"MNIST | {encoder} encoder, {decoder} decoder, (10, 16) | {gumbel}", 20000] = pair
+    if (PAPER / "glyphs" / "curves.csv").is_file():
+        for K, (estimator, words) in product(("16", "32"), GLYPH_ESTIMATORS.items()):
+            where = f"num_categories={K} estimator={estimator}"
+            pair = [by_seed("glyphs/curves.csv", f"{where} head={head}") for head in BOTH]
+            runs[f"letters of free fonts | convolutional, (20, {K}) | {words}", 20000] = pair
+    for (words, steps), compared in runs.items():
+        count = len(compared[0].keys() & compared[1].keys())
+        if count:
+            numbers, cell = numbers_and_cells(compared, steps)
+            sentence = f"| {words} | {steps:,} | {cell} | {{}} |"
+            yield Claim("README.md", sentence, [*numbers, count])
 
 
 def without_noise() -> Iterator[Claim]:
@@ -122,8 +180,7 @@ def without_noise() -> Iterator[Claim]:
 
 def architecture() -> Iterator[Claim]:
     """Factors of sigmoid over softmax in each model."""
-    kinds = (("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense"))
-    for encoder, decoder in (*kinds, ("conv-plain", "conv-plain")):
+    for encoder, decoder in MODELS:
         model = f"encoder={encoder} decoder={decoder}"
         pair = [by_seed("architecture/curves.csv", f"{model} head={head}") for head in BOTH]
         words = f"{encoder} | {decoder} | {rates_of(pair)}"
@@ -132,7 +189,7 @@ def architecture() -> Iterator[Claim]:
 
 def glyphs() -> Iterator[Claim]:
     """Factors of trees over softmax at each size, with each estimator."""
-    for K, estimator, head in product(("16", "32"), ("gumbel", "straight-through"), TREES):
+    for K, estimator, head in product(("16", "32"), GLYPH_ESTIMATORS, TREES):
         setting = f"num_categories={K} estimator={estimator}"
         pair = [by_seed("glyphs/curves.csv", f"{setting} head={x}") for x in (SOFTMAX, head)]
         words = f"(20, {K}) | {estimator} | {head} | {rates_of(pair)}"
@@ -234,6 +291,7 @@ def table_rows() -> Iterator[Claim]:
     for study, rows in tables.items():
         if (PAPER / study / "curves.csv").is_file():
             yield from rows()
+    yield from latents()
     yield from minatar()
 
 
@@ -245,7 +303,17 @@ def claims() -> Iterator[Claim]:
             yield claim
 
 
+def write(claim: Claim) -> None:
+    """Print a row, and put it in the place of the row of its page that has the same words."""
+    numbers = [f"{n:,}" if isinstance(n, int) else f"{n:.2f}" for n in claim.computed]
+    row = claim.sentence.format(*numbers).replace("-0.00", "0.00")
+    print(row)
+    path = PAPER / claim.page
+    words = claim.sentence.partition("{}")[0]
+    lines = [row if line.startswith(words) else line for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+
+
 if __name__ == "__main__":
     for claim in table_rows():
-        numbers = [str(n) if isinstance(n, int) else f"{n:.2f}" for n in claim.computed]
-        print(claim.page, claim.sentence.format(*numbers))
+        write(claim)
