@@ -260,7 +260,9 @@ class CustomActivation:
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The function itself; an infinite score makes one side certain."""
         x, infinite, _ = self._arguments(scores, constants)
-        left, right = (torch.where(infinite, 0.0, each) for each in self.function(x))
+        left, right = self.function(x)
+        left = torch.where(infinite, 0.0, left)
+        right = torch.where(infinite, 0.0, right)
         return _impossible_at_infinity(left, right, scores)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:

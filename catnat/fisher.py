@@ -62,9 +62,9 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
     gradients = _scores_at(head, scores, uniforms)
     half = len(uniforms) // 2
     with without_autocast(gradients):
-        halves = (gradients[:half], gradients[half:])
-        rows = [each.movedim(0, -3).flatten(-3, -2) for each in halves]  # (*, M / 2 B, S)
-        return torch.stack([each.mT @ each / each.shape[-2] for each in rows])
+        draws = (gradients[:half], gradients[half:])
+        halves = [part.movedim(0, -3).flatten(-3, -2) for part in draws]  # (*, M / 2 B, S)
+        return torch.stack([rows.mT @ rows / rows.shape[-2] for rows in halves])
 
 
 def _scores_at(head: CategoricalHead, scores: Tensor, uniforms: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def _eigenvalues(matrices: Tensor) -> Tensor:
     """
     wide = matrices if matrices.device.type == "mps" else matrices.double()
     try:
-        found: Tensor = torch.linalg.eigvalsh(wide).to(matrices.dtype)
-        return found
+        eigenvalues: Tensor = torch.linalg.eigvalsh(wide).to(matrices.dtype)
+        return eigenvalues
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return torch.full_like(matrices[..., 0], torch.nan)
 

@@ -36,8 +36,8 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
         """p (1 - p)."""
         p = self.probs(scores)
         top = p.argmax(-1, keepdim=True)  # 1 - p loses accuracy for the largest p only
-        others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
-        return p * (1 - p).scatter(-1, top, others)
+        remainder = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return p * (1 - p).scatter(-1, top, remainder)
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:
         """diag(mean p) - P^T P / B over the B rows P."""
@@ -97,8 +97,8 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         q, support, n = self._support(scores)
         total = q.sum(-1)[..., None, None] / n[..., None].square()
         cross = q[..., :, None] * support[..., None, :] / n[..., None]
-        both = support[..., :, None] * support[..., None, :]
-        return torch.diag_embed(q) - cross - cross.transpose(-1, -2) + total * both
+        inside = support[..., :, None] * support[..., None, :]
+        return torch.diag_embed(q) - cross - cross.mT + total * inside
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """(1 - 2/n) / p_i + sum_k 1/p_k / n^2 on the support, 0 elsewhere."""

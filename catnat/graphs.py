@@ -55,12 +55,12 @@ def score_function_direction(error: Tensor, distance: Tensor, graphs: Tensor) ->
     M = error.shape[0]
     if M < 3:
         raise ValueError(f"the leave-one-out baseline of pairs needs M >= 3 samples, got M = {M}")
-    error, distance = at_least_float32(error.detach()), at_least_float32(distance.detach())
-    error, distance = error.mean(1), distance.mean(0)  # (M,), (M, M)
-    others = (error.sum() - error) / (M - 1)  # b_m
-    own = distance.sum(1)  # r_m
-    pairs = (distance.sum() - 2 * own) / ((M - 1) * (M - 2))  # p_m
-    weight = (error - others - own / (M - 1) + pairs) / M  # c_m
+    error = at_least_float32(error.detach()).mean(1)  # (M,)
+    distance = at_least_float32(distance.detach()).mean(0)  # (M, M)
+    b = (error.sum() - error) / (M - 1)
+    r = distance.sum(1)
+    p = (distance.sum() - 2 * r) / ((M - 1) * (M - 2))
+    weight = (error - b - r / (M - 1) + p) / M  # c_m
     with without_autocast(weight):
         direction: Tensor = torch.tensordot(weight, (graphs - graphs[0]).to(weight.dtype), 1)
     return direction
@@ -104,11 +104,12 @@ def local_expectation_direction(
     chosen = (row * num_flips + turn) % M  # graphs of each pair, (F, B)
     at_once = max(1, _FLIPPED_AT_ONCE // (B * N * N))
     total = torch.zeros_like(graphs[0])
-    for some in chosen.split(at_once):
-        mine, sign = outputs[some, row], 1 - 2 * graphs[some]
-        total += flip_gains(messages, mine - target, sign)
+    for flipped in chosen.split(at_once):
+        predicted = outputs[flipped, row]
+        sign = 1 - 2 * graphs[flipped]
+        total += flip_gains(messages, predicted - target, sign)
         # The factor 1/2 of the second term cancels: both graphs of a pair have that edge.
-        total -= flip_gains(messages, mine - outputs[(some + 1) % M, row], sign)
+        total -= flip_gains(messages, predicted - outputs[(flipped + 1) % M, row], sign)
     return total / (num_flips * B)
 
 
@@ -205,8 +206,8 @@ class GraphConvolution(nn.Module):
 
 def as_predictor(module: nn.Module) -> nn.Module:
     """The module itself, or wrapped to take M graphs at once if it is one of torch-geometric's."""
-    known: Any = sys.modules.get("torch_geometric.nn")  # no import: without it no module is of it
-    dense = type(module).__module__.startswith("torch_geometric.nn.dense.")
-    if dense or (known is not None and isinstance(module, known.MessagePassing)):
+    geometric: Any = sys.modules.get("torch_geometric.nn")  # imported, if the module is one of its
+    is_dense = type(module).__module__.startswith("torch_geometric.nn.dense.")
+    if is_dense or (geometric is not None and isinstance(module, geometric.MessagePassing)):
         return GraphConvolution(module)
     return module

@@ -237,7 +237,7 @@ class CategoricalHead(nn.Module, ABC):
     def _mean_fisher(self, scores: Tensor) -> Tensor:
         """:meth:`fisher` averaged over B rows, (B, S) -> (S, S) or (T, B, S) -> (T, S, S)."""
         if scores.dim() > 2:
-            return torch.stack([self.mean_fisher(each) for each in scores])
+            return torch.stack([self.mean_fisher(rows) for rows in scores])
         return self.fisher(scores).mean(0)
 
     def step_fishers(self, scores: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class RowMeans(Metric):
     def add_rows(self, **rows: Tensor) -> None:
         """Add the values of B rows, (B, *) each."""
         count = len(next(iter(rows.values())))
-        self.update(count, **{name: each.double().sum(0) for name, each in rows.items()})
+        self.update(count, **{name: values.double().sum(0) for name, values in rows.items()})
 
     def reset(self) -> None:
         """Forget all rows. No row is a result too, so ``compute`` may follow at once."""

@@ -36,13 +36,16 @@ class MixedHead(CategoricalHead):
     def __init__(self, inner: CategoricalHead, mix: float) -> None:
         require_within(0, 1, "()", mix=mix)
         super().__init__(inner.num_categories)
-        self.inner, self.mix = inner, float(mix)
-        self.num_scores, self.validate_args = inner.num_scores, inner.validate_args
+        self.inner = inner
+        self.mix = float(mix)
+        self.num_scores = inner.num_scores
+        self.validate_args = inner.validate_args
         self.name = getattr(inner, "name", type(inner).__name__)
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
-        inner, allowed = self.inner._finite_log_probs(scores), self.allowed(scores)
+        inner = self.inner._finite_log_probs(scores)
+        allowed = self.allowed(scores)
         return torch.where(allowed, self._mixed(inner, allowed.sum(-1, keepdim=True)), inner)
 
     def inverse(self, probs: Tensor) -> Tensor:
@@ -65,8 +68,9 @@ class MixedHead(CategoricalHead):
             )
         p = torch.where(allowed, (q - share).clamp_min(0), 0.0)
         p = torch.where(low.any(-1, keepdim=True), torch.nan, p / p.sum(-1, keepdim=True))
-        scores, own = self.inner.inverse(p.to(probs.dtype)), type(self.inner)._filled
-        maskable = self.num_scores == self.num_categories or own is not CategoricalHead._filled
+        scores = self.inner.inverse(p.to(probs.dtype))
+        overrides = type(self.inner)._filled is not CategoricalHead._filled
+        maskable = self.num_scores == self.num_categories or overrides
         if not maskable and (not can_branch_on(q) or bool(allowed.all())):
             return scores
         return self.inner._filled(scores, allowed)
@@ -108,12 +112,13 @@ class MixedHead(CategoricalHead):
         share = log_probs + math.log1p(-self.mix)
         excess = share - uniform
         larger = excess > 0
-        rest = torch.where(larger, -excess, excess)  # not -abs: its slope at 0 is 0
-        return torch.where(larger, share, uniform) + softplus(rest)
+        gap = torch.where(larger, -excess, excess)  # not -abs: its slope at 0 is 0
+        return torch.where(larger, share, uniform) + softplus(gap)
 
     def _fisher_root(self, scores: Tensor) -> Tensor:
         """R with R^T R = G: the gradients of q_k in the scores over sqrt(q_k), (*, K, S)."""
-        scores, K = self._checked(scores), self.num_categories
+        scores = self._checked(scores)
+        K = self.num_categories
         q = self.probs(scores)
         jacobian: Tensor
         pull = vjp(self.inner.probs, scores)[1]

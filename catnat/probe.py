@@ -82,20 +82,21 @@ class HeadProbe:
         named: dict[str, Tensor],
         output: Any,
     ) -> None:
-        given = dict(zip(("scores", "mask"), inputs, strict=False)) | named
-        scores, mask = given.get("scores"), given.get("mask")
-        if isinstance(scores, Tensor):
-            scores = scores.detach()
-            filled = scores.clone() if mask is None else self.heads[name].masked(scores, mask)
-            self.scores[name] = filled
+        arguments = dict(zip(("scores", "mask"), inputs, strict=False)) | named
+        scores = arguments.get("scores")
+        mask = arguments.get("mask")
+        if isinstance(scores, Tensor) and mask is None:
+            self.scores[name] = scores.detach().clone()
+        elif isinstance(scores, Tensor):
+            self.scores[name] = self.heads[name].masked(scores.detach(), mask)
 
 
 def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:
     """Heads by name, without those that are inside another head."""
     heads: dict[str, CategoricalHead] = {}
     inside: set[nn.Module] = set()
-    for name, each in module.named_modules():  # a head comes before the heads inside it
-        if isinstance(each, CategoricalHead) and each not in inside:
-            heads[name] = each
-            inside.update(each.modules())
+    for name, part in module.named_modules():  # a head comes before the heads inside it
+        if isinstance(part, CategoricalHead) and part not in inside:
+            heads[name] = part
+            inside.update(part.modules())
     return heads

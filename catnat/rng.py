@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:
     """The states of the generators of torch, NumPy and Python on each rank, as plain values."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *position = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *position),
         "python": random.getstate(),
     }
     if not (dist.is_available() and dist.is_initialized()):
@@ -43,8 +43,8 @@ def set_random_states(states: list[dict[str, Any]], device: torch.device, rank: 
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     random.setstate(state["python"])
     if is_new:
         torch.manual_seed(int(torch.randint(2**62, ())))

@@ -29,7 +29,6 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -100,39 +99,6 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
 
 
-def right_shares(num_categories: int) -> list[tuple[float, int]]:
-    """Share of a node's leaves that lie below its bit-1 child: runs of nodes with equal shares.
-
-    Returns:
-        (share, number of nodes) of each run, in the order of the nodes; at most three a level.
-
-    >>> right_shares(5)
-    [(0.4, 1), (0.3333333333333333, 1), (0.5, 2)]
-    """
-    K = num_categories
-    runs: list[tuple[float, int]] = []
-    for first, last in levels(K):
-        middle = (K - 1) >> ((K - 1).bit_length() - first.bit_length())  # above the last node
-        for start, end in ((first, middle), (middle, middle + 1), (middle + 1, last)):
-            if start < end:
-                left, right = _num_leaves(2 * start, K), _num_leaves(2 * start + 1, K)
-                runs.append((right / (left + right), end - start))
-    return [
-        (share, sum(count for _, count in group))
-        for share, group in itertools.groupby(runs, key=lambda run: run[0])
-    ]
-
-
-def _num_leaves(node: int, num_categories: int) -> int:
-    """Leaves at or below a heap node."""
-    total = 0
-    low = high = node
-    while low < 2 * num_categories:
-        total += max(0, min(high, 2 * num_categories - 1) - max(low, num_categories) + 1)
-        low, high = 2 * low, 2 * high + 1
-    return total
-
-
 def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tensor]:
     """The nodes above each leaf, from the leaf up, (*) -> (*, H) each.
 
@@ -160,12 +126,6 @@ def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor
         if torch.equal(leaves.sort().values, torch.arange(num_categories, device="cpu")):
             return leaves
     return torch.tensor(checked_order(order, num_categories), device="cpu")
-
-
-def inverse_order(leaves: Tensor) -> Tensor:
-    """The class of each leaf from the leaf of each class, (K,) -> (K,)."""
-    classes = torch.arange(len(leaves), device=leaves.device)
-    return torch.empty_like(leaves).scatter_(0, leaves, classes)
 
 
 def walk_down(

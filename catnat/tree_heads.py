@@ -29,7 +29,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import checked_leaves, inverse_order, path_sums, right_shares, subtree_sums
+from catnat.tree import checked_leaves, path_sums, subtree_sums
 
 _Leaves = tuple[Tensor, Tensor]
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
@@ -84,11 +84,9 @@ class CatnatHead(CategoricalHead):
         self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        self.order = None
-        if order is not None:
-            leaves = checked_leaves(order, self.num_categories)
-            self.order = tuple(leaves.tolist())
-            self.tree_id = (num_categories, hashlib.sha256(array("q", self.order)).digest())
+        leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
+        self.order = tuple(leaves) or None
+        self.tree_id = (self.num_categories, hashlib.sha256(array("q", leaves)).digest())
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
         self._is_lazy = self._has_paths and self.activation.is_fused
@@ -99,7 +97,6 @@ class CatnatHead(CategoricalHead):
     def _fill_cache(self) -> None:
         """Derive from the options what the default device needs, before anything is traced."""
         self._ordering(torch.empty(0))
-        self._runs(torch.empty(0))
         for dtype in (torch.float32, torch.float64) if self.activation.is_fused else ():
             self.constants(torch.empty(0, dtype=dtype))
 
@@ -136,7 +133,7 @@ class CatnatHead(CategoricalHead):
         leaves = self._allowed_leaves(mask, scores.dtype)
         if self.uniform_at_zero:
             if before is None:
-                old_leaves = self._cached(scores, "leaves", self._make_leaves)
+                old_leaves = self._cached(scores, "numbers of leaves", self._make_leaves)
             else:  # scores that were masked before have moved already
                 old_leaves = self._allowed_leaves(before, scores.dtype)
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
@@ -148,9 +145,9 @@ class CatnatHead(CategoricalHead):
             table: Tensor = self._cached(leaves[0], "table", self._make_table)
             entries = table.flatten()
             return entries[_entry(table, *leaves)] - entries[_entry(table, *old_leaves)]
-        same = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
+        unchanged = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
         shift = self._at_share(_shares(*leaves)) - self._at_share(_shares(*old_leaves))
-        return torch.where(same, 0.0, shift)
+        return torch.where(unchanged, 0.0, shift)
 
     def _make_table(self, device: torch.device) -> Tensor:
         """x at which a node divides its leaves evenly, by their numbers on the two sides."""
@@ -160,7 +157,8 @@ class CatnatHead(CategoricalHead):
 
     def _make_leaves(self, device: torch.device) -> _Leaves:
         """Numbers of leaves below the two children of each node, (S,) each."""
-        return subtree_sums(torch.ones(self.num_categories, device=device))
+        ones = torch.ones(self.num_categories, dtype=torch.float64, device=device)
+        return subtree_sums(ones)
 
     def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
         return _decided(scores, *self._allowed_leaves(mask, scores.dtype))
@@ -272,12 +270,8 @@ class CatnatHead(CategoricalHead):
         """Leaves of the classes and classes of the leaves, on the device of x."""
         if self.order is None:
             return None, None
-        leaves, classes = self._cached(x, "order", self._make_ordering)
-        return leaves, classes
-
-    def _make_ordering(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        leaves = torch.tensor(self.order, device=device)
-        return leaves, inverse_order(leaves)
+        leaves = self._cached(x, "leaves", lambda device: torch.tensor(self.order, device=device))
+        return leaves, self._cached(x, "classes", lambda _: leaves.argsort())
 
     def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores.
@@ -304,14 +298,18 @@ class CatnatHead(CategoricalHead):
 
     def _node_shifts(self, like: Tensor) -> Tensor:
         """x at which every node divides its leaves evenly: a(x) is the share of its bit-1 child."""
-        shares, run = self._runs(like)
-        if self.activation.is_fused or not (is_plain(like) and self._is_elementwise(shares)):
-            return self._at_share(shares.index_select(0, run))
-        return self._at_share(shares).index_select(0, run)  # a search, for a few shares alone
+        if self.activation.is_fused or not (is_plain(like) and self._is_elementwise(like)):
+            return self._at_share(_shares(*self._make_leaves(like.device)))
+
+        def make(device: torch.device) -> Any:
+            return _shares(*self._make_leaves(device)).unique(return_inverse=True)
+
+        shares, index = self._cached(like, "shares", make)
+        return self._at_share(shares)[index]  # a search, for a few different shares alone
 
     def _is_elementwise(self, like: Tensor) -> bool:
         """Whether log_activation takes any number of nodes; not if it has a parameter for each."""
-        x = like.new_zeros(self.num_scores + 2)
+        x = torch.zeros(self.num_scores + 2, dtype=torch.float64, device=like.device)
         try:
             return self.log_activation(x)[0].shape == x.shape
         except RuntimeError:
@@ -322,34 +320,19 @@ class CatnatHead(CategoricalHead):
         x = self.activation.inverse(1 - shares, shares)
         return torch.where(shares == 0.5, 0.0, x) if self.activation.is_symmetric else x
 
-    def _runs(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The few different shares of a tree in float64, and which of them each node has, (S,)."""
-        shares, run = self._cached(like, "runs", self._make_runs)
-        return shares, run
-
-    def _make_runs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Without a copy from the host, which a captured step cannot make."""
-        runs = right_shares(self.num_categories)
-        wide = torch.float64
-        shares = [torch.full((1,), share, dtype=wide, device=device) for share, _ in runs]
-        index = [torch.full((count,), i, device=device) for i, (_, count) in enumerate(runs)]
-        return torch.cat(shares), torch.cat(index)
-
     def _cached(self, x: Tensor, key: object, make: Callable[[torch.device], Any]) -> Any:
         """What ``make`` derives from the options, kept for each device unless x is being traced."""
         device_key = (key, x.device)
-        if is_plain(x):
-            if device_key not in self._cache:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._cache[device_key] = make(x.device)
-            return self._cache[device_key]
-        if device_key in self._cache and takes_real_tensors(x):
-            return self._cache[device_key]
-        return make(x.device)
+        if not is_plain(x) and not (device_key in self._cache and takes_real_tensors(x)):
+            return make(x.device)
+        if device_key not in self._cache:
+            with torch.inference_mode(False), torch.no_grad():
+                self._cache[device_key] = make(x.device)
+        return self._cache[device_key]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, but not an option again: constants depend on the options."""
-        if name in _OPTIONS and vars(self).get(name) is not None:
+        if name in _OPTIONS and name in vars(self):
             raise AttributeError(
                 f"{name} of a {type(self).__name__} cannot change; "
                 f"make another head with {name}={value!r}"
@@ -443,8 +426,8 @@ def _shares(left: Tensor, right: Tensor) -> Tensor:
     1/2 where the mask decides. Computed on the device of the mask: a captured step cannot copy
     from the host.
     """
-    both = (left > 0) & (right > 0)
-    return torch.where(both, right, 1.0).double() / torch.where(both, left + right, 2.0)
+    is_open = (left > 0) & (right > 0)
+    return torch.where(is_open, right, 1.0).double() / torch.where(is_open, left + right, 2.0)
 
 
 def _entry(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -454,7 +437,8 @@ def _entry(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _decided(scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Scores, infinite at the nodes that have allowed leaves on one side alone."""
-    has_left, has_right = left > 0, right > 0
+    has_left = left > 0
+    has_right = right > 0
     one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
     return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 

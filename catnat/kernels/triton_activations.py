@@ -3,7 +3,7 @@
 ``NATURAL`` says which one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. ``CENTERED`` says
 that all nodes are centered at 0. The numbers rate, high, low, joint, slope and edge are those of a
 :class:`~catnat.activations.NaturalActivation`: rate, half_width, joint, steepness and log_at_edge.
-``known`` holds the constants of the nodes, how many nodes there are, and these numbers.
+``settings`` holds the constants of the nodes, how many nodes there are, and these numbers.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def _floored(total):
 
 
 @triton.jit
-def _log_activation(s, node, known, inside, NATURAL: tl.constexpr, CENTERED: tl.constexpr):
+def _log_activation(s, node, settings, inside, NATURAL: tl.constexpr, CENTERED: tl.constexpr):
     """log(1 - a) and log a."""
-    constants, S, rate, high, low, joint, slope, edge = known
+    constants, S, rate, high, low, joint, slope, edge = settings
     if NATURAL:
         above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
         upper = above < below
@@ -154,9 +154,9 @@ def _log_activation(s, node, known, inside, NATURAL: tl.constexpr, CENTERED: tl.
 
 
 @triton.jit
-def _slopes(s, node, known, inside, NATURAL: tl.constexpr, CENTERED: tl.constexpr):
+def _slopes(s, node, settings, inside, NATURAL: tl.constexpr, CENTERED: tl.constexpr):
     """-d log(1 - a)/ds and d log a/ds."""
-    constants, S, rate, high, low, joint, slope, edge = known
+    constants, S, rate, high, low, joint, slope, edge = settings
     if NATURAL:
         above, below = _distances(s, node, constants, S, high, low, inside, CENTERED)
         upper = above < below

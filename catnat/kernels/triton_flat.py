@@ -14,15 +14,21 @@ _LOWEST = tl.constexpr(-largest_score(torch.float32))
 _OVERFLOWS = tl.constexpr(-1e30)  # a difference of scores overflows only if one is lower
 
 
+@triton.jit
+def _places(rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """Which rows of a program exist, which of its numbers do, and where they are in memory."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, P)
+    exists = (row < rows)[:, None]
+    return exists, exists & (column < K)[None, :], row[:, None] * K + column[None, :]
+
+
 @triton.jit(do_not_specialize=["rows"])
 def sparsemax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    column = tl.arange(0, P)
-    inside = (row < rows)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
+    exists, inside, offset = _places(rows, K, R, P)
     s = tl.load(scores + offset, mask=inside, other=float("-inf"))
-    s = tl.where((row < rows)[:, None], s, 0.0)
+    s = tl.where(exists, s, 0.0)
     top = tl.max(s, axis=1)[:, None]
     z = s - top
     broken = tl.sum((s != s).to(tl.int32), axis=1)[:, None] > 0
@@ -62,10 +68,7 @@ def sparsemax_backward(
     log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr
 ):
     """With g = grad / p on the support: g minus its mean there, 0 elsewhere."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    column = tl.arange(0, P)
-    inside = (row < rows)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
+    _, inside, offset = _places(rows, K, R, P)
     log_p = tl.load(log_probs + offset, mask=inside, other=_LOG_ZERO)
     support = (log_p <= _LOG_ZERO) == 0
     g = tl.load(grad + offset, mask=inside, other=0.0)
@@ -78,10 +81,7 @@ def sparsemax_backward(
 @triton.jit(do_not_specialize=["rows"])
 def softmax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """s - max s - log sum exp(s - max s) with the floors of ``numerics.floored``."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    column = tl.arange(0, P)
-    inside = (row < rows)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
+    _, inside, offset = _places(rows, K, R, P)
     s = tl.load(scores + offset, mask=inside, other=float("-inf"))
     z = s - tl.max(s, axis=1)[:, None]
     log_p = z - tl.log(tl.sum(tl.exp(z), axis=1))[:, None]
@@ -94,10 +94,7 @@ def softmax_backward(
     scores, log_probs, grad, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr
 ):
     """g - p sum g, where g is the gradient above the floor and 0 at the floor."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    column = tl.arange(0, P)
-    inside = (row < rows)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
+    _, inside, offset = _places(rows, K, R, P)
     s = tl.load(scores + offset, mask=inside, other=float("-inf"))
     log_p = tl.load(log_probs + offset, mask=inside, other=_LOWEST)
     g = tl.load(grad + offset, mask=inside, other=0.0)

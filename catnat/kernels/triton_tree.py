@@ -62,29 +62,29 @@ def forward_kernel(
     """Log-probabilities of the leaves."""
     K: tl.constexpr = P + REST
     S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
+    settings = (constants, S, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
     target = out + row[:, None] * K
-    here = tl.zeros((R, 1), tl.float32)
+    values = tl.zeros((R, 1), tl.float32)
     loaded = _load_levels(source, alive, HEIGHT)
     for level in tl.static_range(HEIGHT):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        left, right = _log_activation(loaded[level], node, known, node < S, NATURAL, CENTERED)
-        here = tl.interleave(here + left, here + right)
+        left, right = _log_activation(loaded[level], node, settings, node < S, NATURAL, CENTERED)
+        values = tl.interleave(values + left, values + right)
     if REST == 0:
-        tl.store(target + tl.arange(0, P)[None, :], _floored(here), mask=alive)
+        tl.store(target + tl.arange(0, P)[None, :], _floored(values), mask=alive)
     else:
         i = tl.arange(0, P)
         deep = i < REST
         node = P - 1 + i
         s = tl.load(source + node[None, :], mask=alive & deep[None, :], other=0.0)
-        left, right = _log_activation(s, node, known, deep, NATURAL, CENTERED)
+        left, right = _log_activation(s, node, settings, deep, NATURAL, CENTERED)
         pair = target + (P - REST + 2 * i)[None, :]
-        tl.store(pair, _floored(here + left), mask=alive & deep[None, :])
-        tl.store(pair + 1, _floored(here + right), mask=alive & deep[None, :])
-        tl.store(target + (i - REST)[None, :], _floored(here), mask=alive & (i >= REST)[None, :])
+        tl.store(pair, _floored(values + left), mask=alive & deep[None, :])
+        tl.store(pair + 1, _floored(values + right), mask=alive & deep[None, :])
+        tl.store(target + (i - REST)[None, :], _floored(values), mask=alive & (i >= REST)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -110,7 +110,7 @@ def backward_kernel(
     """Gradient in the scores, from that in the log-probabilities."""
     K: tl.constexpr = P + REST
     S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
+    settings = (constants, S, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = (row < rows)[:, None]
     source = scores + row[:, None] * S
@@ -118,26 +118,26 @@ def backward_kernel(
     leaf = grad + row[:, None] * K
     i = tl.arange(0, P)
     if REST == 0:
-        here = tl.load(leaf + i[None, :], mask=alive, other=0.0)
+        values = tl.load(leaf + i[None, :], mask=alive, other=0.0)
     else:
         deep = i < REST
         node = P - 1 + i
-        both = alive & deep[None, :]
-        s = tl.load(source + node[None, :], mask=both, other=0.0)
-        left, right = _slopes(s, node, known, deep, NATURAL, CENTERED)
+        deep_alive = alive & deep[None, :]
+        s = tl.load(source + node[None, :], mask=deep_alive, other=0.0)
+        left, right = _slopes(s, node, settings, deep, NATURAL, CENTERED)
         pair = leaf + (P - REST + 2 * i)[None, :]
-        a = tl.load(pair, mask=both, other=0.0)
-        b = tl.load(pair + 1, mask=both, other=0.0)
-        tl.store(target + node[None, :], b * right - a * left, mask=both)
+        a = tl.load(pair, mask=deep_alive, other=0.0)
+        b = tl.load(pair + 1, mask=deep_alive, other=0.0)
+        tl.store(target + node[None, :], b * right - a * left, mask=deep_alive)
         shallow = alive & (i >= REST)[None, :]
-        here = a + b + tl.load(leaf + (i - REST)[None, :], mask=shallow, other=0.0)
+        values = a + b + tl.load(leaf + (i - REST)[None, :], mask=shallow, other=0.0)
     loaded = _load_levels(source, alive, HEIGHT)
     for level in tl.static_range(HEIGHT - 1, -1, -1):
         node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        left, right = _slopes(loaded[level], node, known, node < S, NATURAL, CENTERED)
-        a, b = tl.split(tl.reshape(here, (R, 1 << level, 2)))
+        left, right = _slopes(loaded[level], node, settings, node < S, NATURAL, CENTERED)
+        a, b = tl.split(tl.reshape(values, (R, 1 << level, 2)))
         tl.store(target + node[None, :], b * right - a * left, mask=alive)
-        here = a + b
+        values = a + b
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
@@ -164,7 +164,7 @@ def path_kernel(
 ):
     """Log-probabilities of leaves, or their gradient in the scores: up from a leaf to the root."""
     S = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
+    settings = (constants, S, rate, high, low, joint, slope, edge)
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = i < count
     k = tl.load(leaf + i, mask=alive, other=0)
@@ -183,11 +183,11 @@ def path_kernel(
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(scores + row + node, mask=inside, other=0.0)[None, :]
         if BACKWARD:
-            left, right = _slopes(s, node, known, inside, NATURAL, CENTERED)
+            left, right = _slopes(s, node, settings, inside, NATURAL, CENTERED)
             step = g * tl.where(right_hand[None, :], right, -left)
             tl.atomic_add(out + (row + node)[None, :], step, mask=inside[None, :])
         else:
-            left, right = _log_activation(s, node, known, inside, NATURAL, CENTERED)
+            left, right = _log_activation(s, node, settings, inside, NATURAL, CENTERED)
             total += tl.where(inside[None, :], tl.where(right_hand[None, :], right, left), 0.0)
     if not BACKWARD:
         total = tl.where(valid[None, :], _floored(total), float("nan"))
@@ -216,7 +216,7 @@ def sample_kernel(
 ):
     """Random leaves: down from the root."""
     S = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
+    settings = (constants, S, rate, high, low, joint, slope, edge)
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     alive = i < count
     source = scores + (i % rows) * S
@@ -225,7 +225,7 @@ def sample_kernel(
         inside = alive & (heap > 0) & (heap < K)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(source + node, mask=inside, other=0.0)[None, :]
-        left, _ = _log_activation(s, node, known, inside, NATURAL, CENTERED)
+        left, _ = _log_activation(s, node, settings, inside, NATURAL, CENTERED)
         left = tl.reshape(left, (R,)).to(tl.float64)
         u = tl.load(uniforms + i * HEIGHT + level, mask=alive, other=0.0)
         child = 2 * heap + (u >= tl.exp(left)).to(tl.int64)

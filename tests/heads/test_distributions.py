@@ -1,16 +1,20 @@
-"""HeadCategorical against torch's Categorical, and where they must differ: exact zeros."""
+"""Distributions of heads: HeadCategorical, its paths, its estimators, and its one-hot vectors."""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
-from cases import GRID, HEADS, make, random_scores
-from torch.distributions import Categorical, kl_divergence
+from cases import CATNAT, FUSED, GRID, HEADS, leaf_path, make, random_scores, slow
+from torch.distributions import Categorical, Independent, OneHotCategorical, kl_divergence
 
-from catnat import HeadCategorical, make_head
+from catnat import HeadCategorical, HeadOneHotCategorical, make_head
 from catnat.distributions import ESTIMATORS
+from catnat.numerics import LOG_ZERO
+from catnat.tree_heads import CatnatHead
 
 WITH_ZEROS = ("sparsemax", "natural")
 
@@ -87,15 +91,50 @@ def test_shapes():
     assert independent.log_prob(independent.sample()).shape == (2,)
 
 
-def test_validation():
-    q = make_head("natural", 5)(torch.zeros(4))
-    with pytest.raises(ValueError, match="value argument"):
-        q.log_prob(torch.tensor(5))
-    with pytest.raises(ValueError, match="value argument"):
-        q.expand((3,)).log_prob(torch.tensor(5))
+@pytest.mark.parametrize("K", [5, 1000])
+@pytest.mark.parametrize("name", HEADS)
+def test_log_prob_is_the_same_to_the_last_bit_in_any_batch_and_after_logits_were_read(name, K):
+    head = make_head(name, K)
+    scores = torch.randn(64, head.num_scores)
+    q = head(scores)
+    value = q.sample()
+    before = q.log_prob(value)
+    assert q.logits.shape == (64, K) and q.entropy().shape == (64,)
+    assert torch.equal(q.log_prob(value), before)  # so that a ratio of PPO is exactly 1
+    shuffled = torch.randperm(64)[:17]
+    assert torch.equal(head(scores[shuffled]).log_prob(value[shuffled]), before[shuffled])
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_value_that_is_not_a_category_is_an_error_or_nan(name):
+    head = make_head(name, 4)
+    scores = torch.zeros(3, head.num_scores)
+    wrong = torch.tensor([0, -1, 4])
+    for q in (head(scores), head(scores[0]).expand((3,))):
+        with pytest.raises(ValueError, match="value argument"):
+            q.log_prob(wrong)
+        for estimate in (q.path_entropy, lambda value, q=q: q.path_kl(q, value)):
+            for bad in (wrong, torch.tensor(1.5)):
+                with pytest.raises(ValueError, match="from 0 to 3, got"):
+                    estimate(bad)
+    with pytest.raises(ValueError, match="support"):
+        head(scores).one_hot().log_prob(torch.full((3, 4), 0.2))
+    head.validate_args = False
+    q = head(scores)
+    for _ in range(2):
+        assert q.log_prob(wrong).isnan().tolist() == [False, True, True]
+        assert q.logits.isfinite().all()  # reading them changes nothing
+    p = torch.distributions.Categorical(logits=torch.arange(4.0))
+    exact = kl_divergence(q, p)
+    torch.testing.assert_close(q.path_kl(p, torch.tensor([2, 0, 1])), exact)
 
 
 # ------------------------------------------------------------------------------- what goes in
+
+
+def test_an_impossible_category_given_as_minus_infinity_gets_the_floor():
+    q = HeadCategorical(torch.tensor([0.0, -math.inf]))
+    assert q.entropy() == 0 and q.logits.tolist() == [0.0, LOG_ZERO]
 
 
 def test_log_probabilities_that_are_not_normalized_are_refused():
@@ -209,9 +248,9 @@ def test_the_mean_over_all_categories_of_path_estimates_is_exact(name, options):
         weights = q.probs.detach()
         assert torch.allclose((weights * terms).sum(), exact)
         # The mean of the gradients is the gradient of the mean, in both distributions.
-        got = torch.autograd.grad((weights * terms).sum(), (ours, theirs), retain_graph=True,
-                                  allow_unused=True)  # fmt: skip
-        want = torch.autograd.grad(exact, (ours, theirs), retain_graph=True, allow_unused=True)
+        kept = {"retain_graph": True, "allow_unused": True}
+        got = torch.autograd.grad((weights * terms).sum(), (ours, theirs), **kept)
+        want = torch.autograd.grad(exact, (ours, theirs), **kept)
         for a, b in zip(got, want, strict=True):
             assert (a is None and b is None) or torch.allclose(a, b, atol=1e-12)
 
@@ -246,3 +285,149 @@ def test_rsample_offers_every_estimator_by_its_name(name):
         head(scores).rsample()
     with pytest.raises(ValueError, match="unknown estimator 'st'; choose from gumbel"):
         head(scores).rsample(estimator="st")
+
+
+def made(name: str, *batch: int, K: int = 5):
+    head = make_head(name, K)
+    scores = torch.randn(*batch, head.num_scores, dtype=torch.float64).requires_grad_()
+    return head(scores), scores
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_its_gradient_is_that_of_the_probabilities(name):
+    q, scores = made(name, 4)
+    weight = torch.randn(7, 4, 5, dtype=torch.float64)
+    (got,) = torch.autograd.grad(
+        (weight * q.rsample((7,), estimator="straight-through")).sum(), scores, retain_graph=True
+    )
+    (want,) = torch.autograd.grad((weight.sum(0) * q.probs).sum(), scores)
+    assert torch.allclose(got, want)
+
+
+@pytest.mark.parametrize("name", ["softmax", "natural"])
+def test_it_agrees_with_torch(name):
+    q, _ = made(name, 3, 2)
+    ours, theirs = q.one_hot(), OneHotCategorical(probs=q.probs)
+    assert isinstance(ours, HeadOneHotCategorical) and isinstance(ours, OneHotCategorical)
+    assert (ours.batch_shape, ours.event_shape) == (theirs.batch_shape, theirs.event_shape)
+    value = theirs.sample((7,))
+    for get in (
+        lambda d: d.mean,
+        lambda d: d.mode,
+        lambda d: d.variance,
+        lambda d: d.probs,
+        lambda d: d.entropy(),
+        lambda d: d.log_prob(value),
+        lambda d: d.log_prob(value[0, 0]),
+        lambda d: d.enumerate_support(),
+        lambda d: d.expand((4, 3, 2)).log_prob(value[:4]),
+    ):
+        assert torch.allclose(get(ours), get(theirs), atol=1e-6)
+    assert ours.expand((4, 3, 2)).rsample((2,)).shape == (2, 4, 3, 2, 5)
+    assert type(ours.expand((4, 3, 2))) is HeadOneHotCategorical
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_divergences(name):
+    (p, _), (q, _) = made(name, 3), made(name, 3)
+    want = kl_divergence(p, q)
+    assert torch.equal(kl_divergence(p.one_hot(), q.one_hot()), want)
+    plain = OneHotCategorical(logits=q.logits)
+    assert torch.allclose(kl_divergence(p.one_hot(), plain), want)
+    assert torch.allclose(kl_divergence(plain, p.one_hot()), kl_divergence(q, p), equal_nan=True)
+    whole = kl_divergence(Independent(p.one_hot(), 1), Independent(q.one_hot(), 1))
+    assert torch.allclose(whole, want.sum())
+
+
+@pytest.mark.parametrize("name", [n if n == "natural" else slow(n) for n in HEADS])
+def test_latents_of_a_world_model(name):
+    """32 latents as one event: sampled with gradient, scored, regularised; also compiled."""
+    torch._dynamo.reset()
+    head = make_head(name, 8, mix=0.01)
+
+    def loss(scores):
+        q = Independent(head(scores).one_hot(), 1)
+        z = q.rsample()
+        prior = Independent(head(torch.zeros_like(scores)).one_hot(), 1)
+        return z.flatten(1).square().sum(), q.entropy() + kl_divergence(q, prior), q.log_prob(z)
+
+    scores = torch.randn(4, 32, head.num_scores, requires_grad=True)
+    for each in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        size, rate, log_prob = each(scores)
+        assert size == 4 * 32 and rate.shape == log_prob.shape == (4,)
+        (gradient,) = torch.autograd.grad(size + rate.sum() + log_prob.sum(), scores)
+        assert gradient.isfinite().all() and gradient.any()
+
+
+@pytest.fixture
+def no_full_tree(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("all log-probabilities were computed")
+
+    monkeypatch.setattr(CatnatHead, "log_probs", refuse)
+
+
+@pytest.mark.parametrize("K", [2, 5, 32])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_distribution_computes_all_log_probabilities_only_when_asked(name, K, no_full_tree):
+    head = make(name, K)
+    q = head(torch.randn(3, K - 1, requires_grad=True))
+    for each in (q, q.expand((2, 3)), Independent(q, 1)):
+        each.log_prob(each.sample()).sum().backward()
+    assert q.one_hot_sample((2,)).shape == (2, 3, K)
+    assert q.batch_shape == (3,) and "HeadCategorical" in repr(q)
+    for ask in (lambda: q.logits, lambda: q.probs, q.entropy, lambda: q.mode):
+        with pytest.raises(AssertionError, match="all log-probabilities"):
+            ask()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_distribution_survives_copying_and_pickling(name):
+    head = make_head(name, 5)
+    q = head(torch.randn(3, head.num_scores))
+    for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), copy.copy(q)):
+        assert isinstance(twin, HeadCategorical)
+        assert torch.equal(twin.logits, q.logits)
+        assert twin.sample((2,)).shape == (2, 3)
+        assert torch.equal(twin.entropy(), q.entropy())
+
+
+@pytest.mark.parametrize("name", CATNAT)
+def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
+    head, scores = make_head(name, 5), torch.randn(3, 4, requires_grad=True)
+    value = torch.zeros(3, dtype=torch.int64)
+    with torch.no_grad():
+        q = head(scores)
+    assert not q.log_prob(value).requires_grad and not q.probs.requires_grad
+    q = head(scores)
+    with torch.no_grad():
+        assert q.logits.requires_grad and not q.entropy().requires_grad
+    q.entropy().sum().backward()
+    with torch.inference_mode():
+        q = head(scores)
+        assert q.log_prob(q.sample()).shape == q.entropy().shape == (3,)
+
+
+# --------------------------------------------------------------------------------- large K
+
+
+@pytest.mark.parametrize("K", [2**24 + 3, 2**24])
+def test_more_categories_than_multinomial_takes(K):
+    head = make_head("natural", K, uniform_at_zero=False)
+    scores = torch.zeros(1, K - 1).requires_grad_()
+    value = torch.tensor([[0], [K - 1], [2**24 - 1]])
+    depth = [len(leaf_path(int(k), K)) for k in value]
+    out = head.log_prob(scores, value)
+    want = -torch.tensor(depth)[:, None] * torch.tensor(2.0).log()
+    assert torch.allclose(out, want)
+    (grad,) = torch.autograd.grad(out.sum(), scores)
+    nodes = {node for k in value for node, _ in leaf_path(int(k), K)}
+    assert set(grad[0].nonzero().flatten().tolist()) <= nodes and grad.count_nonzero() > 24
+    q = head(scores.detach())
+    drawn = q.sample((1000,))
+    assert drawn.shape == (1000, 1) and len(drawn.unique()) > 990
+    assert 0 <= drawn.min() < K / 8 and K * 7 / 8 < drawn.max() < K
+    assert torch.allclose(
+        q.log_prob(drawn), -torch.tensor(24.0) * torch.tensor(2.0).log(), atol=0.8
+    )

@@ -164,3 +164,16 @@ def test_dim_takes_the_layout_of_cross_entropy_also_where_it_is_square(soft):
     assert torch.allclose(loss(scores, target), F.cross_entropy(scores, target))
     mask = torch.rand(2, 4, 4) < 2
     assert torch.allclose(loss(scores, target, mask), F.cross_entropy(scores, target))
+
+
+def test_natural_by_name_has_a_tail():
+    for name in ("natural", "catnat-natural"):
+        assert HeadNLL(name, 4).head.tail == 0.05
+    assert HeadNLL("natural", 4, tail=0.0).head.tail == 0
+    assert HeadNLL(make_head("natural", 4)).head.tail == 0
+
+
+def test_dim_1_takes_unbatched_scores_as_cross_entropy_does():
+    scores, target = torch.randn(5), torch.tensor(2)
+    want = torch.nn.functional.cross_entropy(scores, target)
+    assert torch.allclose(HeadNLL("softmax", 5, dim=1)(scores, target), want)

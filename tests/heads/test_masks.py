@@ -24,7 +24,7 @@ from cases import make as make_case
 from entmax import sparsemax
 from torch import Tensor
 
-from catnat import CategoricalHead, NaturalHead, SigmoidHead, make_head
+from catnat import CategoricalHead, NaturalHead, SigmoidHead, SoftmaxHead, make_head
 from catnat.numerics import LOG_ZERO, safe_log
 
 
@@ -214,3 +214,22 @@ def test_impossible_categories_have_one_floor_in_every_head(kind, dtype):
     head, mask = make(kind, 6), random_mask(30, 6)
     floors = head(random_scores(head, 30).to(dtype), mask=mask).logits[~mask]
     assert (floors == LOG_ZERO).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ALL)
+def test_masks_of_half_precision_are_computed_in_float32(kind, dtype):
+    head, mask = make(kind, 7), random_mask(30, 7)
+    scores = random_scores(head, 30).to(dtype)
+    want = head(scores.double(), mask=mask).probs
+    assert (head(scores, mask=mask).probs - want).abs().max() < 1e-6
+
+
+def test_an_own_flat_head_that_does_not_read_masks_is_refused():
+    class Clamped(SoftmaxHead):
+        def log_probs(self, scores):
+            return super().log_probs(scores.clamp(-5, 5))
+
+    mask = torch.tensor([True, False, True])
+    with pytest.raises(ValueError, match="gives a forbidden category the probability"):
+        Clamped(3)(torch.zeros(3), mask=mask)
