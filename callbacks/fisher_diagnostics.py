@@ -51,7 +51,7 @@ def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     exact = diagnostics[..., :-2]
     if head.fisher_is_diagonal:
         return torch.diag_embed(exact)
-    return exact.unflatten(-1, (head.num_scores, head.num_scores))
+    return exact.reshape(*exact.shape[:-1], head.num_scores, head.num_scores)
 
 
 def picture_of(head: CategoricalHead, diagnostics: Tensor, step: int) -> Tensor | None:

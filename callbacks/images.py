@@ -37,7 +37,11 @@ def add_image(
         draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
         step: of the image.
     """
-    takers: list[Any] = [logger for logger in loggers if _takes_images(logger)]
+    takers: list[Any] = [
+        logger
+        for logger in loggers
+        if hasattr(logger, "log_image") or hasattr(getattr(logger, "experiment", None), "add_image")
+    ]
     image = draw() if takers else None
     if image is None:
         return
@@ -49,11 +53,6 @@ def add_image(
             logger.log_image(tag, [pixels], step=step)
         else:
             logger.experiment.add_image(tag, pixels, step, dataformats="HWC")
-
-
-def _takes_images(logger: Any) -> bool:
-    experiment = getattr(logger, "experiment", None)
-    return hasattr(logger, "log_image") or hasattr(experiment, "add_image")
 
 
 # -- Fisher matrices -------------------------------------------------------------------------------
@@ -122,7 +121,8 @@ def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
 
 def tile(images: Tensor, columns: int) -> Tensor:
     """One image of n images side by side: (n, 1 or 3, H, W) -> (rows H, columns W, 3)."""
-    return make_grid(images, columns, padding=0).movedim(0, -1)
+    grid: Tensor = make_grid(images, columns, padding=0)  # (3, rows H, columns W)
+    return grid.movedim(0, -1)
 
 
 class Figures(Callback):
