@@ -195,6 +195,19 @@ class StepModule(LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, algorithm)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
+        rate = self.hparams.get("learning_rate")
+        saved_rate = checkpoint.get("hyper_parameters", {}).get("learning_rate")
+        if not rate or not saved_rate or rate == saved_rate:
+            return
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            for group in optimizer["param_groups"]:
+                group["lr"] *= rate / saved_rate
+        for scheduler in checkpoint.get("lr_schedulers", ()):
+            rates = scheduler.get("base_lrs", ())
+            scheduler["base_lrs"] = [base_rate * rate / saved_rate for base_rate in rates]
+
     def teardown(self, stage: str) -> None:
         """End replaying."""
         if stage == "fit":

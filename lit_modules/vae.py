@@ -226,13 +226,6 @@ class DiscreteVAE(StepModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Resume at this model's learning rate, not at that of the checkpoint."""
-        before = checkpoint.get("hyper_parameters", {}).get("learning_rate", self.learning_rate)
-        for optimizer in checkpoint.get("optimizer_states", ()):
-            for group in optimizer["param_groups"] if before != self.learning_rate else ():
-                group["lr"] *= self.learning_rate / before
-
     # -- evaluation ------------------------------------------------------------------------
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -36,6 +36,7 @@ def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True
         console.print(sentence)
     if folder:
         console.print(f"run: {folder}")
+        console.print(f"compare runs: catnat compare {folder.parent.parent}/*/version_*")
         if any(folder.glob("events.*")):
             console.print(f"tensorboard --logdir {folder.parent.parent}")
 
@@ -103,7 +104,6 @@ def silence() -> None:
         ".*exists and is not empty",
         ".*LeafSpec",
         ".*all_gather is deprecated",
-        ".*configure_optimizers. will be overridden",
         ".*is not in the possible render_modes",
         ".*The render mode is None",
         ".*torch.jit.script. is deprecated",  # in torch-geometric

@@ -6,18 +6,22 @@ import re
 import traceback
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from catnat.checks import did_you_mean
 
 # Lines of jsonargparse's messages that say nothing to a user.
 _UNHELPFUL = re.compile(
-    r"^(Does not validate|Subtypes:|Errors:|Given value|Expected an? <class '(NoneType|\w+\..*)'>)"
+    r"^(Does not validate|Subtypes:|Errors:|Given value type|Given value: N\w+\(|"
+    r"Expected an? <class '(NoneType|\w+\..*)'>)"
 )
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
 _SHORTENED = (
     (r"found invalid values: *$", "found values that are not finite"),
     (r'[Pp]arser key "([^"]+)":', r"--\1:"),
-    (r"typing\.Literal\[([^]]*)\]", r"one of \1"),
+    (r"--\w+: Problem with given class_path '[^']*': (?=--)", ""),
+    (r"an? typing\.Literal\[([^]]*)\]", r"one of \1"),
+    (r"\.? (?:Got|Given) value: ", ", got "),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
 _EXTRAS = {"scipy": "sweep", "ray": "sweep", "submitit": "sweep"}  # packages of an own extra
@@ -41,14 +45,16 @@ class UsageError(ValueError):
         full_names: Mapping[str, str] = {},
     ) -> None:
         text = one_line(error)
-        if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-            text = f'{text}: pip install "catnat[{_EXTRAS[error.name]}]"'
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in _EXTRAS:
+            text = f'{package} is missing: pip install "catnat[{_EXTRAS[package]}]"'
         cause: BaseException = error
         while cause.__cause__ and not isinstance(error, ArgumentError):
             cause = cause.__cause__  # jsonargparse raises an error of its own for one of a class
         if not isinstance(cause, (ArgumentError, ValueError, OSError, ImportError)):
             frame = traceback.extract_tb(cause.__traceback__)[-1]
-            text = f"{text} ({type(cause).__name__} in {frame.filename}, line {frame.lineno})"
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            text = f"{text} ({type(cause).__name__} in {place})"
         if unknown := _UNKNOWN.search(text):
             name = unknown[1].lstrip("-")
             close = did_you_mean(name, option_names).replace("mean ", "mean --")
@@ -59,7 +65,11 @@ class UsageError(ValueError):
 
 def one_line(message: object) -> str:
     """A message in one line, without what jsonargparse says about types that do not matter."""
-    lines = [line.strip().removeprefix("- ") for line in str(message).splitlines()]
+    bullets = str(message).splitlines()
+    # Of several types that a value may have, the class that was named says what is wrong.
+    margins = {line.partition("- Problem")[0] for line in bullets if "- Problem" in line}
+    bullets = [line for line in bullets if line.partition("- Expected")[0] not in margins]
+    lines = [line.strip().removeprefix("- ") for line in bullets]
     helpful = dict.fromkeys(line for line in lines if line and not _UNHELPFUL.match(line))
     text = (" ".join(helpful) or " ".join(lines)).partition("tensor([")[0]
     for pattern, replacement in _SHORTENED:

@@ -20,11 +20,20 @@ from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
-from catnat.checks import require_at_least
+from catnat.checks import require_at_least, require_positive
 from catnat.cli.end_of_run import write_hparams_of
 from catnat.cli.folder import begin
 from catnat.cli.options import DATA, DATA_DEFAULTS, DATA_OF, LENGTHS, MODELS, load
 from catnat.cli.run import RunCLI, arguments, short_names
+from catnat.lit_modules.step_module import StepModule
+
+_OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule", "psi_learning_rate"}
+# The least values of options of the Trainer, which it does not check itself.
+_LEAST = {
+    -1: ("num_sanity_val_steps",),
+    0: ("gradient_clip_val", "log_every_n_steps", "min_steps", "min_epochs"),
+    1: ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes"),
+}
 
 
 class CatnatCLI(RunCLI):
@@ -57,13 +66,13 @@ class CatnatCLI(RunCLI):
         self.groups = {"model": model}
         if line.data:
             self.groups["data"] = load(line.data, "--data")
-        self.groups |= {"fisher": FisherMonitor, "checkpoint": BestCheckpoint}
+        self.groups |= {"fisher": FisherMonitor, "checkpoint": BestCheckpoint, "trainer": Trainer}
         data = self.groups.get("data")
-        of_model = arguments(model)
-        of_data = arguments(data) if data else set()
+        self.model_defaults = of_model = arguments(model)
+        of_data = arguments(data) if data else {}
         # An option of the model follows from one of the data: which one, and by which function.
         derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
-        follows = of_model & set(getattr(model, "options_of_data", ()))
+        follows = of_model.keys() & set(getattr(model, "options_of_data", ()))
         self.links = {name: derived[name] for name in follows & derived.keys()}
         links = {target: source for target, (source, _) in self.links.items()}
         self.full_names = short_names(of_model, of_data, arguments(Trainer), links)
@@ -84,12 +93,51 @@ class CatnatCLI(RunCLI):
             names = (f"data.init_args.{source}", f"model.init_args.{target}")
             parser.link_arguments(*names, compute_fn=function)
 
+    def complete_options(self) -> None:
+        """Give the model the learning rate of an optimizer that the command line names.
+
+        Raises:
+            ValueError: an option would have no effect.
+        """
+        config = self.config
+        options = config.model.get("init_args") or {}
+        for name in self.links:
+            value = self.line.in_files.get(f"model.{name}", options[name])
+            if value != options[name]:
+                raise ValueError(f"model.{name} {value} contradicts the data: {options[name]}")
+        if config.lr_scheduler and not config.optimizer:
+            raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
+        if not config.optimizer or not issubclass(self.groups["model"], StepModule):
+            return
+        typed_options = dict(self.typed_options)
+        optimizer_options = config.optimizer.init_args
+        if "lr" in optimizer_options and "learning_rate" in options:
+            names = {"optimizer.lr", "model.learning_rate"}
+            if len({float(str(typed_options[name])) for name in names & typed_options.keys()}) > 1:
+                raise ValueError("--learning_rate and --optimizer.lr differ: give one of them")
+            given_names = names & typed_options.keys() or names & self.given.keys()
+            if given_names == {"model.learning_rate"}:
+                optimizer_options.lr = options.learning_rate
+            options.learning_rate = optimizer_options.lr
+            self.changeable = {"optimizer.lr"}
+        for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
+            saved_rate = self.line.in_files.get("model.learning_rate")  # as psi_learning_rate
+            if options[name] not in (self.model_defaults[name], options.learning_rate, saved_rate):
+                raise ValueError(
+                    f"--{name} {options[name]} is for the optimizer of the model itself, "
+                    f"not for --optimizer {config.optimizer.class_path}"
+                )
+        if "psi_learning_rate" in options:
+            options.psi_learning_rate = options.learning_rate
+
     # -- the Trainer ---------------------------------------------------------------------------
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
-        require_at_least(1, accumulate_grad_batches=options["accumulate_grad_batches"])
+        for least, names in _LEAST.items():
+            numbers = {name: options[name] for name in names if options[name] is not None}
+            require_at_least(least, **numbers)
         set_validation_interval(options)
         callbacks = _as_list(options["callbacks"])
         monitors = [callback for callback in callbacks if isinstance(callback, FisherMonitor)]
@@ -232,7 +280,9 @@ def set_validation_interval(options: dict[str, Any]) -> None:
         if (steps := options["max_steps"]) > 0 and options["val_check_interval"] is None:
             batches = options["accumulate_grad_batches"]  # of a step
             options["val_check_interval"] = batches * min(default_interval(steps), steps)
-        if isinstance(options["val_check_interval"], int):
+        if isinstance(options["val_check_interval"], float):
+            require_positive(val_check_interval=options["val_check_interval"])
+        elif isinstance(options["val_check_interval"], int):
             require_at_least(1, val_check_interval=options["val_check_interval"])
             options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 

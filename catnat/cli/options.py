@@ -254,6 +254,8 @@ def load(path: str, option: str = "") -> Any:
         option: that asks for it, for the message where there is none.
     """
     module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{option} {path}: give the path of a class, such as my_module.{name}")
     module = import_module(module_name, f"{option} {path}")
     if not hasattr(module, name):
         close = did_you_mean(name, vars(module))

@@ -21,7 +21,8 @@ from catnat.callbacks.signals import Stopped
 from catnat.cli.end_of_run import show_metrics, silence
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
-from catnat.cli.options import CommandLine, command_words, flat, import_module, load
+from catnat.cli.options import DATA, MODELS, CommandLine, command_words, flat, import_module, load
+from catnat.head import REGISTRY
 from catnat.heads import head_names, head_option_names, make_head
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
@@ -37,7 +38,10 @@ _FIXED = (
     "model.head.",
     "model.head_options.",
     "model.optimizer.",
+    "model.lr_decay.",
+    "model.lr_decay_steps.",
     "optimizer.",
+    "lr_scheduler.",
     "data.env.",
     "data.num_actions.",
     "data.normalize.",
@@ -71,6 +75,7 @@ class RunCLI(LightningCLI):
         self.until = until
         self.full_names = {}
         self.metrics: dict[str, Any] = {}
+        self.changeable: set[str] = set()  # options that a resumed run can change nevertheless
         try:
             silence()
             for module in line.imports:
@@ -175,13 +180,14 @@ class RunCLI(LightningCLI):
         """Print the options of a group, or of all.
 
         Args:
-            group: its name; empty: all groups but the Trainer's.
+            group: its name; empty: all groups.
             path: of another class.
         """
         page = ArgumentParser(usage=f"{command_words()} --model MODEL ...", add_help=False)
         for name, kind in self.groups.items():
             if group in ("", name):
-                kind = load(path, f"--{group}.help") if path else kind
+                if path:
+                    kind = load({**MODELS, **DATA}.get(path, path), f"--{group}.help")
                 add: Any = page.add_class_arguments
                 if inspect.isfunction(kind):
                     add = page.add_function_arguments
@@ -195,6 +201,8 @@ class RunCLI(LightningCLI):
         self.remark = self._set_length()
         self.complete_options()
         self.head = (self.config.model.get("init_args") or {}).get("head")
+        if self.head:
+            check_head_options(self.head, self.config.model.init_args.get("head_options"))
         home = Path(line.root, line.model, self.head or "no_head")
         self.folder = RunFolder(home, line.ckpt_path, line.command == "fit")
         self.config.ckpt_path = None  # how the run began, not where it was resumed
@@ -262,7 +270,7 @@ class RunCLI(LightningCLI):
             if before.get(name) == options.get(name):
                 continue
             change = f"{before.get(name)} -> {options.get(name)}"
-            if f"{name}.".startswith(_FIXED):
+            if f"{name}.".startswith(_FIXED) and name not in self.changeable:
                 raise ValueError(f"checkpoint {line.ckpt_path} is of another {name}: {change}")
             changes.append(f"{name.partition('.')[2] or name} {change}")
         return f", with other options: {', '.join(changes)}" if line.record and changes else ""
@@ -325,18 +333,31 @@ def canonical_head(name: str) -> str:
     return name if name in head_names() else make_head(name, 4).name
 
 
+def check_head_options(name: str, options: dict[str, Any] | None) -> None:
+    """Raise an error if an option of a head has a wrong type; the head checks names and ranges."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--mix", type=float)
+    parser.add_class_arguments(REGISTRY[name], fail_untyped=False, skip={"num_categories", "order"})
+    known_options = parser.get_defaults().keys() & (options or {}).keys()
+    parser.parse_object({option: (options or {})[option] for option in known_options})
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 
-def arguments(of: Callable[..., Any], skip: Iterable[str] = ()) -> set[str]:
-    """Names of the options of a class or a function, without some."""
+def arguments(of: Callable[..., Any], skip: Iterable[str] = ()) -> dict[str, Any]:
+    """Names and defaults of the options of a class or a function, without some."""
     parser = ArgumentParser()
     add: Any = parser.add_class_arguments if isinstance(of, type) else parser.add_function_arguments
-    return set(add(of, fail_untyped=False, skip=set(skip)))
+    names = add(of, fail_untyped=False, skip=set(skip))
+    return {name: parser.get_default(name) for name in names}
 
 
 def short_names(
-    of_model: set[str], of_data: set[str], of_trainer: set[str], links: Mapping[str, str] = {}
+    of_model: Iterable[str],
+    of_data: Iterable[str],
+    of_trainer: Iterable[str],
+    links: Mapping[str, str] = {},
 ) -> dict[str, str]:
     """Full names of options by their short ones: max_steps is trainer.max_steps.
 
@@ -349,7 +370,8 @@ def short_names(
         of_trainer: options of the Trainer.
         links: options of the model that follow from one of the data, by name.
     """
-    of_model = of_model - links.keys()
+    of_model = set(of_model) - links.keys()
+    of_data = set(of_data)
     full_names = {name: f"trainer.{name}" for name in of_trainer}
     if "head_options" in of_model:
         full_names |= {name: f"model.head_options.{name}" for name in head_option_names()}

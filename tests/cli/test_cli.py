@@ -301,6 +301,15 @@ def test_an_error_after_some_steps_says_where_the_run_can_be_resumed(workspace, 
     assert "the latest checkpoint is runs/vae/natural/version_0" in line
 
 
+@pytest.mark.parametrize("missing", ["lightning.pytorch", "jsonargparse", "rich.table"])
+def test_a_package_that_is_missing_is_named_with_its_extra(missing, monkeypatch, capfd):
+    for name in [name for name in sys.modules if name.startswith("catnat.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert train.main(["--model=vae", "--head=natural"]) == 2
+    assert 'pip install "catnat[train]"' in one_line(capfd)
+
+
 def test_a_reader_who_leaves_early_hears_nothing():
     read, write = os.pipe()
     os.close(read)

@@ -102,12 +102,38 @@ def test_a_resume_that_fails_at_once_leaves_the_record_as_it_was(workspace, monk
     assert before == {name: (folder / name).read_bytes() for name in before}
 
 
-def test_another_optimizer(workspace, capfd):
-    other = ["--optimizer=torch.optim.AdamW", "--optimizer.lr=0"]
-    assert run(*workspace, *other, "--max_steps=1") == run(*workspace, *other) == 0
-    assert torch.equal(last(0)["predictor.weight"], last(1)["predictor.weight"])
-    assert run(*workspace, *other, "--lr_schedule=linear") == 2
-    assert "the optimizer of the model itself" in capfd.readouterr().err
+OPTIMIZERS = {  # options, and the rate that is used and recorded
+    "--optimizer=AdamW": 1e-3,
+    "--optimizer=AdamW --learning_rate=0.5": 0.5,
+    "--optimizer=AdamW --optimizer.lr=0.25 --lr_scheduler=StepLR --lr_scheduler.step_size=1": 0.25,
+    "--optimizer=SGD --optimizer.lr=0.25 --learning_rate=0.25": 0.25,
+    "--optimizer=AdamW --optimizer.lr=0.25 --learning_rate=0.5": "differ",
+    "--optimizer=AdamW --lr_schedule=linear": "--lr_schedule linear is for the optimizer of the",
+    "--optimizer=AdamW --psi_learning_rate=0.3": "--psi_learning_rate 0.3 is for the optimizer",
+    "--lr_scheduler=StepLR --lr_scheduler.step_size=1": "needs an --optimizer CLASS",
+    "--optimizer.lr=0.1": "optimizer",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*will be overridden")
+@pytest.mark.parametrize("line", OPTIMIZERS)
+def test_the_learning_rate_of_the_record_is_used_or_the_option_refused(line, workspace, capfd):
+    rate = OPTIMIZERS[line]
+    if isinstance(rate, str):
+        assert run(*workspace, *line.split()) == 2
+        assert rate in one_line(capfd)
+        return
+    assert run(*workspace, *line.split()) == 0
+    path = Path("runs/gsl/natural/version_0/checkpoints/last.ckpt")
+    (group,) = torch.load(path)["optimizer_states"][0]["param_groups"]
+    assert group["lr"] == pytest.approx(rate)
+    record = yaml.safe_load((path.parents[1] / "config.yaml").read_text())
+    assert record["optimizer"]["init_args"]["lr"] == rate
+    assert record["model"]["init_args"]["learning_rate"] == rate
+    assert torch.load(path)["hyper_parameters"]["learning_rate"] == rate
+    assert run("--ckpt_path=last", "--max_steps=7", f"--learning_rate={2 * rate}") == 0
+    (group,) = torch.load(path)["optimizer_states"][0]["param_groups"]
+    assert group["lr"] == pytest.approx(2 * rate)
 
 
 def test_a_report_tells_of_dead_edges_and_collapse_and_saturation_is_a_number_alone():
