@@ -100,7 +100,7 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
-        options = config.model.get("init_args") or {}
+        options: Any = config.model.get("init_args") or {}
         for name in self.links:
             value = self.line.in_files.get(f"model.{name}", options[name])
             if value != options[name]:

@@ -65,7 +65,7 @@ class RunCLI(LightningCLI):
 
     in_checkpoints: ClassVar[set[str]]  # names that every checkpoint has
     cli_options: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
-    groups: dict[str, Callable[..., Any]]  # classes and functions that have the options of a group
+    groups: dict[str, Any]  # classes and functions that have the options of a group
     hidden: ClassVar[dict[str, set[str]]] = {}  # arguments that are not options, by group
     full_names: dict[str, str]  # of options, by their short ones
     lengths: dict[str, dict[str, Any]]  # defaults of a run without a length, by device

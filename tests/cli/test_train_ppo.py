@@ -80,7 +80,7 @@ WRONG = {
     "--net_arch [a]": "base 10: 'a'",
     "--net_arch [8.5]": "8.5 not an integer",
     "--net_arch {pi:\u00a0[8],qf:\u00a0[8]}": "Unexpected keys: {'qf'}",
-    "--net_arch {vf:\u00a0abc}": "Got value: abc",
+    "--net_arch {vf:\u00a0abc}": "got abc",
     "--policy_kwargs.activation_fn torch.nn.ReLo": "'torch.nn' has no attribute 'ReLo'",
     "--target_kl -1": "target_kl must be positive, got -1",
     "--tensorboard_log x": "unrecognized arguments: --tensorboard_log",
