@@ -49,7 +49,7 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     sweep = Sweep(args.plans[0], args)
     plan = sweep.plan
-    name = "_".join([plan.name, plan.scale, *args.tag.split("/")])
+    name = "_".join([*plan.label.split(", scale "), *args.tag.split("/")])
     with plt.rc_context(_STYLE):
         figure = draw(sweep, args.tag)
         save(figure, args.out / f"{name}.png", args.out / f"{name}.pdf")

@@ -185,6 +185,11 @@ class Plan:
         return [seed for seed in self.seeds if wanted is None or str(seed) in wanted]
 
     @property
+    def label(self) -> str:
+        """The name, with the scale if there are several."""
+        return f"{self.name}, scale {self.scale}" if self.scale else self.name
+
+    @property
     def searched(self) -> list[str]:
         """The options that the search decides on."""
         search = self.search or Search()

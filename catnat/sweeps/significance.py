@@ -69,8 +69,8 @@ def bold(p_values: Sequence[float | None]) -> list[bool]:
     return is_bold
 
 
-def interval(a: Sample, b: Sample = ()) -> tuple[float, float]:
-    """95 % interval of the mean of a, or by Welch of the difference of means, a minus b."""
-    test = stats.ttest_ind(a, b, equal_var=False) if b else stats.ttest_1samp(a, 0.0)
+def interval(a: Sample, b: Sample) -> tuple[float, float]:
+    """Welch's 95 % interval of the difference of means, a minus b."""
+    test = stats.ttest_ind(a, b, equal_var=False)
     low, high = test.confidence_interval(1 - SIGNIFICANT)
     return float(low), float(high)

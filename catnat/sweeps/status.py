@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
         rows = sweep.rows()
         runs = plan.runs(rows, sweep.only)
         cells = plan.cells(sweep.only)
-        text = f"{plan.name}, {plan.scale}: {counts(runs, rows)}"
+        text = f"{plan.label}: {counts(runs, rows)}"
         if searching := sum(not plan.selected(cell, rows) for cell in cells):
             text += f"; the searches of {searching} of {len(cells)} cells are not done"
         print(text)

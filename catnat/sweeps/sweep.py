@@ -168,8 +168,7 @@ class Sweep:
                 variables = [f"{name}={shlex.quote(x)}" for name, x in run.environment.items()]
                 print(*variables, shlex.join(run.command(self.folder / run.name)))
             return 0
-        title = f"{self.plan.name}, {self.plan.scale}"
-        print(f"{title}: {len(pending)} runs can start", flush=True)
+        print(f"{self.plan.label}: {len(pending)} runs can start", flush=True)
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)
         elif pending:
@@ -179,7 +178,7 @@ class Sweep:
         failed = sum(row is not None and not row.finished for row in done)
         left = done.count(None)
         text = f", {left} left to another sweep" if left else ""
-        print(f"{title}: {len(done) - left} runs done, {failed} failed{text}")
+        print(f"{self.plan.label}: {len(done) - left} runs done, {failed} failed{text}")
         stuck = [cell for cell in self.plan.cells(self.only) if not self.plan.selected(cell, rows)]
         if stuck and self.plan.search and not left:
             print(f"no setting of {stuck[0]} has a finite {self.plan.search.metric}")

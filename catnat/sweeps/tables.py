@@ -26,6 +26,9 @@ from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
 MISSING = "—"
+_LEGEND = f"""\
+Bold: the best of its group, and those not significantly different (Welch, also with the spread of \
+the best, p ≥ {SIGNIFICANT} after Holm's method over the table). {MISSING}: no finished run."""
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 
 
@@ -155,7 +158,7 @@ def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
 
 def markdown(plan: Plan, cells: list[Cell]) -> str:
     """What the table is, the first metric as the paper has it, and all metrics."""
-    lines = [f"## {plan.title}", "", *(f"- {fact}" for fact in facts(plan, cells))]
+    lines = [f"## {plan.title}", "", *(f"- {fact}" for fact in facts(plan))]
     lines += [f"- Not as in the paper: {text}" for text in plan.differences if plan.paper]
     tables = [wide(plan, cells), long(plan, cells)] if plan.columns else [long(plan, cells)]
     for header, *body in tables:
@@ -164,23 +167,17 @@ def markdown(plan: Plan, cells: list[Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def facts(plan: Plan, cells: list[Cell]) -> list[str]:
+def facts(plan: Plan) -> list[str]:
     """Which runs these are, and what the numbers mean."""
     steps = plan.options.get("max_steps") or plan.options.get("total_steps")
-    sentences = [f"Plan {plan.name}, scale {plan.scale or 'whole'}"]
-    sentences[0] += f"; {int(steps):,} steps." if steps else "."
+    sentences = [f"Plan {plan.label}; {steps} steps." if steps else f"Plan {plan.label}."]
     if plan.search and not plan.search.fixed:
-        seeds = ", ".join(map(str, plan.search.seeds))
-        text = f"The settings with the best {plan.search.metric} in a search with seed {seeds}"
-        steps = plan.search.options.get("max_steps")
-        sentences.append(f"{text} after {int(steps):,} steps." if steps else f"{text}.")
-    counts = {len(cell.rows) for cell in cells}
-    many = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{min(counts)}"
-    text = f"Mean ± standard deviation (with n - 1) over n = {many} runs"
-    text += " (the paper's mean, ours minus it). " if plan.paper else ". "
-    text += "Bold: the best of its group, and those not significantly different (Welch, also with "
-    text += f"the spread of the best, p ≥ {SIGNIFICANT} after Holm's method over the table). "
-    return [*sentences, f"{text}{MISSING}: no finished run."]
+        steps = plan.search.options.get("max_steps", steps)
+        text = f"The settings with the best {plan.search.metric} in a search of {steps} steps"
+        sentences.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
+    beside = " (the paper's mean, ours minus it)" if plan.paper else ""
+    sentences.append(f"Mean ± standard deviation (with n - 1) over n runs{beside}. {_LEGEND}")
+    return sentences
 
 
 def wide(plan: Plan, cells: list[Cell]) -> list[list[str]]:

@@ -44,15 +44,11 @@ def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
     assert "0 of 3" in text
 
 
-def test_all_scales_that_have_rows(capsys):
-    assert run_command("tables", [str(ROOT / "paper/plans/ppo_cartpole"), "--scale", "all"]) == 0
-    assert capsys.readouterr().out.count("## ") >= 3
-
-
 def test_published_numbers_come_from_rows(capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "paper")
-    assert run_command("tables", ["vae_adam", "--scale", "small"]) == 0
+    assert run_command("tables", ["vae_adam", "--scale", "all"]) == 0
     text = capsys.readouterr().out
+    assert text.count("## ") >= 4  # the scales that have rows
     assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **83.0 ± 0.9** (83.2, -0.2) |" in text
     assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
 
@@ -87,9 +83,6 @@ def test_welch_and_its_interval_are_scipy_s():
     assert significance.p_value(a, b) == pytest.approx(expected.pvalue)
     low, high = significance.interval(a, b)
     assert low < -23 / 12 < high
-    assert significance.interval([1.0, 2.0, 3.0])[0] == pytest.approx(
-        2 - 4.3027 / math.sqrt(3), rel=1e-3
-    )
     assert significance.p_value([1.0], b) is None
     assert significance.p_value([1.0, 1.0], [2.0, 2.0]) == 0
 
