@@ -34,6 +34,23 @@ def largest_score(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max) / 2**24
 
 
+def log_never(dtype: Any) -> float:
+    """Log-probability of an impossible step on a path: possible steps do not add up to so little.
+
+    The sum along a path stays finite, and :func:`floored_sums` makes it :data:`LOG_ZERO`.
+    """
+    return float(jnp.finfo(dtype).min) / 2**8
+
+
+def floored_sums(sums: Array) -> Array:
+    """Log-probabilities from sums along paths; :data:`LOG_ZERO` where a step was impossible.
+
+    The gradient is that of the sum.
+    """
+    floor = LOG_ZERO + (sums - jax.lax.stop_gradient(sums))
+    return jnp.where(sums < log_never(sums.dtype) / 2, floor, sums)
+
+
 def safe_log(x: Any, at_zero: float = LOG_ZERO, xp: Any = jnp) -> Any:
     """``log x`` for ``x >= 0``; at 0 a finite number with zero gradient. NaN stays NaN."""
     zero = x <= 0

@@ -20,7 +20,16 @@ from jax import Array
 
 from catnat.checks import checked_order, require_finite, require_tail, require_within
 from catnat.jax.head import CategoricalHead
-from catnat.jax.numerics import FAR_LOG, LOG_ZERO, largest_score, pick, safe_log, uniform
+from catnat.jax.numerics import (
+    FAR_LOG,
+    LOG_ZERO,
+    floored_sums,
+    largest_score,
+    log_never,
+    pick,
+    safe_log,
+    uniform,
+)
 
 Constants = Array | np.ndarray
 
@@ -75,15 +84,17 @@ class CatnatHead(CategoricalHead):
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
-        return self._by_class(path_sums(*self._log_activation(self._checked(scores)))[1])
+        sums = path_sums(*self._log_activation(self._checked(scores)))[1]
+        return self._by_class(floored_sums(sums))
 
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value`` in O(log K): along their paths alone.
 
         The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
-        left, right, bits = self.path_logs(scores, value)
-        return jnp.where(bits, right, left).sum(-1)
+        scores = self._checked(scores)
+        left, right, bits = self.path_logs_by(lambda node: pick(scores, node), value)
+        return floored_sums(jnp.where(bits, right, left).sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
         """log(1 - a), log a and the bits of the nodes above the categories ``value``, (*, H).
@@ -92,12 +103,16 @@ class CatnatHead(CategoricalHead):
         They are NaN for a value that is not a category.
         """
         scores = self._checked(scores)
-        return self.path_logs_by(lambda node: pick(scores, node), value)
+        left, right, bits = self.path_logs_by(lambda node: pick(scores, node), value)
+        return floored_sums(left), floored_sums(right), bits
 
     def path_logs_by(
         self, scores_at: Callable[[Array], Array], value: Array
     ) -> tuple[Array, Array, Array]:
-        """As :meth:`path_logs`, for scores that a function gives for the indices of nodes."""
+        """As :meth:`path_logs`, for scores that a function gives for the indices of nodes.
+
+        An impossible step has the logarithm ``log_never``: see :func:`floored_sums`.
+        """
         value, is_category = self._checked_value(value)
         leaf = value if self.order is None else jnp.asarray(np.array(self.order))[value]
         child = leaf[..., None] + self.num_categories >> jnp.arange(self.num_scores.bit_length())
@@ -218,8 +233,9 @@ class CatnatHead(CategoricalHead):
         if node is not None and constants.shape[-1] > 1:
             constants = jnp.asarray(constants)[:, node]
         left, right = self.logs(scores, constants)
-        left = jnp.where(scores == jnp.inf, LOG_ZERO, left)
-        right = jnp.where(scores == -jnp.inf, LOG_ZERO, right)
+        never = log_never(scores.dtype)
+        left = jnp.where(scores == jnp.inf, never, left)
+        right = jnp.where(scores == -jnp.inf, never, right)
         return left, right
 
     def _by_class(self, leaves: Array) -> Array:
@@ -375,7 +391,7 @@ class NaturalHead(CatnatHead):
     def _tail_log(self, distance: Array) -> Array:
         """log p of the rarer bit in the tail, or of an impossible one."""
         if not self.tail:
-            return jnp.full_like(distance, LOG_ZERO)
+            return jnp.full_like(distance, log_never(distance.dtype))
         at_edge = math.log(self.tail) - self.steepness * self.joint
         return jnp.maximum(at_edge + self.steepness * distance, -largest_score(distance.dtype))
 

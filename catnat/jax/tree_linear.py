@@ -17,7 +17,7 @@ from jax import Array
 
 from catnat.checks import checked_categories, checked_order, require_at_least, require_within
 from catnat.jax.flat_heads import make_head
-from catnat.jax.numerics import at_least_float32, pick, uniform
+from catnat.jax.numerics import at_least_float32, floored_sums, pick, uniform
 from catnat.jax.tree_heads import CatnatHead
 
 Parameters = Mapping[str, Array]
@@ -91,7 +91,7 @@ class TreeLinear:
         leaf = jnp.maximum(place - self.frequent, 0)
         scores_at = _scores_at(parameters, hidden)
         left, right, bits = self.tree.path_logs_by(scores_at, leaf)
-        log_prob = jnp.where(bits, right, left).sum(-1)
+        log_prob = floored_sums(jnp.where(bits, right, left).sum(-1))
         if self.frequent:
             block = self._block(parameters, hidden)
             column = jnp.minimum(place, self.frequent)[..., None]
