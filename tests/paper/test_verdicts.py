@@ -12,6 +12,7 @@ sys.path.append(str(PAPER))  # its programs are run from there
 
 import measures  # noqa: E402
 import verdicts  # noqa: E402
+import wider  # noqa: E402
 
 # Decimals that are options of runs or levels of tests, not results.
 SETTINGS = re.compile(
@@ -59,3 +60,12 @@ def test_a_factor_is_the_ratio_of_steps_to_the_same_loss():
     assert ratio == pytest.approx(1.5 * 2.302585, rel=1e-5)
     assert measures.log_factors((fast, slow)) == pytest.approx([-ratio])
     assert measures.log_factors((slow, slow)) == [0]
+
+
+def test_curves_cross_where_their_means_change_places():
+    ahead_early = {"1": {"val/loss_10": "9", "val/loss_100": "7", "val/loss_1000": "6"}}
+    ahead_late = {"1": {"val/loss_10": "10", "val/loss_100": "8", "val/loss_1000": "5"}}
+    assert wider.crossing([ahead_early, ahead_late]) == pytest.approx(10**2.5)
+    (row,) = wider.factor_row("README.md", "words", [ahead_early, ahead_late])
+    assert row.sentence == "| words | {} | {} | {} |"
+    assert row.computed == pytest.approx([1, 10 ** (1 / 3), 300])
