@@ -130,7 +130,8 @@ def _vectors_of(tokens: Tensor, rows: Tensor, dims: int, seed: int) -> Tensor:
     for _ in range(3):
         basis = torch.linalg.qr(transposed @ torch.linalg.qr(matrix @ basis)[0])[0]
     left, singular, _ = torch.linalg.svd(matrix @ basis, full_matrices=False)
-    return left[:, :dims] * singular[:dims].sqrt()
+    vectors: Tensor = left[:, :dims] * singular[:dims].sqrt()
+    return vectors
 
 
 def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int) -> list[int]:

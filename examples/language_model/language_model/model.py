@@ -84,7 +84,7 @@ class LanguageModel(LightningModule):
             a tree over the others, any other head a linear layer.
         vocabulary: K, the number of tokens; follows from the data.
         frequent: how many words the softmax beside a tree has, 0 for a tree alone. None: an eighth
-            of the words, at most 1,024.
+            of the words, at most 4,096.
         output: "adaptive" for torch's adaptive softmax instead of the head.
         cutoffs: of adaptive softmax; None for K / 16 and K / 4.
         order: which words share a subtree: those that follow the same words, or those that are
@@ -135,7 +135,7 @@ class LanguageModel(LightningModule):
                 width, vocabulary, cutoffs or [vocabulary // 16, vocabulary // 4]
             )
         elif isinstance(make_head(head, 2, **options), CatnatHead):
-            number = min(1024, vocabulary // 8) if frequent is None else frequent
+            number = min(4096, vocabulary // 8) if frequent is None else frequent
             any_order = range(vocabulary)  # until setup knows the text
             self.output = TreeOutput(width, vocabulary, head, any_order, frequent=number, **options)
         else:
