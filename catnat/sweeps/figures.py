@@ -93,8 +93,8 @@ def save(figure: Figure, *paths: Path) -> None:
 def color(head: str, heads: Iterable[str] = ()) -> str:
     """The color of a head; ``sigmoid-x`` has that of sigmoid, other heads get what is left."""
     head = next((name for name in COLORS if head.startswith(f"{name}-")), head)
-    others = [name for name in dict.fromkeys(heads) if name not in COLORS]
-    place = others.index(head) if head in others else 0
+    other_heads = [name for name in dict.fromkeys(heads) if name not in COLORS]
+    place = other_heads.index(head) if head in other_heads else 0
     return COLORS.get(head) or _OTHER_COLORS[place % len(_OTHER_COLORS)]
 
 

@@ -1,4 +1,4 @@
-"""Many models trained as one: the same steps as each model alone, whatever the model."""
+"""Many models trained as one: the same steps as tensor model alone, whatever the model."""
 
 from __future__ import annotations
 
@@ -99,14 +99,16 @@ def test_models_learn_what_each_would_learn_alone(
     def members() -> list[batched.Member]:
         options = {"optimizer": optimizer, "clip": clip}
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
-        made = [classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings]
-        for one in made:
+        classifiers = [
+            classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings
+        ]
+        for one in classifiers:
             one.options["accelerator"] = accelerator
-        return made
+        return classifiers
 
     together = members()
-    found = batched.Group(together).train()
-    for one, other, metrics in zip(together, members(), found, strict=True):
+    all_metrics = batched.Group(together).train()
+    for one, other, metrics in zip(together, members(), all_metrics, strict=True):
         expected, is_now = alone(other).state_dict(), one.model.state_dict()
         for name, value in expected.items():
             torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -118,7 +120,7 @@ def test_models_learn_what_each_would_learn_alone(
 def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
     members = [classifier(seed, rate) for seed in (1, 2) for rate in (0.1, 0.2)]
     members.append(classifier(1, 0.1, clip=1.0))
-    assert [len(each) for each in batched.groups(members, 3)] == [3, 1, 1]
+    assert [len(group) for group in batched.groups(members, 3)] == [3, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,9 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
 def test_a_model_that_diverges_fails_alone() -> None:
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
-    found = batched.Group(members).train()
-    assert found[0] and not members[0].failure
-    assert not found[1] and members[1].failure
+    all_metrics = batched.Group(members).train()
+    assert all_metrics[0] and not members[0].failure
+    assert not all_metrics[1] and members[1].failure
 
 
 # -- our models, a step as one ---------------------------------------------------------------------
@@ -180,7 +182,7 @@ def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> No
     kind, sizes, options, batch = MODELS[name]
     models = [kind(head, *sizes, **options) for _ in range(2)]
     stack = batched.Stack(models, torch.device("cpu"), 10)
-    before = {name: each.detach().clone() for name, each in stack.parameters.items()}
+    before = {name: tensor.detach().clone() for name, tensor in stack.parameters.items()}
     torch._C._functorch._set_vmap_fallback_warning_enabled(True)
     try:
         with warnings.catch_warnings():
@@ -190,9 +192,9 @@ def test_a_step_of_all_needs_no_loop_over_the_models(name: str, head: str) -> No
     finally:
         torch._C._functorch._set_vmap_fallback_warning_enabled(False)
     assert losses.shape == (2,) and losses.isfinite().all() and losses[0] != losses[1]
-    assert all((each != before[name]).any() for name, each in stack.parameters.items())
-    counted = [each for key, each in stack.buffers.items() if "num_batches" in key]
-    assert all(each.tolist() == [1, 1] for each in counted) and len(counted) in (0, 3)
+    assert all((tensor != before[name]).any() for name, tensor in stack.parameters.items())
+    counted = [tensor for key, tensor in stack.buffers.items() if "num_batches" in key]
+    assert all(tensor.tolist() == [1, 1] for tensor in counted) and len(counted) in (0, 3)
 
 
 class Smooth(DiscreteVAE):
@@ -209,8 +211,8 @@ def test_gradients_and_batch_norms_are_those_of_each_model_alone(
     monkeypatch.setattr("catnat.lit_modules.graph.sample_graphs", lambda theta, n: GRAPHS[:n])
     options, batch, atol = ((3, 4), IMAGES, 1e-4) if kind is Smooth else ((6,), PAIRS, 1e-6)
     models = [kind("sigmoid", *options) for _ in range(3)]
-    for each in models:
-        each.gradient_clip = 0
+    for model in models:
+        model.gradient_clip = 0
     alone = copy.deepcopy(models)
     stack = batched.Stack(models, torch.device("cpu"), 10)
     losses = stack.step(batch, one_batch=True)

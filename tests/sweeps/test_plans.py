@@ -7,9 +7,12 @@ from cases_sweep import PLANS, ROOT
 from catnat.sweeps import plan, run_command, runs, sweep, tables
 
 WHOLE = {
-    "title": "T", "study": "s", "model": "vae", "grid": {"head": ["softmax"]},
+    "title": "T",
+    "study": "s",
+    "model": "vae",
+    "grid": {"head": ["softmax"]},
     "metrics": {"a/b": {}},
-}  # fmt: skip
+}
 ADAM = ROOT / "paper" / "plans" / "vae_adam.yaml"
 
 
@@ -78,29 +81,38 @@ def test_unknown_plans_and_scales_name_the_closest(words, capsys, monkeypatch):
 def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
     path = tmp_path / "mine.yaml"
     scales = {"small": {"options": {"max_steps": 7}, "grid": {"variant": None}}}
-    path.write_text(yaml.safe_dump({"base": str(ADAM), "title": "Mine", "scales": scales,
-                                    "columns": [], "seeds": [7], "options": {"max_steps": 9},
-                                    "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
-                                    }))  # fmt: skip
-    found, base = plan.load(str(path)), plan.load(str(ADAM))
-    assert found.title == "Mine" and found.scale == "small"
-    assert found.options == base.options | {"max_steps": 7}
-    assert "variant" not in found.grid and found.seeds == [7] and found.columns == []
-    assert found.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
-    assert found.search.options == base.search.options
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "base": str(ADAM),
+                "title": "Mine",
+                "scales": scales,
+                "columns": [],
+                "seeds": [7],
+                "options": {"max_steps": 9},
+                "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
+            }
+        )
+    )
+    loaded, base = plan.load(str(path)), plan.load(str(ADAM))
+    assert loaded.title == "Mine" and loaded.scale == "small"
+    assert loaded.options == base.options | {"max_steps": 7}
+    assert "variant" not in loaded.grid and loaded.seeds == [7] and loaded.columns == []
+    assert loaded.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
+    assert loaded.search.options == base.search.options
     assert plan.load(str(path), "long").options["max_steps"] == 9
     assert plan.scales(str(path)) == plan.scales(str(ADAM))
-    assert found.results == base.results == str(ROOT / "paper")
+    assert loaded.results == base.results == str(ROOT / "paper")
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(path):
-    for found in (plan.load(str(path), scale) for scale in plan.scales(str(path))):
-        for cell in found.cells():
-            for metric, described in found.metrics.items():
-                has = tables.paper_mean(found, cell, metric) is not None
-                assert has == (described.paper is not None and found.paper is not None), cell
-        names = [run.name for run in found.runs(runs.Rows([]))]
+    for loaded in (plan.load(str(path), scale) for scale in plan.scales(str(path))):
+        for cell in loaded.cells():
+            for metric, described in loaded.metrics.items():
+                has = tables.paper_mean(loaded, cell, metric) is not None
+                assert has == (described.paper is not None and loaded.paper is not None), cell
+        names = [run.name for run in loaded.runs(runs.Rows([]))]
         assert len(set(names)) == len(names)
 
 
@@ -115,22 +127,29 @@ def test_train_takes_the_options_of_our_plans(path, tmp_path):
 # -- published rows --------------------------------------------------------------------------------
 
 PUBLISHED = {  # by plan and scale: final runs that have rows, of all
-    ("vae_adam", "small"): (216, 216), ("vae_adam", "recipe"): (48, 48),
-    ("vae_adam", "long"): (16, 16), ("mlp_vae", "small"): (18, 18),
-    ("gsl", "paper"): (200, 200), ("gsl", "fixed"): (20, 20),
-    ("gsl_local", "small"): (100, 100), ("gsl_local", "dead"): (20, 20),
-    ("gsl_tail", "paper"): (50, 50), ("gsl_tail", "rates"): (120, 120),
-    ("ppo_breakout", "small"): (6, 6), ("ppo_seaquest", "small"): (4, 6),
-    ("ppo_cartpole", "small"): (24, 24), ("ppo_cartpole", "seeds"): (12, 12),
+    ("vae_adam", "small"): (216, 216),
+    ("vae_adam", "recipe"): (48, 48),
+    ("vae_adam", "long"): (16, 16),
+    ("mlp_vae", "small"): (18, 18),
+    ("gsl", "paper"): (200, 200),
+    ("gsl", "fixed"): (20, 20),
+    ("gsl_local", "small"): (100, 100),
+    ("gsl_local", "dead"): (20, 20),
+    ("gsl_tail", "paper"): (50, 50),
+    ("gsl_tail", "rates"): (120, 120),
+    ("ppo_breakout", "small"): (6, 6),
+    ("ppo_seaquest", "small"): (4, 6),
+    ("ppo_cartpole", "small"): (24, 24),
+    ("ppo_cartpole", "seeds"): (12, 12),
     ("ppo_cartpole", "tail"): (60, 60),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
     name, scale = which
-    found = plan.load(str(ROOT / "paper" / "plans" / name), scale)
-    rows = runs.Rows(runs.read(ROOT / "paper" / found.study / "runs.csv"), [found.name])
-    finals = [run for cell in found.cells() for run in found.final_runs(cell, rows)]
+    loaded = plan.load(str(ROOT / "paper" / "plans" / name), scale)
+    rows = runs.Rows(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
+    finals = [run for cell in loaded.cells() for run in loaded.final_runs(cell, rows)]
     done = sum(rows.find(run) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]

@@ -26,8 +26,11 @@ def test_every_run_is_one_row_with_its_options_metrics_and_origin(tmp_path):
     assert run_command("sweep", arguments(path)) == 0
     rows = rows_of(path)
     assert [(row.options["x"], row.options["seed"]) for row in rows] == [
-        ("1.0", "1"), ("2.0", "1"), ("1.0", "2"), ("2.0", "2"),
-    ]  # fmt: skip
+        ("1.0", "1"),
+        ("2.0", "1"),
+        ("1.0", "2"),
+        ("2.0", "2"),
+    ]
     assert rows[1].metrics == {"val/loss": 1.001, "test/nll": 2.001}
     about = rows[0].about
     assert about["plans"] == "tiny" and about["stage"] == "final" and about["device"]
@@ -64,7 +67,7 @@ def test_large_seeds_and_close_floats_are_different_runs():
     seeds = [10**6, 10**6 + 1, 10**6 + 2]
     assert len({run(seed=seed).name for seed in seeds}) == 3
     rates = [run(learning_rate=rate) for rate in (0.1, 0.1 + 1e-12)]
-    assert len({each.name for each in rates}) == 2
+    assert len({run.name for run in rates}) == 2
     assert "--seed=1000001" in run(seed=1000001).arguments(ROOT)
     assert run(x=125.0).key == run(x=125).key
     words = run(**{"import": ["heads", "models"]}).arguments(ROOT)
@@ -82,27 +85,27 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     search = SEARCH | {"factors": [0.5, 2.0]}
     path = write_plan(tmp_path, grid={"x": [1.9]}, search=search)
     assert run_command("sweep", arguments(path)) == 0
-    found = [(r.about["stage"], r.options["rate"], r.options["seed"]) for r in rows_of(path)]
-    assert found[:3] == [("search", rate, "0") for rate in ("0.0", "1.0", "4.0")]
-    assert sorted(found[3:5]) == [("search", "0.5", "0"), ("search", "2.0", "0")]
-    assert found[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
+    stages = [(r.about["stage"], r.options["rate"], r.options["seed"]) for r in rows_of(path)]
+    assert stages[:3] == [("search", rate, "0") for rate in ("0.0", "1.0", "4.0")]
+    assert sorted(stages[3:5]) == [("search", "0.5", "0"), ("search", "2.0", "0")]
+    assert stages[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
 
 
 def test_settings_are_selected_by_the_mean_over_the_seeds_of_the_search(tmp_path):
     grid = {"rate": [0.0, 1.0], "other": [3, 4]}
     path = write_plan(tmp_path, grid={"x": [1.2]}, search={"grid": grid, "seeds": [0, 7]})
     assert run_command("sweep", arguments(path)) == 0
-    found = plan.load(str(path))
-    assert found.selected({"x": 1.2}, runs.Rows(rows_of(path))) == [{"rate": 1.0, "other": 3}]
+    loaded = plan.load(str(path))
+    assert loaded.selected({"x": 1.2}, runs.Rows(rows_of(path))) == [{"rate": 1.0, "other": 3}]
 
 
 def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
     search = {"grid": {"rate": [1.0, 2.0, 9.0]}, "options": {"x": 1.6}, "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
     assert run_command("sweep", arguments(path)) == 0
-    found, rows = plan.load(str(path)), runs.Rows(rows_of(path))
-    assert found.selected({"y": 1}, rows) == [{"rate": 2.0}, {"rate": 1.0}]
-    assert found.table_settings({"y": 1}, rows) == {"rate": 1.0}
+    loaded, rows = plan.load(str(path)), runs.Rows(rows_of(path))
+    assert loaded.selected({"y": 1}, rows) == [{"rate": 2.0}, {"rate": 1.0}]
+    assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0}
 
 
 def test_a_random_search_draws_the_same_settings_each_time(tmp_path):
@@ -110,7 +113,7 @@ def test_a_random_search_draws_the_same_settings_each_time(tmp_path):
     path = write_plan(tmp_path, search={"space": space, "trials": 20})
     tried = [plan.load(str(path)).tried({"x": 1.0}, runs.Rows([])) for _ in range(2)]
     assert tried[0] == tried[1] and len(tried[0]) == 20
-    assert all(0.01 <= each["rate"] <= 1 and each["n"] in (2, 4, 6, 8) for each in tried[0])
+    assert all(0.01 <= x["rate"] <= 1 and x["n"] in (2, 4, 6, 8) for x in tried[0])
     other = plan.load(str(path)).tried({"x": 2.0}, runs.Rows([]))
     assert other != tried[0]
 
@@ -191,10 +194,10 @@ def test_only_does_a_part(tmp_path, capsys):
     path = write_plan(tmp_path, names={"x": "short"})
     assert run_command("sweep", arguments(path, "--only", "short=1.0", "seed=2")) == 0
     assert [(r.options["x"], r.options["seed"]) for r in rows_of(path)] == [("1.0", "2")]
-    for word, said in (("x=7", "unknown 7; "), ("y=1", "unknown y; "), ("x", "name=")):
+    for word, text in (("x=7", "unknown 7; "), ("y=1", "unknown y; "), ("x", "name=")):
         assert run_command("sweep", arguments(path, "--only", word)) == 2
         error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
+        assert text in error and error.count("\n") == 1
 
 
 def test_print_prints_commands_that_can_start(tmp_path, capsys):

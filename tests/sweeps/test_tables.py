@@ -10,8 +10,11 @@ from torch.utils.tensorboard import SummaryWriter
 from catnat.sweeps import figures, plan, run_command, runs, significance, tables
 
 HEADS = ("softmax", "sigmoid", "natural")
-NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2],
-       "natural": [100.1, 100.5, 100.6]}  # fmt: skip
+NLL = {
+    "softmax": [104.0, 105.0, 104.5],
+    "sigmoid": [100.0, 100.4, 100.2],
+    "natural": [100.1, 100.5, 100.6],
+}
 
 
 @pytest.fixture
@@ -19,11 +22,11 @@ def path(tmp_path):
     """A plan with rows: three heads, two sizes of which one has no rows."""
     keys = {"grid": {"size": [8, 16], "head": list(HEADS)}, "seeds": [1, 2, 3], "columns": ["size"]}
     path = write_plan(tmp_path, **keys, names={"size": "K"}, options={"x": 1})
-    found = plan.load(str(path))
+    loaded = plan.load(str(path))
     rows = []
     for head, values in NLL.items():
         for seed, value in enumerate(values, 1):
-            run = found.run({"size": 8, "head": head}, {}, seed, "final")
+            run = loaded.run({"size": 8, "head": head}, {}, seed, "final")
             rows.append(runs.make_row(run, {"test/nll": value, "test/collapsed": float(seed == 3)}))
     for row in rows:
         runs.add(tmp_path / "results" / "tiny" / "runs.csv", row)
@@ -59,9 +62,9 @@ def test_values_may_be_lists_null_and_words(tmp_path, capsys):
         assert f"| K = {order}" in table(path, capsys)
     for values in ([[8, 8], [16], [4]], [0.1, None, 0.3], ["b", "c", "d"], [1, 2, 3]):
         path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
-        found = plan.load(str(path))
-        rows = [runs.make_row(run, {"val/loss": 1.0}) for run in found.runs(runs.Rows([]))]
-        (cell,) = tables.cells_of(found, runs.Rows(rows), {})
+        loaded = plan.load(str(path))
+        rows = [runs.make_row(run, {"val/loss": 1.0}) for run in loaded.runs(runs.Rows([]))]
+        (cell,) = tables.cells_of(loaded, runs.Rows(rows), {})
         assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
     assert run_command("tables", arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
     assert "x.md" in capsys.readouterr().err
@@ -110,7 +113,7 @@ def test_bold_is_the_best_and_what_is_not_significantly_different(samples, expec
 
 
 def test_every_head_has_one_color():
-    colors = [figures.color(each, ["a", "b"]) for each in (*HEADS, "a", "b")]
+    colors = [figures.color(head, ["a", "b"]) for head in (*HEADS, "a", "b")]
     assert len(set(colors)) == len(colors)
     assert figures.color("sigmoid-rotated") == figures.color("sigmoid")
 
@@ -119,8 +122,8 @@ def test_curves_come_from_event_files_of_runs(path, tmp_path, capsys):
     words = [*arguments(path), "--out", str(tmp_path / "f")]
     assert run_command("figures", words) == 2
     assert "has val/elbo" in capsys.readouterr().err
-    found = plan.load(str(path))
-    run = found.run({"size": 8, "head": "natural"}, {}, 1, "final")
+    loaded = plan.load(str(path))
+    run = loaded.run({"size": 8, "head": "natural"}, {}, 1, "final")
     with SummaryWriter(str(tmp_path / "runs" / "tiny" / run.name / "version_0")) as writer:
         for step in range(4):
             writer.add_scalar("val/elbo", -step, step)
