@@ -18,6 +18,7 @@ Afterwards: ``catnat tables plan.yaml``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import signal
@@ -33,9 +34,17 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
 from catnat.sweeps.engines import Engine, Job, Local, Outcome, Ray, Slurm, device_name
-from catnat.sweeps.runs import Rows, Run, read_pairs
+from catnat.sweeps.runs import Row, Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
+_ENGINES_WITH = {  # an option
+    "jobs": ("local", "batched", "slurm"),
+    "retries": ("local", "ray", "slurm"),
+    "address": ("ray",),
+    "gpus_per_run": ("ray",),
+    "cpus_per_run": ("ray",),
+    "slurm": ("slurm",),
+}
 _SET_BY_SWEEP = ("seed", "seed_everything", "default_root_dir", "ckpt_path", "model", "program")
 
 
@@ -43,6 +52,9 @@ def main(words: list[str]) -> int:
     """Do what is missing; 0, 1 (runs failed or are left), 2 (wrong usage) or 130 (interrupted)."""
     split = words.index("--") if "--" in words else len(words)
     args = build_parser().parse_args(words[:split])
+    for name, engines in _ENGINES_WITH.items():
+        if getattr(args, name) is not None and args.engine not in engines:
+            raise ValueError(f"--{name} is not an option of --engine {args.engine}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sweeps = [Sweep(name, args, words[split + 1 :]) for name in args.plans]
@@ -64,13 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
     text = "runs side by side (local: 2 on each GPU; batched: models at once, 128)"
     add("--jobs", type=PositiveInt, help=text)
     text = "further attempts if a run fails (default 1)"
-    add("--retries", type=NonNegativeInt, default=1, help=text)
+    add("--retries", type=NonNegativeInt, help=text)
     add("--retry_failed", action="store_true", help="also do runs whose row says that they failed")
     add("--address", help="of a Ray cluster; auto: the one of this machine")
     add("--gpus_per_run", type=NonNegativeFloat, help="with Ray, such as 0.1")
-    add("--cpus_per_run", type=NonNegativeFloat, default=1.0, help="with Ray (default 1)")
+    add("--cpus_per_run", type=NonNegativeFloat, help="with Ray (default 1)")
     text = "parameters of submitit's executor"
-    add("--slurm", action="extend", nargs="+", default=[], metavar="NAME=VALUE", help=text)
+    add("--slurm", action="extend", nargs="+", metavar="NAME=VALUE", help=text)
     return parser
 
 
@@ -199,31 +211,40 @@ class Sweep:
                     return
                 done = wait(running, return_when=FIRST_COMPLETED).done
                 for future in [future for future in running if future in done]:  # in order
-                    self.record(running.pop(future), future.result(), name, len(running))
+                    row = self.record(running.pop(future), future.result(), name, len(running))
+                    self.require_metrics([row])
         finally:
             engine.stop()
 
-    def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> None:
+    def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> Row | None:
         """Write the row of a run that has ended, and print a line."""
         if outcome.stopped:
             if outcome.note:
                 print(f"{run.name}: {outcome.note}", flush=True)
-            return
+            return None
         row = runs.make_row(run, outcome.metrics, outcome.note, engine, outcome.device)
         runs.add(self.rows_path, row)
         runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
         self.failed_before.discard(run.key)
-        shown = [self.plan.search.metric] if self.plan.search else []
-        metrics = list(dict.fromkeys([*shown, *self.plan.metrics]))
-        values = {name: row.metrics[name] for name in metrics if name in row.metrics}
+        values = {name: row.metrics[name] for name in self.metrics if name in row.metrics}
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if not row.finished:
             text = f"FAILED: {outcome.note}"
         print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}  ({left} under way)", flush=True)
-        for name in metrics:
-            if row.finished and name not in row.metrics:
+        return row
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that every run must have."""
+        searched = [self.plan.search.metric] if self.plan.search else []
+        return list(dict.fromkeys([*searched, *self.plan.metrics]))
+
+    def require_metrics(self, rows: Sequence[Row | None]) -> None:
+        """Stop the sweep if finished runs do not have the metrics of the plan."""
+        for row, name in itertools.product(rows, self.metrics):
+            if row and row.finished and name not in row.metrics:
                 text = plans.choices(name, sorted(row.metrics))
-                raise ValueError(f"{run.name} has finished without {name}; {text}")
+                raise ValueError(f"a run has finished without {name}; {text}")
 
     def _train_batched(self, most: int) -> None:
         """Train what can start as groups of models, again and again until nothing can."""
@@ -245,17 +266,22 @@ class Sweep:
                 locks = [runs.claim(run_of[id(member)], self.rows_path) for member in group]
                 free = [member for member, lock in zip(group, locks, strict=True) if lock]
                 metrics = batched.Group(free).train() if free else []
+                rows = []
                 for member, values in zip(free, metrics, strict=True):
                     outcome = Outcome(values, member.failure, device_name())
-                    self.record(run_of[id(member)], outcome, "batched", len(groups) - number)
+                    left = len(groups) - number
+                    rows.append(self.record(run_of[id(member)], outcome, "batched", left))
+                self.require_metrics(rows)
 
 
 def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
     """The engine that was asked for."""
+    retries = 1 if args.retries is None else args.retries
     if args.engine == "ray":
-        return Ray(args.address, args.gpus_per_run, args.cpus_per_run, args.retries)
+        cpus = 1.0 if args.cpus_per_run is None else args.cpus_per_run
+        return Ray(args.address, args.gpus_per_run, cpus, retries)
     if args.engine == "slurm":
-        parameters: dict[str, Any] = read_pairs(args.slurm, "--slurm")
+        parameters: dict[str, Any] = read_pairs(args.slurm or [], "--slurm")
         numbers = {name: int(text) for name, text in parameters.items() if text.isdecimal()}
-        return Slurm(folder / "slurm", args.jobs, parameters | numbers, args.retries)
-    return Local(args.jobs, args.retries)
+        return Slurm(folder / "slurm", args.jobs, parameters | numbers, retries)
+    return Local(args.jobs, retries)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_sweep import arguments, write_plan
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from catnat import make_head
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
-from catnat.sweeps import batched
+from catnat.sweeps import batched, run_command, runs
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -151,6 +152,16 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
     assert metrics["data_source"] == "files"
     assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == metrics
     assert list(tmp_path.glob("version_0/events.*")) and list(tmp_path.glob("**/final.ckpt"))
+
+
+def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched, "build", lambda words, folder: classifier(1, 0.1))
+    keys = {"program": None, "model": "vae", "grid": {"head": ["natural"]}}
+    path = write_plan(tmp_path, **keys, metrics={"test/los": {}})
+    assert run_command("sweep", arguments(path, "--engine", "batched")) == 2
+    assert len(runs.read(tmp_path / "results" / "tiny" / "runs.csv")) == 2
 
 
 def test_a_model_that_diverges_fails_alone() -> None:
