@@ -36,7 +36,7 @@ from catnat.numerics import (
     uniform,
 )
 from catnat.orders import checked_frequent
-from catnat.tree import checked_leaves, inverse_order, walk_down
+from catnat.tree import checked_leaves, walk_down
 from catnat.tree_heads import CatnatHead
 
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
@@ -360,12 +360,12 @@ class TreeLinear(nn.Module):
             return
         keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K).clone()
         keys[self._frequent] = torch.arange(-F, 0, device="cpu")
-        self._set_places(inverse_order(keys.argsort()))
+        self._set_places(keys.argsort().argsort())
 
     def _set_places(self, places: Tensor) -> None:
         """Take the place of each class, (K,) on the CPU."""
         device = self.weight.device
-        classes = inverse_order(places)
+        classes = places.argsort()
         self.order = places.to(device)
         self.classes = classes.to(device)
         self._frequent = classes[: self.num_frequent].tolist()
