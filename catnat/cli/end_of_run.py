@@ -84,9 +84,20 @@ def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> No
 
 
 # Messages of Lightning that a user of this program can do nothing about.
-_UNHELPFUL = ("GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to",
-          "`Trainer.fit` stopped", "`Trainer(limit", "LOCAL_RANK", "`weights_only` was not set",
-          "Restor", "Loaded model weights", "You are using a CUDA device")  # fmt: skip
+_UNHELPFUL = (
+    "GPU available",
+    "TPU available",
+    "HPU available",
+    "💡 Tip",
+    "Seed set to",
+    "`Trainer.fit` stopped",
+    "`Trainer(limit",
+    "LOCAL_RANK",
+    "`weights_only` was not set",
+    "Restor",
+    "Loaded model weights",
+    "You are using a CUDA device",
+)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:

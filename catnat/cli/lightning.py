@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,8 +49,6 @@ class CatnatCLI(RunCLI):
             "enable_model_summary": False,
         }
     }
-
-    _begun = False
 
     # -- from words to objects -----------------------------------------------------------------
 
@@ -122,7 +119,8 @@ class CatnatCLI(RunCLI):
             self.changeable = {"optimizer.lr"}
         for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
             saved_rate = self.line.in_files.get("model.learning_rate")  # as psi_learning_rate
-            if options[name] not in (self.model_defaults[name], options.learning_rate, saved_rate):
+            rates = (options.get("learning_rate"), saved_rate)
+            if options[name] not in (self.model_defaults[name], *rates):
                 raise ValueError(
                     f"--{name} {options[name]} is for the optimizer of the model itself, "
                     f"not for --optimizer {config.optimizer.class_path}"
@@ -163,9 +161,10 @@ class CatnatCLI(RunCLI):
         if self.keeps:  # where Lightning saves the run before SLURM requeues it
             options["default_root_dir"] = str(self.folder.path)
         batches = ("on_train_batch", "on_sanity_check", "on_validation", "on_test", "on_predict")
-        hooks: dict[str, Any] = {f"{name}_start": self._set_begun for name in batches}
-        hooks["on_sanity_check_end"] = partial(self._set_begun, begun=False)
-        phases = LambdaCallback(on_train_start=self._begin, **hooks)
+        starts: dict[str, Any] = {f"{name}_start": self._enter_batches for name in batches}
+        phases = LambdaCallback(
+            on_train_start=self._begin, on_sanity_check_end=self._leave_batches, **starts
+        )
         trainer = Trainer(**options | {"callbacks": [phases, *callbacks]})
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             start_method = trainer.strategy.launcher._start_method
@@ -178,8 +177,11 @@ class CatnatCLI(RunCLI):
         if self.keeps:
             begin(self.folder.path, self.options, trainer)
 
-    def _set_begun(self, *_: Any, begun: bool = True, **__: Any) -> None:
-        self._begun = begun
+    def _enter_batches(self, *_: Any) -> None:
+        self.in_batches = True
+
+    def _leave_batches(self, *_: Any) -> None:
+        self.in_batches = False  # the loader of training is built after the sanity check
 
     def _checkpoints(self, max_steps: int) -> list[Callback]:
         folder = self.folder.path / "checkpoints"
@@ -205,11 +207,6 @@ class CatnatCLI(RunCLI):
     def step(self) -> int:
         """The number of steps done; 0 before there is a Trainer."""
         return self.trainer.global_step if hasattr(self, "trainer") else 0
-
-    @property
-    def begun(self) -> bool:
-        """Whether the first batch has begun."""
-        return self._begun
 
     def fit(self) -> dict[str, Any]:
         """Train, then validate (to select by) and test what was learned last."""

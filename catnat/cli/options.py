@@ -105,7 +105,7 @@ def read_command_line(argv: list[str]) -> CommandLine:
         full_name = _CHOICES.get(name, name)
         if full_name in _CHOICES.values():
             typed_choices[full_name] = value
-        elif name in ("config", "c"):
+        elif name == "config":
             line.configs.append(str(value))
         elif name == "import":
             line.imports.append(str(value))
@@ -140,6 +140,7 @@ def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
         if word.startswith("--") or word in ("-c", "-h"):
             name, equals, value = word.lstrip("-").partition("=")
             name = name.replace("-", "_").replace(".init_args.", ".")
+            name = {"h": "help", "c": "config"}.get(name, name)
             pairs.append((name, value if equals else None))
         elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)

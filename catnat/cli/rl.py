@@ -362,11 +362,6 @@ class RLCLI(RunCLI):
         """The number of steps of all environments together; 0 before there is a model."""
         return int(self.model.num_timesteps) if hasattr(self, "model") else 0
 
-    @property
-    def begun(self) -> bool:
-        """Whether the environments have taken a step."""
-        return bool(self.step and self.step > self.began)
-
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""
         model = self.model

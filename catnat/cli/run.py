@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -69,6 +68,7 @@ class RunCLI(LightningCLI):
     hidden: ClassVar[dict[str, set[str]]] = {}  # arguments that are not options, by group
     full_names: dict[str, str]  # of options, by their short ones
     lengths: dict[str, dict[str, Any]]  # defaults of a run without a length, by device
+    in_batches = False  # whether everything is built, and batches are computed
 
     def __init__(self, line: CommandLine, until: Until = "end") -> None:
         self.line = line
@@ -97,7 +97,7 @@ class RunCLI(LightningCLI):
             if until == "end":
                 self._run()
         except Exception as error:
-            if self.begun or isinstance(error, BrokenPipeError):
+            if self.in_batches or isinstance(error, BrokenPipeError):
                 raise
             raise UsageError(error, self._option_names(), self.full_names) from error
         finally:
@@ -120,11 +120,6 @@ class RunCLI(LightningCLI):
     @property
     def step(self) -> int:
         """The number of steps done; 0 before there is a model."""
-        raise NotImplementedError
-
-    @property
-    def begun(self) -> bool:
-        """Whether everything is built, and the first batch has begun."""
         raise NotImplementedError
 
     # -- from words to options -----------------------------------------------------------------
@@ -184,14 +179,11 @@ class RunCLI(LightningCLI):
             path: of another class.
         """
         page = ArgumentParser(usage=f"{command_words()} --model MODEL ...", add_help=False)
-        for name, kind in self.groups.items():
-            if group in ("", name):
-                if path:
-                    kind = load({**MODELS, **DATA}.get(path, path), f"--{group}.help")
-                add: Any = page.add_class_arguments
-                if inspect.isfunction(kind):
-                    add = page.add_function_arguments
-                add(kind, name, fail_untyped=False, skip=self.hidden.get(name))
+        for name in [group] if group else self.groups:
+            kind = self.groups[name]
+            if path:
+                kind = load({**MODELS, **DATA}.get(path, path), f"--{group}.help")
+            add_arguments(page, kind, name, self.hidden.get(name))
         lines = page.format_help().splitlines()
         print("\n".join(line for line in lines if not line.endswith("a configuration file.")))
 
@@ -308,19 +300,17 @@ class RunCLI(LightningCLI):
                 print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except Exception as error:
+            self.in_batches |= self.step > self.began
             if self.step > self.began and self.is_first:
-                self._say_how_far(error)
-            if self.begun and isinstance(error, (OSError, FloatingPointError)):
+                last = self.folder.path / "checkpoints" / "last.ckpt"
+                saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
+                ended = f"training ended after step {self.step}: {one_line(error)}{saved}"
+                print(f"catnat: {ended}", file=sys.stderr)
+            if self.in_batches and isinstance(error, (OSError, FloatingPointError)):
                 raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
             raise
         if self.is_first and self.metrics:
             show_metrics(self.metrics, folder, keep=self.keeps)
-
-    def _say_how_far(self, error: Exception) -> None:
-        last = self.folder.path / "checkpoints" / "last.ckpt"
-        saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
-        ended = f"training ended after step {self.step}: {one_line(error)}{saved}"
-        print(f"catnat: {ended}", file=sys.stderr)
 
     def close(self) -> None:
         """Give back what the run holds."""
@@ -345,12 +335,18 @@ def check_head_options(name: str, options: dict[str, Any] | None) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
-def arguments(of: Callable[..., Any], skip: Iterable[str] = ()) -> dict[str, Any]:
+def add_arguments(
+    parser: ArgumentParser, of: Any, group: str | None = None, skip: set[str] | None = None
+) -> list[str]:
+    """Add the arguments of a class or a function to a parser, without some; their names."""
+    add: Any = parser.add_class_arguments if isinstance(of, type) else parser.add_function_arguments
+    return list(add(of, group, fail_untyped=False, skip=skip))
+
+
+def arguments(of: Any, skip: set[str] | None = None) -> dict[str, Any]:
     """Names and defaults of the options of a class or a function, without some."""
     parser = ArgumentParser()
-    add: Any = parser.add_class_arguments if isinstance(of, type) else parser.add_function_arguments
-    names = add(of, fail_untyped=False, skip=set(skip))
-    return {name: parser.get_default(name) for name in names}
+    return {name: parser.get_default(name) for name in add_arguments(parser, of, skip=skip)}
 
 
 def short_names(
