@@ -44,13 +44,6 @@ def test_values_are_broadcast_against_hidden_states():
     assert layer.log_prob(hidden[0], torch.tensor(3)).shape == ()
 
 
-def test_without_order_class_k_is_leaf_k():
-    layer = TreeLinear(3, 6, bias=False)
-    hidden = torch.randn(2, 3)
-    torch.testing.assert_close(layer.log_probs(hidden), by_linear_and_head(layer, hidden))
-    assert list(layer.state_dict()) == ["weight"]
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_nll_means_what_cross_entropy_means(reduction):
     layer, hidden, target = layer_and_data(11, rows=8)
@@ -73,8 +66,10 @@ def test_frequent_classes_have_a_softmax_and_the_others_a_tree_in_their_order():
     torch.testing.assert_close(found[:, [5, 0, 3, 2]], leaves)  # leaves 2, 3, 4, 5 of the order
     layer.set_order(None)
     torch.testing.assert_close(layer.log_probs(hidden).exp()[:, [0, 2, 3, 5]], leaves)
-    first = TreeLinear(3, 6, frequent=2)
-    assert first.order is None and first.log_probs(hidden).shape == (2, 6)
+    first = TreeLinear(3, 6, "natural", frequent=2, bias=False)
+    assert list(first.state_dict()) == ["weight", "shortlist.weight"]
+    torch.testing.assert_close(first.log_probs(hidden), by_linear_and_head(first, hidden))
+    assert (first.head.tail, TreeLinear(3, 6, "natural", tail=0).head.tail) == (0.05, 0)
 
 
 @pytest.mark.parametrize("frequent", [0, 5, [7, 1]])
@@ -189,20 +184,13 @@ def test_samples_follow_the_probabilities_by_chi_square(head, frequent):
 @pytest.mark.parametrize(("K", "k", "frequent"), [(50, 50, 7), (5000, 70, 0)])
 def test_topk_agrees_with_the_full_sort(head, K, k, frequent):
     layer, hidden, _ = layer_and_data(K, head, rows=3, dtype=torch.float32, frequent=frequent)
+    broken = layer.topk(torch.cat((hidden, torch.full_like(hidden[:1], torch.nan))), 4)
+    assert broken.values[3].isnan().all() and not broken.values[:3].isnan().any()
     values, indices = layer.topk(hidden.view(3, 1, -1), k)
     full = layer.log_probs(hidden)
     torch.testing.assert_close(values[:, 0], full.sort(-1, descending=True).values[:, :k])
     torch.testing.assert_close(full.gather(1, indices[:, 0]), values[:, 0])
     assert all(len(set(row)) == k for row in indices[:, 0].tolist())
-
-
-def test_topk_of_a_row_with_nan_is_nan_and_other_rows_are_right():
-    layer, hidden, _ = layer_and_data(5000, "sigmoid", rows=3)
-    hidden[0] = torch.nan
-    values, indices = layer.topk(hidden, 4)
-    assert values[0].isnan().all() and not values[1:].isnan().any()
-    assert len(set(indices[0].tolist())) == 4
-    torch.testing.assert_close(values[1:], layer.log_probs(hidden[1:]).topk(4).values)
 
 
 def test_an_empty_batch_has_empty_results():
@@ -296,11 +284,6 @@ def test_distributed_training_takes_dense_and_sparse_gradients(sparse):
     torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
 
 
-def test_natural_has_a_tail_unless_it_is_refused():
-    assert TreeLinear(4, 9, "natural").head.tail == 0.05
-    assert TreeLinear(4, 9, "natural", tail=0).head.tail == 0
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_half_precision_is_close_to_float32(sparse):
     options = {"rows": 20, "dtype": torch.float32, "sparse": sparse, "frequent": 30}
@@ -372,30 +355,11 @@ def test_all_log_probabilities_are_exported_for_any_number_of_rows():
     assert torch.allclose(exported.module()(x), model(x))
 
 
-def test_path_estimates_from_hidden_states_are_those_of_the_head():
-    torch.manual_seed(0)
-    layer = TreeLinear(6, 11, order=torch.randperm(11))
-    other = TreeLinear(6, 11, order=layer.order)
-    one, two, value = torch.randn(4, 6), torch.randn(4, 6), torch.randint(11, (3, 4))
-    leaves = layer.order[value]
-    q, p, r = layer.head(layer.scores(one)), layer.head(layer.scores(two)), other.head
-    torch.testing.assert_close(layer.path_kl(one, two, value), q.path_kl(p, leaves))
-    torch.testing.assert_close(layer.path_entropy(one, value), q.path_entropy(leaves))
-    want = q.path_kl(r(other.scores(two)), leaves)
-    torch.testing.assert_close(layer.path_kl(one, two, value, other), want)
-    with pytest.raises(ValueError, match="from 0 to 10, got 11"):
-        layer.path_entropy(one, torch.tensor(11))
-    with pytest.raises(ValueError, match="between 11 and 12 classes"):
-        layer.path_kl(one, two, value, TreeLinear(6, 12))
-    with pytest.raises(ValueError, match="the same order"):
-        layer.path_kl(one, two, value, TreeLinear(6, 11))
-
-
-@pytest.mark.parametrize("K", [4, 11])
-def test_path_estimates_of_a_layer_with_frequent_classes_have_the_right_mean_and_gradient(K):
-    layer, hidden, _ = layer_and_data(K, "sigmoid", rows=2, frequent=2)
-    other = TreeLinear(6, K, order=layer.order, frequent=[*layer.classes[:2]], dtype=torch.float64)
-    one, two = hidden[0].clone().requires_grad_(), hidden[1].clone().requires_grad_()
+@pytest.mark.parametrize(("K", "frequent"), [(4, 2), (11, 0), (11, [4, 9])])
+def test_path_estimates_have_the_right_mean_and_gradient(K, frequent):
+    layer, hidden, _ = layer_and_data(K, "sigmoid", rows=2, frequent=frequent)
+    other = TreeLinear(6, K, order=layer.order, frequent=frequent, dtype=torch.float64)
+    one, two = hidden.clone().requires_grad_()
     every = torch.arange(K)  # the mean over all classes is exact
     for reference in (None, other):
         logs = layer.log_probs(one)
@@ -409,5 +373,9 @@ def test_path_estimates_of_a_layer_with_frequent_classes_have_the_right_mean_and
             torch.testing.assert_close(mean, exact)
             grads = [torch.autograd.grad(x, one, retain_graph=True)[0] for x in (mean, exact)]
             torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match=f"between {K} and 12 classes"):
+        layer.path_kl(one, two, every, TreeLinear(6, 12))
     with pytest.raises(ValueError, match="the same order"):
-        layer.path_kl(one, two, every, TreeLinear(6, K, order=layer.order, dtype=torch.float64))
+        layer.path_kl(one, two, every, TreeLinear(6, K, frequent=1))
+    with pytest.raises(ValueError, match=f"from 0 to {K - 1}, got {K}"):
+        layer.path_entropy(one, torch.tensor(K))

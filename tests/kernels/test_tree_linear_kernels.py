@@ -117,7 +117,6 @@ from catnat import TreeLinear, tree_linear
 from catnat.kernels import triton_layer
 
 torch.manual_seed(0)
-noise = torch.Generator()
 triton_layer.UPPER = 2
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
 
@@ -155,14 +154,9 @@ for K, D, head, options, dtype, reduction in cases:
     walks = []
     for way in (True, False):
         layer._fused = lambda h: triton_layer if way else None
-        numbers = iter(torch.rand(24, 10, generator=noise.manual_seed(1)).double().T)
-        tree_linear.uniform = lambda shape, *_: (
-            torch.stack([next(numbers) for _ in range(shape[1])], 1) if len(shape) > 1
-            else next(numbers)
-        )
+        tree_linear.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
         walks.append(layer._walk(hidden.detach(), torch.arange(24), None))
-    differ = (walks[0] != walks[1]).sum()
-    assert differ <= (0 if dtype == torch.float32 else 2), walks
+    assert (walks[0] != walks[1]).sum() <= (0 if dtype == torch.float32 else 2), walks
     if dtype == torch.float32:
         twice = []
         for way in (True, False):
