@@ -107,6 +107,7 @@ TAGS: dict[str, dict[str, str]] = {
         "train/approx_kl": "Estimated KL divergence between the policies before and after updates.",
         "train/clip_fraction": "Share of the actions whose probability ratio PPO clipped.",
         "train/clip_range": "Largest change of a probability ratio that PPO does not clip.",
+        "train/clip_range_vf": "Largest change of a value that PPO does not clip.",
         "train/entropy_loss": "Minus the mean entropy of the policy in the minibatches.",
         "train/explained_variance": (
             "Share of the variance of the returns that the value network explains: 1 is perfect, "

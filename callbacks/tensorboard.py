@@ -14,9 +14,15 @@ from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experime
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_SCALAR,
+    Summary,
+)
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.plugins.image.metadata import create_summary_metadata as image_metadata
+from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from catnat.callbacks.tags import description
@@ -29,7 +35,10 @@ _SHOWN_FIRST = ("env", "head", "learning_rate", "num_categories", "num_latents",
 
 
 class DescribedWriter(SummaryWriter):
-    """A writer of event files in which the first value of each tag carries its description."""
+    """A writer of event files in which the first value of each tag carries its description.
+
+    The data class is there because TensorBoard's fast loader ignores a description without one.
+    """
 
     def _get_file_writer(self) -> FileWriter:
         is_new = self.file_writer is None
@@ -52,7 +61,13 @@ def _add_described(
                 hparam.differs = hparam.name in _SHOWN_FIRST
             value.metadata.plugin_data.content = content.SerializeToString()
         elif text := description(value.tag):
-            value.metadata.summary_description = text
+            if value.HasField("image"):
+                metadata = image_metadata("", text, converted_to_tensor=True)
+                metadata.data_class = DATA_CLASS_BLOB_SEQUENCE
+            else:
+                metadata = scalar_metadata("", text)
+                metadata.data_class = DATA_CLASS_SCALAR
+            value.metadata.CopyFrom(metadata)
     add_summary(summary, *when)
 
 

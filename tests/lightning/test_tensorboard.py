@@ -48,7 +48,9 @@ def test_every_tag_of_a_run_is_explained_and_the_mass_is_the_first_card(kind, tm
     shown = {*tags["scalars"], *pictures} - {"test/score"}
     assert min(tag for tag in shown if tag.startswith("fim")) == "fim/off_diagonal_mass"
     for tag in shown:
-        assert events.SummaryMetadata(tag).summary_description == description(tag) != "", tag
+        metadata = events.SummaryMetadata(tag)
+        assert metadata.summary_description == description(tag) != "", tag
+        assert metadata.data_class, "or TensorBoard's fast loader ignores the description"
     content = events.SummaryMetadata(EXPERIMENT_TAG).plugin_data.content
     hparams = HParamsPluginData.FromString(content).experiment.hparam_infos
     first = {"head", "learning_rate", "num_categories", "num_latents", "seed"}
