@@ -128,6 +128,12 @@ def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor
     return torch.tensor(checked_order(order, num_categories), device="cpu")
 
 
+def inverse_order(leaves: Tensor) -> Tensor:
+    """The class of each leaf from the leaf of each class, (K,) -> (K,)."""
+    classes = torch.arange(len(leaves), device=leaves.device)
+    return torch.empty_like(leaves).scatter_(0, leaves, classes)
+
+
 def walk_down(
     num_categories: int,
     start: Tensor,

@@ -29,7 +29,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import checked_leaves, path_sums, subtree_sums
+from catnat.tree import checked_leaves, inverse_order, path_sums, subtree_sums
 
 _Leaves = tuple[Tensor, Tensor]
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
@@ -271,7 +271,7 @@ class CatnatHead(CategoricalHead):
         if self.order is None:
             return None, None
         leaves = self._cached(x, "leaves", lambda device: torch.tensor(self.order, device=device))
-        return leaves, self._cached(x, "classes", lambda _: leaves.argsort())
+        return leaves, self._cached(x, "classes", lambda _: inverse_order(leaves))
 
     def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores.

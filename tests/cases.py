@@ -147,8 +147,10 @@ def exact_log_probs(name: str, scores: list[float], **options: float | bool) -> 
             tau = (sums[size - 1] - 1) / size
             return [mpmath.log(x - tau) if x > tau else -mpmath.inf for x in s]
         if name not in TREES:
-            own = make(name, len(s), **options).log_probs(torch.tensor(scores, dtype=torch.float64))
-            return [mpmath.mpf(x) for x in own.tolist()]
+            log_probs = make(name, len(s), **options).log_probs(
+                torch.tensor(scores, dtype=torch.float64)
+            )
+            return [mpmath.mpf(x) for x in log_probs.tolist()]
         K = len(s) + 1
         head = make(name, K, **options)
         shares = [mpmath.mpf(leaf_count(2 * j + 1, K)) / leaf_count(j, K) for j in range(1, K)]

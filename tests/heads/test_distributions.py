@@ -170,9 +170,9 @@ def test_divergence_from_probabilities_with_zeros():
     assert torch.equal(q.probs, p)
     assert kl_divergence(Categorical(probs=p), q) == 0
     assert kl_divergence(q, Categorical(probs=p)) == 0
-    given = Categorical(logits=torch.log(p))
-    assert given.probs is not None  # which torch keeps beside the logits it was given
-    assert kl_divergence(given, q) == 0
+    by_logits = Categorical(logits=torch.log(p))
+    assert by_logits.probs is not None  # which torch keeps beside the logits it was given
+    assert kl_divergence(by_logits, q) == 0
     assert kl_divergence(Categorical(probs=torch.tensor([0.5, 0.0, 0.5])), q) > 100
 
 
@@ -248,9 +248,9 @@ def test_the_mean_over_all_categories_of_path_estimates_is_exact(name, options):
         weights = q.probs.detach()
         assert torch.allclose((weights * terms).sum(), exact)
         # The mean of the gradients is the gradient of the mean, in both distributions.
-        kept = {"retain_graph": True, "allow_unused": True}
-        got = torch.autograd.grad((weights * terms).sum(), (ours, theirs), **kept)
-        want = torch.autograd.grad(exact, (ours, theirs), **kept)
+        options = {"retain_graph": True, "allow_unused": True}
+        got = torch.autograd.grad((weights * terms).sum(), (ours, theirs), **options)
+        want = torch.autograd.grad(exact, (ours, theirs), **options)
         for a, b in zip(got, want, strict=True):
             assert (a is None and b is None) or torch.allclose(a, b, atol=1e-12)
 
@@ -335,8 +335,8 @@ def test_divergences(name):
     plain = OneHotCategorical(logits=q.logits)
     assert torch.allclose(kl_divergence(p.one_hot(), plain), want)
     assert torch.allclose(kl_divergence(plain, p.one_hot()), kl_divergence(q, p), equal_nan=True)
-    whole = kl_divergence(Independent(p.one_hot(), 1), Independent(q.one_hot(), 1))
-    assert torch.allclose(whole, want.sum())
+    total = kl_divergence(Independent(p.one_hot(), 1), Independent(q.one_hot(), 1))
+    assert torch.allclose(total, want.sum())
 
 
 @pytest.mark.parametrize("name", [n if n == "natural" else slow(n) for n in HEADS])
@@ -352,9 +352,9 @@ def test_latents_of_a_world_model(name):
         return z.flatten(1).square().sum(), q.entropy() + kl_divergence(q, prior), q.log_prob(z)
 
     scores = torch.randn(4, 32, head.num_scores, requires_grad=True)
-    for each in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(0)
-        size, rate, log_prob = each(scores)
+        size, rate, log_prob = function(scores)
         assert size == 4 * 32 and rate.shape == log_prob.shape == (4,)
         (gradient,) = torch.autograd.grad(size + rate.sum() + log_prob.sum(), scores)
         assert gradient.isfinite().all() and gradient.any()
@@ -373,8 +373,8 @@ def no_full_tree(monkeypatch):
 def test_a_distribution_computes_all_log_probabilities_only_when_asked(name, K, no_full_tree):
     head = make(name, K)
     q = head(torch.randn(3, K - 1, requires_grad=True))
-    for each in (q, q.expand((2, 3)), Independent(q, 1)):
-        each.log_prob(each.sample()).sum().backward()
+    for distribution in (q, q.expand((2, 3)), Independent(q, 1)):
+        distribution.log_prob(distribution.sample()).sum().backward()
     assert q.one_hot_sample((2,)).shape == (2, 3, K)
     assert q.batch_shape == (3,) and "HeadCategorical" in repr(q)
     for ask in (lambda: q.logits, lambda: q.probs, q.entropy, lambda: q.mode):

@@ -46,11 +46,11 @@ def test_proposition_softmax(K):
 def test_a_diagonal_entry_depends_on_at_most_log2_of_k_scores(K):
     """Sigmoid: on its own score and on those above it. Natural: on those above it alone."""
     deepest = math.ceil(math.log2(K))
-    for name, own in (("sigmoid", 1), ("natural", 0)):
+    for name, own_score in (("sigmoid", 1), ("natural", 0)):
         head = make_head(name, K)
         scores = 0.5 * torch.randn(K - 1, dtype=torch.float64)
         slopes = torch.autograd.functional.jacobian(head.fisher_diagonal, scores)
-        assert (slopes.abs() > 1e-13).sum(-1).max() == deepest - 1 + own
+        assert (slopes.abs() > 1e-13).sum(-1).max() == deepest - 1 + own_score
 
 
 def reach(head, row):
@@ -195,8 +195,10 @@ def test_condition_number():
     for dtype in (torch.float16, torch.bfloat16):
         assert condition_number(torch.diag(torch.tensor([4.0, 2.0], dtype=dtype))) == 2
     assert condition_number(torch.zeros(3, 3)) == 1
-    both = torch.stack((torch.full((3, 3), torch.nan), torch.diag(torch.tensor([1.0, 2.0, 4.0]))))
-    assert condition_number(both).isnan().tolist() == [True, False]
+    matrices = torch.stack(
+        (torch.full((3, 3), torch.nan), torch.diag(torch.tensor([1.0, 2.0, 4.0])))
+    )
+    assert condition_number(matrices).isnan().tolist() == [True, False]
     assert condition_number(make_head("softmax", 5).fisher(torch.zeros(5))) == pytest.approx(1.0)
     assert condition_number(make_head("natural", 8).fisher(torch.zeros(7))) == pytest.approx(4.0)
 
@@ -272,8 +274,8 @@ def test_the_natural_gradient_of_a_head_of_the_users_own(K, dtype):
     torch.manual_seed(0)
     scores, grad = torch.randn(2, 2000, K, dtype=dtype)
     want = make_head("softmax", K).natural_gradient(2 * scores.double(), grad.double()) / 4
-    found = Sharp(K).natural_gradient(scores, grad).double()
-    torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-3)
+    direction = Sharp(K).natural_gradient(scores, grad).double()
+    torch.testing.assert_close(direction, want, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 256])

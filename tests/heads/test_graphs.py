@@ -58,11 +58,11 @@ def triples():
 @torch.no_grad()
 def test_score_function_is_exactly_unbiased(triples):
     x, y, theta, model, gradient, triple, p = triples
-    found = []
+    result = []
     for graphs in triple:
         error, distance = energy_terms(model(x, graphs).flatten(2), y.flatten(1))
-        found.append(score_function_direction(error, distance, graphs))
-    mean = torch.tensordot(p, torch.stack(found), 1)
+        result.append(score_function_direction(error, distance, graphs))
+    mean = torch.tensordot(p, torch.stack(result), 1)
     assert torch.allclose(mean, gradient * theta * (1 - theta), atol=1e-12)
 
 
@@ -70,11 +70,11 @@ def test_score_function_is_exactly_unbiased(triples):
 @pytest.mark.parametrize("flips", [slow(1), 2, slow(3)])
 def test_local_expectation_is_exactly_unbiased(triples, flips):
     x, y, _, model, gradient, triple, p = triples
-    found = [
+    result = [
         local_expectation_direction(model.messages(x), model(x, graphs), y, graphs, flips)
         for graphs in triple
     ]
-    assert torch.allclose(torch.tensordot(p, torch.stack(found), 1), gradient, atol=1e-12)
+    assert torch.allclose(torch.tensordot(p, torch.stack(result), 1), gradient, atol=1e-12)
 
 
 # -- sampled, on three nodes: 2^9 graphs, through the learner's loss -------------------------------
@@ -82,11 +82,11 @@ def test_local_expectation_is_exactly_unbiased(triples, flips):
 
 def gradients(model, batch, repeats):
     """Gradients in θ's scores and in psi of so many losses, (repeats, ...)."""
-    found = [
+    result = [
         torch.autograd.grad(model.step_loss(batch), [model.edge_scores, model.predictor.weight])
         for _ in range(repeats)
     ]
-    return [torch.stack(each) for each in zip(*found, strict=True)]
+    return [torch.stack(part) for part in zip(*result, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,20 @@ def test_the_loss_has_unbiased_gradients(head, repeats):
     for estimator in ("score_function", "local_expectation"):
         torch.manual_seed(1)
         model = GraphStructureLearner(
-            head, num_nodes=3, in_features=3, num_samples=6, flip_samples=4,
-            theta_init=(0.1, 0.9), estimator=estimator,
-        ).double()  # fmt: skip
+            head,
+            num_nodes=3,
+            in_features=3,
+            num_samples=6,
+            flip_samples=4,
+            theta_init=(0.1, 0.9),
+            estimator=estimator,
+        ).double()
         score = expected_score(model((x, y)).probs[..., 1], all_graphs(3), model.predictor, x, y)
         exact = torch.autograd.grad(score, [model.edge_scores, model.predictor.weight])
-        for wanted, found in zip(exact, gradients(model, (x, y), repeats), strict=True):
-            error = (found.mean(0) - wanted).abs()
-            assert (error < 4.5 * found.std(0) / repeats**0.5 + 1e-12).all()
-            variance.setdefault(estimator, []).append(found.var(0).sum().item())
+        for wanted, result in zip(exact, gradients(model, (x, y), repeats), strict=True):
+            error = (result.mean(0) - wanted).abs()
+            assert (error < 4.5 * result.std(0) / repeats**0.5 + 1e-12).all()
+            variance.setdefault(estimator, []).append(result.var(0).sum().item())
     assert variance["local_expectation"][0] < variance["score_function"][0] / 2
 
 

@@ -244,13 +244,13 @@ class TestCompany:
     def test_layout_does_not_matter(self, name, K):
         head = make(name, K)
         scores = torch.randn(head.num_scores, 6).t()
-        same = torch.allclose if name in SEARCHED else torch.equal
-        assert same(head.log_probs(scores), head.log_probs(scores.contiguous()))
+        equal = torch.allclose if name in SEARCHED else torch.equal
+        assert equal(head.log_probs(scores), head.log_probs(scores.contiguous()))
         leaf = torch.randn(6, head.num_scores, requires_grad=True)
         weight = torch.randn(K, 6)
         (strided,) = torch.autograd.grad((head.log_probs(leaf).t() * weight).sum(), leaf)
         (plain,) = torch.autograd.grad((head.log_probs(leaf) * weight.t().contiguous()).sum(), leaf)
-        assert same(strided, plain)
+        assert equal(strided, plain)
 
     def test_func_transforms(self, name, K):
         head = make(name, K)

@@ -71,7 +71,9 @@ def imports(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
             start = "." * node.level + (f"{node.module}." if node.module else "")
             yield from ((node.lineno, start + alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
-            names = (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
+            names = (
+                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+            )
             yield from ((node.lineno, str(name)) for name in names)
 
 
@@ -82,8 +84,8 @@ def _name(function: ast.expr) -> str:
 
 def beginning(module: str, names: dict[str, set[str]]) -> str:
     """The longest of the names that a module has, or begins with; or nothing."""
-    found = [name for name in names if f"{module}.".startswith(f"{name}.")]
-    return max(found, key=len, default="")
+    beginnings = [name for name in names if f"{module}.".startswith(f"{name}.")]
+    return max(beginnings, key=len, default="")
 
 
 def allowed(module: str, name: str) -> bool:
@@ -101,12 +103,12 @@ def allowed(module: str, name: str) -> bool:
 def modules(root: Path) -> dict[str, Path]:
     """Every source file under root by the name of its module; a link is not followed."""
     paths = [root / "train.py", *(p for folder in WALKED for p in (root / folder).rglob("*.py"))]
-    found = {}
+    paths_by_module = {}
     for path in sorted(path for path in paths if path.exists()):
-        first, *rest = path.relative_to(root).with_suffix("").parts
-        if first != "catnat" or rest[0] not in SIDES:
-            found[".".join(("catnat",) * (first in SIDES) + (first, *rest))] = path
-    return found
+        first, *inner = path.relative_to(root).with_suffix("").parts
+        if first != "catnat" or inner[0] not in SIDES:
+            paths_by_module[".".join(("catnat",) * (first in SIDES) + (first, *inner))] = path
+    return paths_by_module
 
 
 def violations(root: Path) -> list[str]:

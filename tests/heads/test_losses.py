@@ -120,7 +120,7 @@ def test_bernoulli_nll_takes_grey_values_and_extreme_logits():
 def test_bernoulli_nll_shares_one_x_among_samples_but_never_broadcasts_events():
     logits, x = double(6, 2, 4), torch.rand(2, 4).double()
     nll = bernoulli_nll(logits, x, event_dims=1)
-    expected = torch.stack([bernoulli_nll(each, x, event_dims=1) for each in logits])
+    expected = torch.stack([bernoulli_nll(row, x, event_dims=1) for row in logits])
     torch.testing.assert_close(nll, expected)
     with pytest.raises(ValueError, match=r"\(2, 1\).*\(6, 2, 4\)"):
         bernoulli_nll(logits, x[:, :1], event_dims=1)

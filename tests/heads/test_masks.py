@@ -39,7 +39,7 @@ class SquaredHead(CategoricalHead):
         return probs.sqrt().expm1().log()
 
     def fisher(self, scores):
-        return torch.stack([autograd_fisher(self, each) for each in scores])
+        return torch.stack([autograd_fisher(self, row) for row in scores])
 
 
 ALL = (*GRID, CauchyHead, SquaredHead)
@@ -57,20 +57,24 @@ def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -
             mask, over(scores[mask], -1)
         )
     K, probs = head.num_categories, []
-    bits = [[b for c in range(K) if mask[c] for i, b in leaf_path(c, K) if i == node]
-            for node in range(K - 1)]  # fmt: skip
+    bits = [
+        [b for c in range(K) if mask[c] for i, b in leaf_path(c, K) if i == node]
+        for node in range(K - 1)
+    ]
     # At a node with two open sides zero must give the share of the allowed leaves.
     shares = [mpmath.mpf(sum(b)) / len(b) if len(set(b)) == 2 else mpmath.mpf(0.5) for b in bits]
     if isinstance(head, (SigmoidHead, NaturalHead)):
-        both = [exact_split(head, mpmath.mpf(float(s)), share)
-                for s, share in zip(scores, shares, strict=True)]  # fmt: skip
+        splits = [
+            exact_split(head, mpmath.mpf(float(s)), share)
+            for s, share in zip(scores, shares, strict=True)
+        ]
     else:
-        both = own_splits(head, scores.tolist(), shares)
+        splits = own_splits(head, scores.tolist(), shares)
     for k in range(K):
         p = 1.0
         for node, bit in leaf_path(k, K):
             open_bits = set(bits[node])
-            p *= float(mpmath.exp(both[node][bit])) if len(open_bits) == 2 else bit in open_bits
+            p *= float(mpmath.exp(splits[node][bit])) if len(open_bits) == 2 else bit in open_bits
         probs.append(p)
     return torch.tensor(probs, dtype=scores.dtype)
 
@@ -81,8 +85,8 @@ def test_the_probabilities_are_those_of_the_head_without_the_forbidden_categorie
     head = make_head(name, K)
     scores, mask = random_scores(head, 5), random_mask(5, K)
     got = head(scores, mask=mask).probs
-    for row, each, allowed in zip(got, scores, mask, strict=True):
-        assert torch.allclose(row, restricted(name, head, each, allowed), atol=1e-12)
+    for row, row_scores, allowed in zip(got, scores, mask, strict=True):
+        assert torch.allclose(row, restricted(name, head, row_scores, allowed), atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -128,13 +132,13 @@ def test_masks_and_scores_broadcast(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_scores_that_do_not_matter_do_not_move_under_the_natural_gradient(name):
     head = make_head(name, 8)
-    given = random_scores(head, 20).requires_grad_()
-    scores = head.masked(given, random_mask(20, 8))
+    free = random_scores(head, 20).requires_grad_()
+    scores = head.masked(free, random_mask(20, 8))
     scores.retain_grad()
     head.log_probs(scores).square().clamp_max(100).sum().backward()
     step = head.natural_gradient(scores, scores.grad)
     assert step.isfinite().all()
-    assert (step[given.grad == 0].abs() < 1e-9).all()
+    assert (step[free.grad == 0].abs() < 1e-9).all()
 
 
 # --------------------------------------------------------------------------------- the company

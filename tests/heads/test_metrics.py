@@ -22,17 +22,17 @@ from catnat.metrics import (
 def test_does_not_depend_on_how_the_data_are_cut(name, norm):
     head = make_head(name, 5)
     scores = 0.4 * torch.randn(12, head.num_scores)
-    whole = off_diagonal_mass(head.fisher(scores).mean(0), norm)
+    mass = off_diagonal_mass(head.fisher(scores).mean(0), norm)
     cuts = ([12], [5, 7], [1] * 12)
     for cut in cuts:
         metric = FisherOffDiagonalMass(head.num_scores, norm)
         for part in scores.split(cut):
             metric.update(head.fisher(part))
-        assert metric.compute() == pytest.approx(whole.item(), abs=1e-6)
+        assert metric.compute() == pytest.approx(mass.item(), abs=1e-6)
     weighted = FisherOffDiagonalMass(head.num_scores, norm)
     for part in scores.split([5, 7]):
         weighted.update(head.mean_fisher(part), weight=len(part))
-    assert weighted.compute() == pytest.approx(whole.item(), abs=1e-6)
+    assert weighted.compute() == pytest.approx(mass.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("cut", [[7], [2, 5], [7, 0], [1] * 7])
@@ -41,9 +41,9 @@ def test_means_over_rows_do_not_depend_on_how_the_rows_are_cut(cut):
     means = RowMeans({"loss": (), "usage": (2, 3)})
     for part in rows.split(cut):
         means.update(len(part), loss=part[:, 0, 0].double().sum(), usage=part.double().sum(0))
-    found = means.compute()
-    assert found["loss"].item() == pytest.approx(rows[:, 0, 0].mean().item(), abs=1e-6)
-    assert torch.allclose(found["usage"].float(), rows.mean(0), atol=1e-6)
+    result = means.compute()
+    assert result["loss"].item() == pytest.approx(rows[:, 0, 0].mean().item(), abs=1e-6)
+    assert torch.allclose(result["usage"].float(), rows.mean(0), atol=1e-6)
 
 
 @pytest.mark.filterwarnings("error")
@@ -89,10 +89,10 @@ def test_predictions_against_naive_code(M):
     metrics = prediction_means()
     for part in (slice(0, 4), slice(4, 6), slice(6, 7)):  # batches of unequal size
         metrics.add_rows(**prediction_errors(samples[:, part], target[part]))
-    found = metrics.compute()
-    assert found.keys() == wanted.keys()
+    result = metrics.compute()
+    assert result.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert found[name] == pytest.approx(value.item(), rel=1e-5)
+        assert result[name] == pytest.approx(value.item(), rel=1e-5)
     metrics.reset()
     metrics.add_rows(**prediction_errors(samples[:, :1], target[:1]))
     again = naive_metrics(samples[:, :1], target[:1])
@@ -103,16 +103,16 @@ def test_edges_against_naive_code():
     truth = 0.75 * (torch.rand(9, 9) < 0.3)
     theta = torch.rand(9, 9)
     theta[0], theta[1], theta[2, 0] = 0, 1, 0.3
-    found = edge_errors(theta, truth)
+    result = edge_errors(theta, truth)
     calibration = 0.0
     for k in range(10):
         inside = (theta >= k / 10) & ((theta < (k + 1) / 10) | (k == 9))
         if inside.any():
             difference = theta[inside].mean() - truth[inside].mean()
             calibration += abs(difference.item()) * inside.sum().item() / 81
-    assert found["calibration"] == pytest.approx(calibration, rel=1e-4)
-    assert found["theta_mae"] == pytest.approx((theta - truth).abs().mean().item(), rel=1e-5)
-    assert found["dead_edges"] == (truth[0] > 0).sum()
+    assert result["calibration"] == pytest.approx(calibration, rel=1e-4)
+    assert result["theta_mae"] == pytest.approx((theta - truth).abs().mean().item(), rel=1e-5)
+    assert result["dead_edges"] == (truth[0] > 0).sum()
     assert all(value == 0 for value in edge_errors(truth, truth).values())
 
 

@@ -83,9 +83,9 @@ def test_a_probe_sees_one_head():
     scores, mask = random_scores(head), random_mask(4, 4)
     with HeadProbe(model) as probe:
         model["outer"](scores, mask=mask)
-    ((name, seen, kept),) = list(probe)
+    ((name, seen, filled),) = list(probe)
     assert name == "outer" and seen is head
-    assert torch.equal(kept, head.masked(scores, mask))
+    assert torch.equal(filled, head.masked(scores, mask))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -121,10 +121,10 @@ def test_second_derivatives_where_a_category_is_impossible_or_very_rare(name, dt
                 p = head.inner(x, mask=mask).probs[:, 1]
                 return (0.95 * p + 0.05 / int(mask.sum())).log().square().sum()
 
-            found, expected = (twice(f, scores) for f in (value, plain))
-            assert found.isfinite().all(), (size, mask)
+            result, expected = (twice(f, scores) for f in (value, plain))
+            assert result.isfinite().all(), (size, mask)
             if dtype == torch.float64 and size < 1:
-                assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+                assert torch.allclose(result, expected, rtol=1e-9, atol=1e-12)
 
 
 def twice(function, scores):

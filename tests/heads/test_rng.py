@@ -29,18 +29,18 @@ def saved(seed, ranks):
 
 def draws(states, ranks, seed=99):
     """What each rank of a resumed run draws first; all of them were seeded alike before."""
-    found = []
+    drawn = []
     for rank in range(ranks):
         torch.manual_seed(seed)
         set_random_states(states, CPU, rank)
-        found.append(torch.rand(4).tolist())
-    return found
+        drawn.append(torch.rand(4).tolist())
+    return drawn
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 1)])
 def test_every_rank_of_a_resumed_run_has_noise_of_its_own(before, now):
-    found = draws(saved(5, before), now)
-    assert len({tuple(each) for each in found}) == now
+    drawn = draws(saved(5, before), now)
+    assert len({tuple(numbers) for numbers in drawn}) == now
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -64,21 +64,21 @@ def test_a_forked_state_of_a_gpu_is_that_of_manual_seed():
     for device in (torch.device("cuda"), torch.device("cuda", 0)):
         before = torch.cuda.get_rng_state(device)
         with forked_random_state(device, seed=3):
-            found = torch.rand(4, device=device), torch.rand(4)
+            drawn = torch.rand(4, device=device), torch.rand(4)
         assert torch.equal(torch.cuda.get_rng_state(device), before)
         torch.manual_seed(3)
-        assert torch.equal(torch.rand(4, device=device), found[0])
-        assert torch.equal(torch.rand(4), found[1])
+        assert torch.equal(torch.rand(4, device=device), drawn[0])
+        assert torch.equal(torch.rand(4), drawn[1])
 
 
 def test_a_fork_draws_from_its_seed_and_leaves_the_random_state_alone():
     before = torch.get_rng_state()
-    found = []
+    drawn = []
     for _ in range(2):
         with forked_random_state(CPU, seed=3):
-            found.append(torch.rand(4).tolist())
+            drawn.append(torch.rand(4).tolist())
         assert torch.equal(torch.get_rng_state(), before)
-    assert found[0] == found[1]
+    assert drawn[0] == drawn[1]
     with pytest.raises(ArithmeticError), forked_random_state(CPU, seed=3):
         raise ArithmeticError
     assert torch.equal(torch.get_rng_state(), before), "also after an error"

@@ -119,7 +119,7 @@ def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: in
         out = head.log_probs(leaf)
         (grad,) = torch.autograd.grad((out * torch.arange(K, device=device)).sum(), leaf)
         seen = (out, grad, head.fisher_diagonal(leaf.detach()), head.saturated(leaf.detach()))
-        results.append([each.detach().float().cpu() for each in seen])
+        results.append([x.detach().float().cpu() for x in seen])
     for ours, theirs in zip(*results, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -129,7 +129,7 @@ def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: in
 def test_a_head_built_for_a_device_works_there(name: str, K: int) -> None:
     with torch.device("cuda"):
         head = make_head(name, K)
-    assert all(each.is_cuda for each in head.buffers())
+    assert all(buffer.is_cuda for buffer in head.buffers())
     scores = torch.randn(3, head.num_scores, device="cuda")
     want = make_head(name, K).log_probs(scores.cpu())
     assert torch.allclose(head.log_probs(scores).cpu(), want, atol=1e-5)

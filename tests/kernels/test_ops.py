@@ -107,9 +107,9 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
             if head.fisher_is_diagonal:
                 got, want = head.fisher_diagonal(scores.detach()), head.fisher_diagonal(exact)
                 assert torch.allclose(got.double(), want, rtol=2e-5, atol=1e-12), (name, K)
-                same = torch.Generator().manual_seed(K)
-                drawn = head.sample(scores, (50,), same)
-                assert torch.equal(drawn, head.sample(exact, (50,), same.manual_seed(K)))
+                twin = torch.Generator().manual_seed(K)
+                drawn = head.sample(scores, (50,), twin)
+                assert torch.equal(drawn, head.sample(exact, (50,), twin.manual_seed(K)))
 
 
 @built
@@ -135,11 +135,12 @@ def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, 
         scores = 2 * torch.randn(6, K - 1)
         for row, node in enumerate((0, 1, K // 2 - 1, K // 2, K - 2)):
             scores[row, node] = math.copysign(torch.nan, (-1) ** row)
-        given, exact = scores.clone().requires_grad_(), scores.double()
-        out = tree_log_probs(given, head.activation, head.constants(given))
+        leaf = scores.clone().requires_grad_()
+        exact = scores.double()
+        out = tree_log_probs(leaf, head.activation, head.constants(leaf))
         want = reference.tree_log_probs(exact, head.activation, head.constants(exact))
         assert torch.equal(out.isnan(), want.isnan()), K
-        (back,) = torch.autograd.grad(out, given, grad)
+        (back,) = torch.autograd.grad(out, leaf, grad)
         assert torch.equal(back.isnan(), scores.isnan()), K
         fisher = tree_fisher(scores, head.activation, head.constants(scores))
         assert torch.equal(fisher.isnan(), head.fisher_diagonal(exact).isnan()), K
