@@ -8,6 +8,7 @@ catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +36,13 @@ def main(words: list[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or files of rows")
     text = "runs with these values alone"
-    add("--only", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
+    add("--only", action="extend", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
     add("--metric", nargs="+", help="default: metrics of the test with a better direction")
     add("--plot", type=Path, metavar="FILE", help="draw curves to a file")
-    add("--tag", default="val/loss", help="of the curves (default val/loss)")
+    add("--tag", help="of the curves (default val/loss)")
     args = parser.parse_args(words)
+    if args.tag and not args.plot:
+        raise ValueError(f"--tag {args.tag} needs --plot FILE")
     rows = [row for path in args.runs for row in rows_of(path)]
     for name, values in read_pairs(args.only, "--only").items():
         rows = [x for x in rows if (x.about | x.options).get(name) in values.split(",")]
@@ -61,7 +64,7 @@ def main(words: list[str]) -> int:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
     print(_LEGEND)
     if args.plot:
-        plot(names, groups, args.tag, args.plot)
+        plot(names, groups, args.tag or "val/loss", args.plot)
     return 0
 
 
@@ -108,7 +111,8 @@ def column(metric: str, groups: Groups) -> dict[Key, str]:
     if not samples:
         raise ValueError(f"no run has {metric}; choices: {', '.join(rows[0].metrics)}")
     is_higher = re.search(_HIGHER, metric) is not None
-    order = sorted(samples, key=lambda key: fmean(samples[key]), reverse=is_higher)
+    means = {key: -fmean(x) if is_higher else fmean(x) for key, x in samples.items()}
+    order = sorted(samples, key=lambda key: (math.isnan(means[key]), means[key]))
     best = samples[order[0]]
     texts = {key: f"{fmean(samples[key]):.5g}" for key in order}
     for key in order:
@@ -131,15 +135,12 @@ def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
     from catnat.sweeps import figures
 
     figure, (axes,) = figures.panels([""], 5.0, 3.5)
-    heads = [rows[0].options.get("head", "") for rows in groups.values()]
     for number, (key, rows) in enumerate(groups.items()):
         if any("folder" not in row.about for row in rows):
             raise ValueError("--plot needs folders of runs; rows have no curves")
         curves = [figures.read_curve(Path(row.about["folder"]), tag) for row in rows]
-        is_by_head = len(set(heads)) == len(groups)
-        color = figures.color(heads[number], heads) if is_by_head else f"C{number}"
         label = ", ".join(map(" ".join, zip(names, key, strict=True)))
-        figures.draw_curves(axes, curves, label, color)
+        figures.draw_curves(axes, curves, label, f"C{number}")
     if not axes.lines:
         raise ValueError(f"no run has curves of {tag}")
     axes.set(xlabel="step", ylabel=tag)

@@ -54,7 +54,13 @@ def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [["nowhere"], ["--metric=test/nl"], ["--only", "head=other"], ["--plot=x.png", "--tag=a"]],
+    [
+        ["nowhere"],
+        ["--metric=test/nl"],
+        ["--only", "head=other"],
+        ["--plot=x.png", "--tag=a"],
+        ["--tag=a"],
+    ],
 )
 def test_mistakes_are_one_line(words, folders, capsys):
     assert run_command("compare", [*folders, *words]) == 2
