@@ -30,6 +30,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
+from catnat.callbacks.tensorboard import open_writer
 from catnat.cuda_graph import StepGraph, make_capturable
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
@@ -368,7 +369,7 @@ class Group:
         if not member.folder:
             return
         if member.folder not in self._writers:
-            self._writers[member.folder] = SummaryWriter(str(member.folder / "version_0"))
+            self._writers[member.folder] = open_writer(member.folder / "version_0")
         for name, value in metrics.items():
             self._writers[member.folder].add_scalar(name, value, step)
         self._writers[member.folder].flush()
