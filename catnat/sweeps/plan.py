@@ -354,42 +354,50 @@ def _check(plan: Plan) -> None:
         raise ValueError("give either model or program")
     if not re.fullmatch(r"\w[\w.-]*", plan.study):
         raise ValueError(f"study: {plan.study} is not the name of a folder")
-    search = plan.search or Search(fixed={"": ""})
-    if search.top < 1:
-        raise ValueError(f"search: top must be at least 1, got {search.top}")
-    if not (search.grid or (search.space and search.trials > 0) or search.fixed):
-        raise ValueError("search: give a grid, a space with trials, or fixed settings")
-    lists = {"metrics": plan.metrics, "seeds": plan.seeds, "search: seeds": search.seeds}
-    for name, values in (lists | plan.grid | search.grid).items():
-        if not values:
-            raise ValueError(f"{name}: give at least one")
-    for seed in plan.seeds + search.seeds:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seeds: {seed} is not between 0 and 4294967295")
-    if len(set(plan.seeds)) < len(plan.seeds):
-        raise ValueError(f"seeds: {plan.seeds} has one twice")
-    _check_options(plan, search)
-    _check_cells(plan, search)
-
-
-def _check_options(plan: Plan, search: Search) -> None:
+    _check_lists({"metrics": plan.metrics, "seeds": plan.seeds, **plan.grid})
     in_grid = " ".join(plan.grid).split()
     for option in plan.columns:
         if option not in in_grid:
             raise ValueError(f"columns: {option} is not in the grid; {choices(option, in_grid)}")
-    places = [*plan.options, *in_grid, *plan.searched]
-    for option in places:
+    options = [*plan.options, *in_grid, *plan.searched]
+    for option in options:
         if option in ("seed", "default_root_dir", "ckpt_path"):
             raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
-        if places.count(option) > 1 or (option in plan.searched and option in search.options):
+        if options.count(option) > 1:
             raise ValueError(f"{option} appears twice in options, grid and search")
-
-
-def _check_cells(plan: Plan, search: Search) -> None:
     cells = plan.cells()
     for cell in cells:
         if cells.count(cell) > 1:
             raise ValueError(f"grid: {cell} appears twice")
+    if plan.search:
+        _check_search(plan, plan.search)
+    for run in plan.runs(Rows([])):
+        for option, value in run.options.items():
+            if "learning_rate" in option and isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{option}: {value} is below 0")
+
+
+def _check_lists(lists: Mapping[str, Any]) -> None:
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"{name}: give at least one")
+    for seed in lists["seeds"]:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seeds: {seed} is not between 0 and 4294967295")
+        if lists["seeds"].count(seed) > 1:
+            raise ValueError(f"seeds: {seed} appears twice")
+
+
+def _check_search(plan: Plan, search: Search) -> None:
+    if not (search.grid or (search.space and search.trials > 0) or search.fixed):
+        raise ValueError("search: give a grid, a space with trials, or fixed settings")
+    if search.top < 1:
+        raise ValueError(f"search: top must be at least 1, got {search.top}")
+    _check_lists({"seeds": search.seeds, **search.grid})
+    for option in plan.searched:
+        if option in search.options:
+            raise ValueError(f"{option} appears twice in the search")
+    for cell in plan.cells():
         head = (plan.options | cell).get("head")
         for name, value in (search.grid | search.fixed).items():
             if isinstance(value, dict) and head not in value:
@@ -398,10 +406,8 @@ def _check_cells(plan: Plan, search: Search) -> None:
         is_number = all(type(value) in (int, float) for value in tried)
         if search.factors and not search.fixed and not (is_number and len(plan.searched) == 1):
             raise ValueError(f"search: factors refine numbers of one option, not {tried}")
-    for run in plan.runs(Rows([])):
-        for option, value in run.options.items():
-            if "learning_rate" in option and isinstance(value, int | float) and value < 0:
-                raise ValueError(f"{option}: {value} is below 0")
+    if min(search.factors, default=1) <= 0:
+        raise ValueError(f"search: factors must be above 0, got {search.factors}")
 
 
 def find_file(name: str, folder: Path = Path()) -> Path:

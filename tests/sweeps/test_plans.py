@@ -28,7 +28,7 @@ def write(folder, **keys):
         ({"modell": "vae"}, "there is no key modell; did you mean model?"),
         ({"search": {"gird": {"lr": [1]}}}, "there is no key gird; did you mean grid?"),
         ({"seeds": ["one"]}, "seeds"),
-        ({"seeds": [1, 1]}, "has one twice"),
+        ({"seeds": [1, 1]}, "1 appears twice"),
         ({"metrics": {"a/b": {"better": "less"}}}, "less"),
         ({"columns": ["heat"]}, "columns: heat is not in the grid; did you mean head?"),
         ({"search": {"grid": {"head": ["a"]}}}, "head appears twice"),
