@@ -97,9 +97,9 @@ class FisherMonitor(Callback):
         self._step = 0
         self._replayed = False  # whether the module replays steps, and shows each to its observers
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
         self._sent: list[tuple[str, Callable[[], Any]]] = []  # on their way to the host
         self._steps_to_write = 0
@@ -128,7 +128,7 @@ class FisherMonitor(Callback):
         """Attach before the first call: a hook that a compiled model gets later never fires."""
         self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
-        self._start_anew()
+        self._reset()
         numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
         limit = max(1, _MAX_RESULTS // numbers)
         self._steps_at_once = min(self.write_every_n_steps, limit)  # on all ranks

@@ -1,4 +1,4 @@
-"""MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized anew at every step."""
+"""MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized again at every step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class MNISTDataModule(InMemoryDataModule):
         root: folder of the files. A download goes to the default one; another one without the
             files is a ``ValueError``.
         variant: "gray" pixels in [0, 1]; "binary", thresholded at 0.5; "stochastic", Bernoulli
-            samples of the gray pixels, drawn anew whenever a training image is seen (once and
+            samples of the gray pixels, drawn again whenever a training image is seen (once and
             for all when it is validated or tested on).
         batch_size: B, of each device.
         seed: of the split into training and validation, the order, and the binarization.

@@ -22,7 +22,7 @@ class MLPDiscreteVAE(DiscreteVAE):
     .. math:: (-\log p(x \mid z) - b) \, \nabla \log q(z \mid x), \qquad z \sim q,
 
     with a constant b, or b the mean over the other samples. Trained on images that are binarized
-    anew at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
+    again at every step (``MNISTDataModule(variant="stochastic", batch_size=128)``).
 
     Logged besides: test/elbo_table, the ELBO as the paper's table of this model has it. The code
     behind that table subtracts N log K once per batch of 128 instead of once per image, so that
