@@ -266,7 +266,7 @@ class TreeLinear(nn.Module):
         below = path_kl(ours[:2], theirs[:2])
         if ours[2] is None or theirs[2] is None:
             return below
-        exact = (exp_of_log_probs(ours[2]) * (ours[2] - theirs[2])).sum(-1)
+        exact = (exp_of_log_probs(ours[2]) * (ours[2] - theirs[2])).sum(-1).clamp_min(0)
         return exact + self._of_rare(below, ours[2])
 
     def path_entropy(self, hidden: Tensor, value: Tensor) -> Tensor:
