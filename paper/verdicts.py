@@ -234,6 +234,22 @@ def estimator_claims() -> Iterator[Claim]:
             )
 
 
+def draws_claims() -> Iterator[Claim]:
+    """Several draws for each image, and how evenly categories are used."""
+    page = "../docs/discrete_latents.md"
+    nll, perplexity = [], []
+    for head in BOTH:
+        for draws in (1, 8):
+            where = f"estimator=gumbel max_steps=20000 stage=final draws={draws} head={head}"
+            runs = by_seed("without_noise/runs.csv", where)
+            nll.append(mean(values(runs, "test/nll")))
+            perplexity.append(mean(values(runs, "test/perplexity")))
+    text = "test NLL {} becomes {} with softmax, {} becomes {} with sigmoid"
+    yield Claim(page, text, nll)
+    text = "the test perplexity is {} of 8 with softmax and {} with sigmoid"
+    yield Claim(page, text, perplexity[::2])
+
+
 def label_claims() -> Iterator[Claim]:
     """Digits, words of a language model, and the time of an output layer."""
     page, path = "language_model/README.md", "language_model/runs.csv"
@@ -264,7 +280,7 @@ def label_claims() -> Iterator[Claim]:
 CLAIMS = (
     *(mechanism_claims.factors, mechanism_claims.rotation, mechanism_claims.noise_and_coupling),
     *(vae_claims, longer_vae_claims, other_vae_claims),
-    *(graph_claims, estimator_claims, label_claims),
+    *(graph_claims, estimator_claims, draws_claims, label_claims),
     *(wider.breakout_and_seaquest, wider.claims),
 )
 

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FENCE = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.M | re.S)
-NEEDS = re.compile(r"<!-- needs (\w+) -->")  # what follows needs a package that may be missing
+NEEDS = re.compile(r"^Needs `pip install ([\w-]+)", re.M)  # for all that follows on the page
+MODULES = {"pyro-ppl": "pyro"}  # where a package has another name
 TITLE = re.compile(r'title="([\w./]+)"')  # of a block that is a file
 PROGRAMS = ("python train.py", "catnat")
 
@@ -33,7 +34,7 @@ def run_blocks(page: Path) -> None:
     namespace = {"__name__": "page"}
     parts = NEEDS.split(page.read_text())
     for package, text in zip(["sys", *parts[1::2]], parts[::2], strict=True):
-        if find_spec(package) is None:
+        if find_spec(MODULES.get(package, package)) is None:
             print(f"{page}: without {package}")
             continue
         for i, (rest, code) in enumerate(blocks(text, "python"), 1):

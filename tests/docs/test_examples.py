@@ -1,6 +1,6 @@
 """The scripts of the gallery take the same options; two of them run here.
 
-The site's build runs all.
+A scheduled job runs all.
 """
 
 import runpy

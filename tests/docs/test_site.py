@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "tools"))
 docstrings = pytest.importorskip("docstrings")
 hooks = pytest.importorskip("hooks")
 links = pytest.importorskip("links")
+import gallery  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,23 @@ def test_formulas_become_mathml_in_which_names_of_functions_stand_apart():
     assert "arithmatex" not in page and "&amp;" not in page
     page = hooks.on_page_content('<span class="arithmatex">\\(p \\log q\\)</span>')
     assert '<mo lspace="0.17em" rspace="0.17em">log</mo><mi>q</mi>' in page
+
+
+def test_notebooks_are_those_of_the_examples():
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("jupytext")
+    for script in gallery.scripts():
+        path = gallery.OUTPUTS / f"{script.stem}.ipynb"
+        if path.is_file():
+            committed = [cell["source"] for cell in nbformat.read(path, 4)["cells"]]
+            made = [cell["source"] for cell in gallery.notebook(script)["cells"]]
+            command = f"python docs/tools/make_pictures.py {script.stem}"
+            assert committed == made, f"{script.name} has changed: {command}"
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/a/b", "https://github.com/a/b/"])
+def test_notebooks_open_in_a_hosted_one_if_the_repository_has_an_address(address, monkeypatch):
+    monkeypatch.setenv("CATNAT_REPOSITORY", address)
+    hosted = "github" in address
+    assert ("Open in a hosted notebook" in gallery.page()) is hosted
+    assert ("/a/b/blob/main/docs/gallery/quickstart.ipynb" in gallery.page()) is hosted
