@@ -138,8 +138,8 @@ def config(folder):
 
 
 def test_a_data_module_of_the_users_own_trains_and_resumes():
-    own = ["--data=own_classes.Noise", "--data.count=30"]
-    assert run("--model=vae", *own, *VAE) == 0
+    classes = ["--data=own_classes.Noise", "--data.count=30"]
+    assert run("--model=vae", *classes, *VAE) == 0
     before = config("runs/vae/natural/version_0")
     options = {"count": 30, "batch_size": 10}
     assert before["data"] == {"class_path": "own_classes.Noise", "init_args": options}
@@ -181,8 +181,8 @@ def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
     assert "loss of validate" in (said := capfd.readouterr().out) and "loss of test" in said
     folder = "runs/own_classes.Plain/no_head/version_0"
     assert last(folder)["state_dict"]["layer.weight"].shape == (3, 784)
-    whole = ["--max_steps=8", "--default_root_dir=whole"]
-    assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *whole) == 0
+    longer = ["--max_steps=8", "--default_root_dir=whole"]
+    assert run("--model=own_classes.Plain", "--data=own_classes.Noise", "--size=3", *longer) == 0
     assert run("--model=own_classes.Plain", "--ckpt_path=last", "--max_steps=8") == 0
     assert same_weights(last(folder), last("whole/own_classes.Plain/no_head/version_0"))
     capfd.readouterr()
@@ -191,8 +191,8 @@ def test_a_lightning_module_without_a_head_trains_and_resumes(capfd):
 
 
 def test_a_checkpoint_predicts_and_a_callback_takes_the_predictions():
-    own = ["--model=own_classes.Plain", "--data=own_classes.Noise"]
-    assert run(*own, *QUICK) == 0
+    classes = ["--model=own_classes.Plain", "--data=own_classes.Noise"]
+    assert run(*classes, *QUICK) == 0
     writer = ["--callbacks+=own_classes.Writer", "--callbacks.write_interval=epoch"]
     assert run("predict", "--model=own_classes.Plain", "--ckpt_path=last", *writer) == 0
     predicted = torch.load("predictions.pt")
@@ -239,8 +239,8 @@ def test_data_without_a_batch_to_train_on_get_one_line(capfd):
 
 
 def test_layers_made_late_and_extra_state_are_resumed():
-    own = ["--model=own_classes.Late", "--data=own_classes.Noise"]
-    assert run(*own, *QUICK) == 0
+    classes = ["--model=own_classes.Late", "--data=own_classes.Noise"]
+    assert run(*classes, *QUICK) == 0
     assert run("--model=own_classes.Late", "--ckpt_path=last", "--max_steps=8") == 0
     assert last("runs/own_classes.Late/no_head/version_0")["global_step"] == 8
 

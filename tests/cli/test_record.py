@@ -28,10 +28,12 @@ def steps(folder=FOLDER):
     Sorted: files that one process begins in one second are read in any order.
     """
     kinds = {"scalars": 0, "images": 0}
-    found = EventAccumulator(str(folder), kinds, purge_orphaned_data=False).Reload()
-    tags = found.Tags()
-    scalars = {tag: sorted(each.step for each in found.Scalars(tag)) for tag in tags["scalars"]}
-    return scalars | {tag: sorted(e.step for e in found.Images(tag)) for tag in tags["images"]}
+    events = EventAccumulator(str(folder), kinds, purge_orphaned_data=False).Reload()
+    tags = events.Tags()
+    scalars = {tag: sorted(event.step for event in events.Scalars(tag)) for tag in tags["scalars"]}
+    return scalars | {
+        tag: sorted(event.step for event in events.Images(tag)) for tag in tags["images"]
+    }
 
 
 def hparams(folder=FOLDER):
@@ -43,33 +45,33 @@ def hparams(folder=FOLDER):
         name: value.string_value or value.number_value
         for name, value in start.session_start_info.hparams.items()
     }
-    return shown, [each.name.tag for each in experiment.experiment.metric_infos]
+    return shown, [info.name.tag for info in experiment.experiment.metric_infos]
 
 
-def assert_each_once(found):
-    assert all(len(set(each)) == len(each) for each in found.values()), found
+def assert_once(steps_of_tags):
+    assert all(len(set(x)) == len(x) for x in steps_of_tags.values()), steps_of_tags
 
 
 def test_a_run_has_every_value_once(options):
     assert run(*options, "--fisher.image_every_n_steps=9") == 0
-    found = steps()
-    assert_each_once(found)
-    assert found["train/loss"] == found["fim/saturated"] == [0, 1, 2, 3, 4]
-    assert found["test/nll"] == [5] and found["fim/picture"] == [0, 4]
-    kept = json.loads((FOLDER / "metrics.json").read_text())
+    written = steps()
+    assert_once(written)
+    assert written["train/loss"] == written["fim/saturated"] == [0, 1, 2, 3, 4]
+    assert written["test/nll"] == [5] and written["fim/picture"] == [0, 4]
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
     (tested,) = events().Scalars("test/nll")
-    assert tested.value == pytest.approx(kept["test/nll"])
+    assert tested.value == pytest.approx(metrics["test/nll"])
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(5, [4]), (2, [1, 3, 5])])
 def test_the_last_validation_is_written_once(options, every, wanted):
     """Within training at the number of its last step, which counts from 0; after it, at the end."""
     assert run(*options, f"--val_check_interval={every}") == 0
-    found = steps()
+    written = steps()
     for tag in ("val/loss", "images/reconstructions", "images/prior", "latents/usage"):
-        assert found[tag] == wanted, tag
-    kept = json.loads((FOLDER / "metrics.json").read_text())
-    assert events().Scalars("val/loss")[-1].value == pytest.approx(kept["val/loss"])
+        assert written[tag] == wanted, tag
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    assert events().Scalars("val/loss")[-1].value == pytest.approx(metrics["val/loss"])
 
 
 def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatch):
@@ -90,26 +92,33 @@ def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatc
         file.truncate(events_before.stat().st_size - 5)  # killed while it wrote
     events_before.rename(FOLDER / "events.out.tfevents.9999999999.x")  # the clock is set back
     assert run(*options, "--ckpt_path=last") == 0
-    found = steps()
-    assert_each_once(found)
-    assert found["train/loss"] == found["fim/saturated"] == list(range(8))
-    assert [each.step for each in events().Scalars("train/loss")] == list(range(8)), "in order"
-    assert found["val/loss"] == [2, 5, 8]
-    assert found["test/nll"] == [8]
+    written = steps()
+    assert_once(written)
+    assert written["train/loss"] == written["fim/saturated"] == list(range(8))
+    assert [event.step for event in events().Scalars("train/loss")] == list(range(8)), "in order"
+    assert written["val/loss"] == [2, 5, 8]
+    assert written["test/nll"] == [8]
 
 
 def test_a_killed_policy_leaves_no_second_curve(options):
-    first = ["--model=ppo", "--env=CartPole-v1", "--num_envs=2", "--n_steps=8", "--eval_games=1",
-             "--eval_every=0", "--save_every=32"]  # fmt: skip
+    first = [
+        "--model=ppo",
+        "--env=CartPole-v1",
+        "--num_envs=2",
+        "--n_steps=8",
+        "--eval_games=1",
+        "--eval_every=0",
+        "--save_every=32",
+    ]
     folder = Path("runs/ppo/natural/version_0")
     assert train.main([*first, "--total_steps=32"]) == 0
     saved = (folder / "checkpoints/last.ckpt").read_bytes()
     assert train.main(["--model=ppo", "--ckpt_path=last", "--total_steps=64"]) == 0
     (folder / "checkpoints/last.ckpt").write_bytes(saved)  # as if it had been killed at 64
     assert train.main(["--model=ppo", "--ckpt_path=last", "--total_steps=64"]) == 0
-    found = steps(folder)
-    assert found["fim/saturated"] == [16, 32, 48, 64]
-    assert_each_once({name: each for name, each in found.items() if name.startswith("fim/")})
+    written = steps(folder)
+    assert written["fim/saturated"] == [16, 32, 48, 64]
+    assert_once({name: x for name, x in written.items() if name.startswith("fim/")})
 
 
 def test_hparams_show_the_run(options):
@@ -117,9 +126,18 @@ def test_hparams_show_the_run(options):
         run(*options, "--seed=7", "--num_latents=4", "--data.seed=3", "--learning_rate=.002") == 0
     )
     shown, metrics = hparams()
-    wanted = {"seed": 7, "data_seed": 3, "steps": 5, "source": "files", "head": "natural",
-              "num_latents": 4, "num_categories": 8, "learning_rate": 0.002, "variant": "gray",
-              "batch_size": 10}  # fmt: skip
+    wanted = {
+        "seed": 7,
+        "data_seed": 3,
+        "steps": 5,
+        "source": "files",
+        "head": "natural",
+        "num_latents": 4,
+        "num_categories": 8,
+        "learning_rate": 0.002,
+        "variant": "gray",
+        "batch_size": 10,
+    }
     assert {name: shown[name] for name in wanted} == wanted
     assert "test/nll" in metrics and "val/loss" not in metrics
 
@@ -127,15 +145,15 @@ def test_hparams_show_the_run(options):
 @pytest.mark.parametrize("every", [3, 5])  # the last validation comes after training, or in it
 def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(every, options):
     assert run(*options, f"--val_check_interval={every}") == 0
-    found, kept = steps(), json.loads((FOLDER / "metrics.json").read_text())
-    tested = {name: x for name, x in kept.items() if name.startswith(("val/", "test/"))}
+    written, metrics = steps(), json.loads((FOLDER / "metrics.json").read_text())
+    tested = {name: x for name, x in metrics.items() if name.startswith(("val/", "test/"))}
     for died in (False, False, True):
         if died:
             (FOLDER / "metrics.json").unlink()
         assert train.main(["--ckpt_path=last", "--model=vae"]) == 0
-        assert steps() == found
+        assert steps() == written
         again = json.loads((FOLDER / "metrics.json").read_text())
-        assert tested.items() <= again.items() if died else again == kept
+        assert tested.items() <= again.items() if died else again == metrics
 
 
 @pytest.mark.parametrize("other", ["--num_categories=5", "--model.optimizer=sgd"])
@@ -157,5 +175,5 @@ def test_a_resumed_run_learns_at_the_rate_it_is_given(options):
 def test_every_step_of_several_batches_has_one_row(options):
     more = ["--accumulate_grad_batches=3", "--val_check_interval=4", "--max_steps=5"]
     assert run(*options, *more) == 0
-    assert_each_once(steps())
+    assert_once(steps())
     assert steps()["fim/saturated"] == [0, 1, 2, 3, 4]

@@ -147,9 +147,12 @@ class ReadsTheBatch(GraphStructureLearner):
 def test_scores_of_edges_may_read_the_batch():
     model, curve, data = ReadsTheBatch(num_nodes=6, test_passes=1), Memory(), pairs()
     trainer = make_trainer(
-        4, logger=curve, callbacks=[FisherMonitor(), Figures()],
-        val_check_interval=2, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        4,
+        logger=curve,
+        callbacks=[FisherMonitor(), Figures()],
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+    )
     trainer.fit(model, datamodule=data)
     (tested,) = trainer.test(model, datamodule=data, verbose=False)
     assert all(torch.tensor(value).isfinite() for value in tested.values())
@@ -165,9 +168,9 @@ def test_theta_metrics_are_those_of_the_mean_over_all_pairs():
     data.test_dataloader = lambda: torch.utils.data.DataLoader(batches, batch_size=None)
     (tested,) = make_trainer().test(model, datamodule=data, verbose=False)
     with torch.no_grad():
-        each = [model.head.probs(model.scores(batch))[..., 1] for batch in batches]
-    theta = (5 * each[0] + each[1]) / 6
-    assert not torch.allclose(each[0], each[1])
+        thetas = [model.head.probs(model.scores(batch))[..., 1] for batch in batches]
+    theta = (5 * thetas[0] + thetas[1]) / 6
+    assert not torch.allclose(*thetas)
     wanted = (theta - data.edge_probs).abs().mean().item()
     assert tested["test/theta_mae"] == pytest.approx(wanted, abs=1e-6)
 

@@ -16,9 +16,15 @@ from catnat.cli.end_of_run import warnings_of
 def workspace(tmp_path, monkeypatch):
     """An empty working directory, and the options of a run of a second, on the CPU everywhere."""
     monkeypatch.chdir(tmp_path)
-    return ["--num_pairs=200", "--batch_size=20", "--max_steps=6",
-            "--test_passes=1", "--communities=2", "--accelerator=cpu",
-            "--fisher.image_every_n_steps=0"]  # fmt: skip
+    return [
+        "--num_pairs=200",
+        "--batch_size=20",
+        "--max_steps=6",
+        "--test_passes=1",
+        "--communities=2",
+        "--accelerator=cpu",
+        "--fisher.image_every_n_steps=0",
+    ]
 
 
 def run(*argv, head="natural"):
@@ -83,7 +89,7 @@ def test_a_resumed_run_is_the_same_run(workspace, tmp_path):
 
 
 def test_a_length_of_another_kind_replaces_that_of_the_resumed_run(workspace):
-    lengths = [each for each in workspace if "max_steps" not in each]
+    lengths = [word for word in workspace if "max_steps" not in word]
     assert run(*lengths, "--max_epochs=1", head="catnat-natural") == 0  # 8 steps
     assert run(*lengths, "--ckpt_path=last", "--max_steps=9", head="catnat-natural") == 0
     path = "runs/gsl/natural/version_0/checkpoints/last.ckpt"
