@@ -21,7 +21,7 @@ TOWNS, LONGEST, ROLLOUT = 32, 40, 512
 
 
 def road_map():
-    """Roads (32, 32): to the neighbours in a row, and from each town to one by chance."""
+    """Roads (32, 32): to the neighbors in a row, and from each town to one by chance."""
     roads = np.eye(TOWNS, k=1, dtype=bool)
     roads[np.arange(TOWNS), np.random.default_rng(0).integers(TOWNS, size=TOWNS)] = True
     return (roads | roads.T) & ~np.eye(TOWNS, dtype=bool)
@@ -70,11 +70,11 @@ def main():
         parser.error(f"--steps must be at least 1, got {args.steps}")
     torch.set_num_threads(1)  # small matrices
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for head, colour in (("softmax", "#c51b7d"), ("natural", "#276419")):
+    for head, color in (("softmax", "#c51b7d"), ("natural", "#276419")):
         for masks, line, no in ((True, "-", ""), (False, ":", "no ")):
             (steps, returns), label = learn(head, masks, args.steps), f"{head}, {no}masks"
             print(f"{label:20} return {returns[0]:6.1f} at first, {returns[-1]:6.1f} at the end")
-            axes.plot(steps, returns, line, color=colour, label=label)
+            axes.plot(steps, returns, line, color=color, label=label)
     axes.set(xlabel="steps", ylabel="return")
     axes.legend()
     figure.savefig(out, dpi=120)

@@ -1,6 +1,6 @@
 """Recommend one of a million items: a softmax over the popular ones and a tree over the others.
 
-Users like eight neighbouring genres of 500; an item has a genre, and a popularity there by Zipf's
+Users like eight neighboring genres of 500; an item has a genre, and a popularity there by Zipf's
 law. From the genres of a user's last eight items two outputs predict the next item. Both know the
 genres of items and how popular these are, and have 20 s to train. One core, about a minute.
 """
