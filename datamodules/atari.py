@@ -71,12 +71,12 @@ def game_names() -> dict[str, str]:
 def game_name(game: str) -> str:
     """Gymnasium's name of a game: "ms_pacman" and "ALE/MsPacman-v5" become "MsPacman"."""
     bare = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?(-v\d)?$", "", game)
-    known = game_names()
-    for name in known:
+    names = game_names()
+    for name in names:
         if name.lower() == bare.replace("_", "").lower():
             return name
-    close = did_you_mean(bare, known)
-    raise ValueError(f"{game!r} is not one of the {len(known)} Atari games{close}")
+    close = did_you_mean(bare, names)
+    raise ValueError(f"{game!r} is not one of the {len(names)} Atari games{close}")
 
 
 class NativeAtariVecEnv(VecEnv):
@@ -135,7 +135,8 @@ class NativeAtariVecEnv(VecEnv):
         super().__init__(num_envs, space, self._engine.single_action_space)
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
-        self._pending = self._warned = False
+        self._pending = False
+        self._warned = False
         self._began = time.time()
         self.lives = np.zeros(num_envs, np.int32)
         self.forced_actions: Actions = np.full(num_envs, -1)
@@ -159,22 +160,31 @@ class NativeAtariVecEnv(VecEnv):
         observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
         self._reset_seeds()
         self._scores[:] = 0
-        self.lives, self._frames = info["lives"], info["episode_frame_number"]
+        self.lives = info["lives"]
+        self._frames = info["episode_frame_number"]
         self.forced_actions = np.full(self.num_envs, -1)
         frames: NDArray[np.uint8] = observations
         return frames
 
     def step_async(self, actions: Any) -> None:
-        """Let the threads begin a step; this does not wait for them."""
-        actions, forced = checked_actions(self, actions), self.forced_actions
-        self.actions_played = np.where(forced >= 0, forced, actions)
-        if not self._warned and not np.array_equal(actions, self.actions_played):
+        """Let the threads begin a step; this does not wait for them.
+
+        Raises:
+            ValueError: an action is not one of the game's; the threads would hang.
+        """
+        chosen = np.asarray(actions)
+        n = self.num_envs
+        if chosen.shape != (n,) or not all(action in self.action_space for action in chosen):
+            raise ValueError(f"{n} games need as many of {self.action_space}, got {actions!r}")
+        forced = self.forced_actions
+        self.actions_played = np.where(forced >= 0, forced, chosen.astype(np.int64))
+        if not self._warned and not np.array_equal(chosen, self.actions_played):
             self._warned = _warn_of_learner()
         self._engine.send(self.actions_played)
         self._pending = True
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Wait for the step. Finished games have begun anew."""
+        """Wait for the step. Finished games have restarted."""
         if not self._pending:
             raise RuntimeError("step_wait needs a step_async before it")  # recv would wait forever
         self._pending = False  # before recv: an interrupt arrives when the step has been taken
@@ -182,10 +192,13 @@ class NativeAtariVecEnv(VecEnv):
         self._scores += rewards
         over = terminated | truncated
         lives = info["lives"]
-        # A game can be at 0 lives some steps before it is over (Qbert): that is no lost life.
+        # A game can be at 0 lives some steps before it is over (Qbert): that is not a lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
-        told = zip(lives.tolist(), info["episode_frame_number"].tolist(), strict=True)
-        infos: list[dict[str, Any]] = [{"lives": x, "episode_frame_number": y} for x, y in told]
+        frames = info["episode_frame_number"]
+        infos: list[dict[str, Any]] = [
+            {"lives": int(x), "episode_frame_number": int(y)}
+            for x, y in zip(lives, frames, strict=True)
+        ]
         seconds = round(time.time() - self._began, 6)
         for i in np.flatnonzero(over):
             length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
@@ -197,7 +210,8 @@ class NativeAtariVecEnv(VecEnv):
         self._scores[over] = 0
         for i in np.flatnonzero(lost):
             infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
-        self.lives, self._frames = lives, info["episode_frame_number"]
+        self.lives = lives
+        self._frames = frames
         self.forced_actions = np.where(lost, self._fire, -1)
         return observations, np.sign(rewards).astype(np.float32), over | lost, infos
 
@@ -254,12 +268,3 @@ def _warn_of_learner() -> bool:
             stacklevel=2,
         )
     return learns
-
-
-def checked_actions(env: VecEnv, actions: Any) -> Actions:
-    """Actions as the engine takes them; ValueError for others, on which its threads would hang."""
-    given = np.asarray(actions)
-    if given.shape != (env.num_envs,) or not all(each in env.action_space for each in given):
-        needed = f"{env.num_envs} games need as many of {env.action_space}"
-        raise ValueError(f"{needed}, got {actions!r}")
-    return given.astype(np.int64)

@@ -60,8 +60,8 @@ def is_atari(name: str) -> bool:
     except ValueError:
         if ":" in name:  # module:name, of a package that registers its environments
             return False
-        known = [*game_names(), *(each for each in gymnasium.registry if "ALE/" not in each)]
-        close = did_you_mean(name, known)
+        names = [*game_names(), *(x for x in gymnasium.registry if "ALE/" not in x)]
+        close = did_you_mean(name, names)
         raise ValueError(
             f"{name!r} is neither an Atari game nor registered with Gymnasium{close}"
         ) from None
@@ -105,13 +105,13 @@ def make_env(
     wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
     kind: Any = partial(_processes, gymnasium.registry.get(env)) if subprocesses else None
     try:
-        made = make_vec_env(
+        envs = make_vec_env(
             env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs, vec_env_cls=kind
         )
     except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
-    modes = [None, *made.get_attr("metadata")[0].get("render_modes", ())]
+    modes = [None, *envs.get_attr("metadata")[0].get("render_modes", ())]
     if (render_mode := (env_kwargs or {}).get("render_mode")) not in modes:
-        made.close()
+        envs.close()
         raise ValueError(f"{env} has no render_mode {render_mode!r}; choose from {modes[1:]}")
-    return VecNormalize(made, gamma=gamma) if normalize else made
+    return VecNormalize(envs, gamma=gamma) if normalize else envs

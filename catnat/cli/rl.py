@@ -106,6 +106,9 @@ class Algorithm:
         require_at_least(1, **numbers("n_steps", "n_epochs", "batch_size", "stats_window_size"))
         require_within(0, 1, **numbers("gamma", "gae_lambda"))
         self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
+        drops_options = kwargs.get("use_rms_prop") and "optimizer_class" not in self.policy_kwargs
+        if drops_options and "optimizer_kwargs" in self.policy_kwargs:
+            raise ValueError("optimizer_kwargs need an optimizer_class, or --use_rms_prop false")
         self.learning_rate = learning_rate
         self.anneal_lr = anneal_lr
         self.kwargs = kwargs
@@ -295,6 +298,9 @@ class RLCLI(RunCLI):
             seed=self.seed,
             device=device,
         )
+        self.masked = getattr(self.model, "uses_masks", False)
+        if "mask_mode" in self.model.policy_kwargs and not self.masked:
+            raise ValueError("mask_mode has no effect: actions are not masked")
         self.model.set_logger(Logger(str(self.folder.path), []))
         if self.checkpoint:
             load_state(self.model, self.checkpoint)
@@ -367,7 +373,7 @@ class RLCLI(RunCLI):
         model = self.model
         training = self.training
         folder = self.folder.path
-        if getattr(model, "uses_masks", False):
+        if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         begin(folder, self.options)
         self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
@@ -381,11 +387,11 @@ class RLCLI(RunCLI):
                 reset_num_timesteps=False,
                 progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
             )
+            tested = self.test()
         except (EOFError, ConnectionError) as error:
             if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
                 raise  # what reads our output has gone
             raise ChildProcessError("the process of an environment has ended") from error
-        tested = self.test()
         self.callback.keep_best(tested["test/return"])
         about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
         hparams = {

@@ -29,9 +29,19 @@ run = partial(cases_ppo.run, model="a2c")
 def test_the_defaults_are_those_of_stable_baselines(capsys):
     assert run("--env=CartPole-v1", "--print_config") == 0
     config = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
-    wanted = {"learning_rate": 7e-4, "n_steps": 5, "gamma": 0.99, "gae_lambda": 1.0,
-              "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5, "use_rms_prop": True,
-              "rms_prop_eps": 1e-5, "normalize_advantage": False, "anneal_lr": False}  # fmt: skip
+    wanted = {
+        "learning_rate": 7e-4,
+        "n_steps": 5,
+        "gamma": 0.99,
+        "gae_lambda": 1.0,
+        "ent_coef": 0.0,
+        "vf_coef": 0.5,
+        "max_grad_norm": 0.5,
+        "use_rms_prop": True,
+        "rms_prop_eps": 1e-5,
+        "normalize_advantage": False,
+        "anneal_lr": False,
+    }
     assert config | wanted == config
 
 
@@ -61,6 +71,11 @@ def test_it_takes_the_steps_of_stable_baselines_which_loads_its_zip(capfd):
     [
         ("--clip_range 0.1", "unrecognized arguments: --clip_range"),
         ("--rms_prop_eps 0", "rms_prop_eps must be positive, got 0"),
+        (
+            '--policy_kwargs.optimizer_kwargs {"eps":0.1}',
+            "optimizer_kwargs need an optimizer_class",
+        ),
+        ("--policy_kwargs.mask_mode prune", "mask_mode has no effect"),
     ],
 )
 def test_a_wrong_command_line_gets_one_line(line, reason, capfd):
@@ -71,8 +86,14 @@ def test_a_wrong_command_line_gets_one_line(line, reason, capfd):
 
 def test_the_end_of_a_short_run_reports_its_last_tenth(capfd):
     """And not the first of many short rollouts, where the entropy is that of no learning."""
-    argv = ["--env=CartPole-v1", "--num_envs=2", "--total_steps=400", "--eval_games=1",
-            "--eval_every=0", "--learning_rate=0.01"]  # fmt: skip
+    argv = [
+        "--env=CartPole-v1",
+        "--num_envs=2",
+        "--total_steps=400",
+        "--eval_games=1",
+        "--eval_every=0",
+        "--learning_rate=0.01",
+    ]
     assert run(*argv) == 0
     seen = EventAccumulator(str(FOLDER)).Reload().Scalars("train/entropy")
     assert seen[-1].step > 0.85 * 400

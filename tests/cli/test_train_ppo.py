@@ -89,7 +89,7 @@ WRONG = {
     "--fisher.every_n_rollouts 0": "every_n_rollouts",
     "--trainer.total_step 3": "did you mean --trainer.total_steps?",
     "--ckpt_path last": "no last.ckpt in any run",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -106,9 +106,19 @@ def test_defaults_depend_on_the_environment(capsys):
         return yaml.safe_load(capsys.readouterr().out)
 
     atari = config("--device=cpu")
-    paper = {"learning_rate": 2.5e-4, "n_steps": 128, "batch_size": 256, "n_epochs": 4,
-             "clip_range": 0.1, "ent_coef": 0.01, "vf_coef": 0.25, "max_grad_norm": 0.5,
-             "gamma": 0.99, "gae_lambda": 0.95, "value_loss": "cleanrl"}  # fmt: skip
+    paper = {
+        "learning_rate": 2.5e-4,
+        "n_steps": 128,
+        "batch_size": 256,
+        "n_epochs": 4,
+        "clip_range": 0.1,
+        "ent_coef": 0.01,
+        "vf_coef": 0.25,
+        "max_grad_norm": 0.5,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "value_loss": "cleanrl",
+    }
     assert atari["model"]["init_args"] | paper == atari["model"]["init_args"]
     assert (atari["data"]["env"], atari["data"]["num_envs"]) == ("Breakout", 8)
     pole = config("--env=CartPole-v1", "--gamma=0.9")
@@ -119,8 +129,10 @@ def test_defaults_depend_on_the_environment(capsys):
     assert yaml.safe_load(capsys.readouterr().out) == pole | {"seed_everything": 3}
 
 
-@pytest.mark.parametrize("option", ["--total_steps=1000", "--max_steps=1000", "--max-steps=1000",
-                                    "--trainer.max_steps 1000"])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    ["--total_steps=1000", "--max_steps=1000", "--max-steps=1000", "--trainer.max_steps 1000"],
+)
 def test_steps_go_by_two_names(option, capsys):
     assert run(*option.split(), "--env=CartPole-v1", "--print_config") == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["total_steps"] == 1000
@@ -190,11 +202,12 @@ def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
     assert last("runs/ppo/natural/version_1")["global_step"] == 32
 
 
-@pytest.mark.parametrize(("env", "limits"), [("CliffWalking-v1", (None, 10_000)),
-                                             ("CartPole-v1", (500, 500))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "limits"), [("CliffWalking-v1", (None, 10_000)), ("CartPole-v1", (500, 500))]
+)
 def test_an_environment_without_a_time_limit_is_evaluated_for_some_steps_only(env, limits):
     cli = command_line(["--model=ppo", f"--env={env}"], "objects")
-    specs = [each.get_attr("spec")[0] for each in (cli.env, cli.eval_env)]
+    specs = [env.get_attr("spec")[0] for env in (cli.env, cli.eval_env)]
     assert tuple(spec.max_episode_steps for spec in specs) == limits
 
 
@@ -258,14 +271,22 @@ def test_a_signal_ends_a_run_whose_environment_hangs(where, faulty, capfd):
 
 def test_an_environment_of_the_current_folder(monkeypatch):
     Path("my_clock.py").write_text(CLOCK)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != os.getcwd()])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != os.getcwd()])
     assert run(*QUICK, "--env=my_clock:Clock-v0", "--total_steps=64", "--eval_every=0") == 0
 
 
 def test_breakout_with_c_threads():
-    argv = ["--env=Breakout", "--num_envs=2", "--n_steps=8", "--total_steps=32",
-            "--batch_size=8", "--n_epochs=1", "--eval_games=1", "--eval_every=0",
-            "--device=cpu"]  # fmt: skip
+    argv = [
+        "--env=Breakout",
+        "--num_envs=2",
+        "--n_steps=8",
+        "--total_steps=32",
+        "--batch_size=8",
+        "--n_epochs=1",
+        "--eval_games=1",
+        "--eval_every=0",
+        "--device=cpu",
+    ]
     assert run(*argv) == 0
     assert last()["state_dict"]["action_net.weight"].shape == (3, 512)
     assert (FOLDER / "checkpoints/best.ckpt").exists()  # the game at the end is an evaluation, too

@@ -72,8 +72,8 @@ def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
     capfd.readouterr()
     more = ["--total_steps=192", "--gamma=0.8"]
     assert train.main(["--model=ppo", "--ckpt_path=last", *more]) == 0
-    said = "with other options: gamma 0.9 -> 0.8, total_steps 128 -> 192"
-    assert said in capfd.readouterr().out
+    remark = "with other options: gamma 0.9 -> 0.8, total_steps 128 -> 192"
+    assert remark in capfd.readouterr().out
     after = yaml.safe_load((FOLDER / "config.yaml").read_text())
     assert after["model"]["init_args"] == before["model"]["init_args"] | {"gamma": 0.8}
     assert last()["global_step"] == after["trainer"]["total_steps"] == 192
@@ -81,16 +81,17 @@ def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
 
 def test_a_run_has_every_value_once_and_can_be_ended_again():
     def steps():
-        found = EventAccumulator(str(FOLDER), {"scalars": 0}, purge_orphaned_data=False).Reload()
-        return {tag: [e.step for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+        events = EventAccumulator(str(FOLDER), {"scalars": 0}, purge_orphaned_data=False).Reload()
+        return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
     assert run(*QUICK, "--total_steps=256") == 0
-    found, kept = steps(), (FOLDER / "metrics.json").read_text()
-    assert all(len(set(each)) == len(each) for each in found.values()), found
-    assert found["train/value_loss"] == [128, 192, 256] and found["eval/return"] == [64, 128, 192]
+    rows = steps()
+    metrics = (FOLDER / "metrics.json").read_text()
+    assert all(len(set(x)) == len(x) for x in rows.values()), rows
+    assert rows["train/value_loss"] == [128, 192, 256] and rows["eval/return"] == [64, 128, 192]
     assert train.main(["--model=ppo", "--ckpt_path=last"]) == 0
-    assert steps() == found
-    assert (FOLDER / "metrics.json").read_text().split("fim")[1:] == kept.split("fim")[1:]
+    assert steps() == rows
+    assert (FOLDER / "metrics.json").read_text().split("fim")[1:] == metrics.split("fim")[1:]
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])
@@ -145,9 +146,17 @@ def test_normalizers_are_kept_also_for_stable_baselines():
     assert train.main(["test", "--model=ppo", "--head=natural", *argv, "--ckpt_path=last"]) == 0
 
 
-@pytest.mark.parametrize("change", ["--head=sigmoid", "--head_options.amplitude=3",
-                                    "--env=Acrobot-v1", "--num_actions=18",
-                                    "--normalize=true", "--total_steps=64"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        "--head=sigmoid",
+        "--head_options.amplitude=3",
+        "--env=Acrobot-v1",
+        "--num_actions=18",
+        "--normalize=true",
+        "--total_steps=64",
+    ],
+)
 def test_a_checkpoint_of_something_else_is_refused(change, trained, capfd):
     before = (trained.parent.parent / "config.yaml").read_text()
     assert run(*QUICK, f"--ckpt_path={trained}", change) == 2
@@ -165,8 +174,11 @@ def trained(tmp_path_factory):
 
 def test_a_checkpoint_of_a_vae_is_refused_and_a_file_of_stable_baselines(trained, capfd):
     torch.save({"state_dict": {}, "hyper_parameters": {"head": "natural"}}, "vae.ckpt")
-    both = {"vae.ckpt": "belongs to another model", trained.with_suffix(".zip"): "take the .ckpt"}
-    for path, reason in both.items():
+    reasons = {
+        "vae.ckpt": "belongs to another model",
+        trained.with_suffix(".zip"): "take the .ckpt",
+    }
+    for path, reason in reasons.items():
         assert run(*QUICK, f"--ckpt_path={path}") == 2
         assert reason in one_line(capfd)
 
@@ -175,8 +187,8 @@ def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
     options = ["--learning_rate=1e30", "--total_steps=512", "--save_every=1"]
     assert run(*QUICK, *options, head="softmax") == 1
     (line,) = capfd.readouterr().err.splitlines()
-    said = r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo"
-    assert re.search(said, line)
+    pattern = r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo"
+    assert re.search(pattern, line)
     state = last("runs/ppo/softmax/version_0")
     assert all(value.isfinite().all() for value in state["state_dict"].values())
 

@@ -21,14 +21,14 @@ NOOP, FIRE, RIGHT, LEFT = range(4)  # of Breakout
 @pytest.fixture
 def make():
     """make_atari_vec_env, with the environments closed at the end."""
-    made = []
+    envs = []
 
     def make(*args, **kwargs):
-        made.append(make_atari_vec_env(*args, **{"num_threads": 1} | kwargs))
-        return made[-1]
+        envs.append(make_atari_vec_env(*args, **{"num_threads": 1} | kwargs))
+        return envs[-1]
 
     yield make
-    for env in made:
+    for env in envs:
         env.close()
 
 
@@ -97,7 +97,7 @@ def test_the_contract_of_a_vector_environment(backend, make):
     for _ in range(3):
         assert observations.shape == (num_envs, *shape)
         assert observations.dtype == np.uint8
-        assert all(each in env.observation_space for each in observations)
+        assert all(picture in env.observation_space for picture in observations)
         observations, rewards, dones, infos = env.step(np.zeros(num_envs, np.int64))
         assert rewards.shape == dones.shape == (num_envs,)
         assert (rewards.dtype, dones.dtype) == (np.float32, np.bool_)
@@ -205,7 +205,7 @@ def test_learners_get_signs_and_monitors_the_score(make):
     first, second, *_ = [t for t, row in enumerate(rows) if "episode" in row[3][0]]
     scores = [rows[t][3][0]["episode"]["r"] for t in (first, second)]
     wins = [clipped[: first + 1].sum(), clipped[first + 1 : second + 1].sum()]
-    assert scores == [50 * each for each in wins] and min(scores) > 0
+    assert scores == [50 * count for count in wins] and min(scores) > 0
 
 
 @pytest.mark.parametrize("backend", ["native", "sb3"])
@@ -224,8 +224,8 @@ def test_a_game_is_cut_off(backend, make, monkeypatch):
 
 
 def test_seeds_decide(make):
-    one, same = (play(make("Breakout", 2, seed=7), at_random(2), 15) for _ in range(2))
-    assert all(np.array_equal(a[0], b[0]) for a, b in zip(one, same, strict=True))
+    one, other = (play(make("Breakout", 2, seed=7), at_random(2), 15) for _ in range(2))
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
     first, second = (make("Breakout", 2, seed=seed).reset() for seed in (7, 8))
     assert np.array_equal(first[1:], second[:-1])
     assert not np.array_equal(first, second)
@@ -260,14 +260,14 @@ def test_rollouts_have_the_actions_that_were_played_or_there_is_a_warning(algori
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.learn(120)
-    told = [str(each.message) for each in caught if "not played" in str(each.message)]
+    messages = [str(x.message) for x in caught if "not played" in str(x.message)]
     actions = model.rollout_buffer.actions.reshape((2, 60) if algorithm is not HeadPPO else (60, 2))
     stored = actions if algorithm is HeadPPO else actions.T
     assert np.array_equal(stored, np.stack(played)) == (algorithm is not A2C)
-    assert len(told) == (algorithm is A2C)
-    if told:
-        assert "the algorithm stores actions that are not played" in told[0]
-        assert "HeadA2C" in told[0]
+    assert len(messages) == (algorithm is A2C)
+    if messages:
+        assert "the algorithm stores actions that are not played" in messages[0]
+        assert "HeadA2C" in messages[0]
 
 
 def test_an_interrupted_step_does_not_hang_what_follows(make, monkeypatch):

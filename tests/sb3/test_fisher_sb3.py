@@ -133,14 +133,14 @@ def test_no_more_states_than_asked_for():
     monitor = Kept(max_states=10)
     run(monitor=monitor)
     states = [states for states, _ in monitor.seen]
-    assert [len(each) for each in states] == [10, 10, 10]
+    assert [len(batch) for batch in states] == [10, 10, 10]
     assert len(np.unique(states[0].numpy(), axis=0)) == 10
 
 
 def test_dict_observations():
-    both = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
+    space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
     for algorithm in (PPO, HeadPPO):
-        env = make_vec_env(Guess, 2, env_kwargs={"observation_space": both})
+        env = make_vec_env(Guess, 2, env_kwargs={"observation_space": space})
         model = algorithm(HeadMultiInputActorCriticPolicy, env, **SMALL)
         monitor = FisherMonitorSB3(max_states=20)
         model.learn(64, monitor)
@@ -164,9 +164,9 @@ def test_a_head_that_fails_or_is_too_large_does_not_end_a_run(monkeypatch):
         return {tag for tag, value in monitor.latest.items() if math.isfinite(value)}
 
     monkeypatch.setattr(SoftmaxHead, "step_fishers", lambda *_: 1 / 0)
-    with pytest.warns(UserWarning, match="not be computed: ZeroDivisionError") as told:
+    with pytest.warns(UserWarning, match="not be computed: ZeroDivisionError") as warned:
         assert tags() == {tag for tag in TAGS if "sampled" in tag} | {"train/entropy"}
-    assert sum("not be computed" in str(each.message) for each in told) == 1
+    assert sum("not be computed" in str(x.message) for x in warned) == 1
     monkeypatch.setattr(fisher_diagnostics, "LARGEST", 1)
     assert tags() == {"train/entropy"}
 

@@ -172,10 +172,10 @@ def test_graphs_with_masks_take_the_steps_of_eager_training(head, space):
         for capture in (False, True)
     )
     assert replayed._captured and replayed.uses_masks and replayed._optimize._graph is not None
-    own, sizes = replayed._rollout, choices(space)
-    chosen = own["actions"].unbind(-1)
-    for mask, each in zip(own["masks"].split(sizes, -1), chosen, strict=True):
-        assert mask.gather(-1, each[..., None]).all()
+    rollout = replayed._rollout
+    masks = rollout["masks"].split(choices(space), -1)
+    for mask, actions in zip(masks, rollout["actions"].unbind(-1), strict=True):
+        assert mask.gather(-1, actions[..., None]).all()
     for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-3)
 

@@ -57,16 +57,16 @@ def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(
     rate = cleanrl_schedule(0.01, 1000, 32)
     model = writer(kind, cartpole(), learning_rate=rate, **SMALL).learn(128)
     model.save(tmp_path / "it")
-    same, other = (
+    copy, other = (
         algorithm.load(tmp_path / "it", cartpole(), device="cpu") for algorithm in (writer, reader)
     )
     assert type(other) is reader and same_parameters(model.policy, other.policy)
     assert other.lr_schedule(0.5) == rate(0.5)
-    for each in (same, other):
-        each.set_random_seed(3)
-        each.learn(128, reset_num_timesteps=False)
-        assert each.num_timesteps == 256
-    for a, b in zip(same.policy.parameters(), other.policy.parameters(), strict=True):
+    for reloaded in (copy, other):
+        reloaded.set_random_seed(3)
+        reloaded.learn(128, reset_num_timesteps=False)
+        assert reloaded.num_timesteps == 256
+    for a, b in zip(copy.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
 

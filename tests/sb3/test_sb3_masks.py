@@ -137,14 +137,14 @@ def test_renormalized_masks_divide_by_the_allowed_share(head, space):
     )
     shown, mask = torch.randn(6, 3), torch.tensor([True, True, False, True, True])
     free, masked = (
-        it.get_distribution(shown, **given).distribution
-        for given in ({}, {"action_masks": mask.expand(6, 5)})
+        it.get_distribution(shown, **options).distribution
+        for options in ({}, {"action_masks": mask.expand(6, 5)})
     )
     if isinstance(space, spaces.Discrete):
         free, masked = [free], [masked]
     for before, after, allowed in zip(free, masked, mask.split(choices(space)), strict=True):
-        kept = before.probs * allowed
-        assert torch.allclose(after.probs, kept / kept.sum(-1, keepdim=True), atol=1e-6)
+        shares = before.probs * allowed
+        assert torch.allclose(after.probs, shares / shares.sum(-1, keepdim=True), atol=1e-6)
         assert (after.probs[:, ~allowed] == 0).all() and after.logits.isfinite().all()
     _, _, log_probs = it(shown, action_masks=mask.expand(6, 5))
     log_probs.sum().backward()
@@ -168,11 +168,11 @@ def test_every_method_of_a_policy_takes_masks(kind, head):
     shown, mask = torch.randn(40, 3), np.array([[False, True, False, True, True]] * 40)
     for deterministic in (True, False):
         played = it(shown, deterministic=deterministic, action_masks=mask)[0].numpy()
-        told, _ = it.predict(shown.numpy(), deterministic=deterministic, action_masks=mask)
-        assert {*played, *told} <= {1, 3, 4}
+        predicted, _ = it.predict(shown.numpy(), deterministic=deterministic, action_masks=mask)
+        assert {*played, *predicted} <= {1, 3, 4}
     _, log_probs, entropy = it.evaluate_actions(shown, torch.full((40,), 3), action_masks=mask)
-    given = it.get_distribution(shown, action_masks=mask).distribution
-    assert torch.equal(given.logits[:, 3], log_probs) and torch.equal(given.entropy(), entropy)
+    q = it.get_distribution(shown, action_masks=mask).distribution
+    assert torch.equal(q.logits[:, 3], log_probs) and torch.equal(q.entropy(), entropy)
     assert (it.get_distribution(shown).distribution.probs > 0).all(), "masks hold for one call"
 
 
@@ -245,8 +245,8 @@ class Informed(Unmasked):
 
     def step(self, action):
         assert self.allowed()[action], "this action is forbidden"
-        *rest, _ = super().step(action)
-        return *rest, {"action_mask": self.allowed()}
+        *results, _ = super().step(action)
+        return *results, {"action_mask": self.allowed()}
 
     def allowed(self):
         return (np.arange(5) % 2 == self.count % 2).astype(np.int8)
@@ -311,9 +311,10 @@ def test_environments_in_other_processes_give_their_masks():
     def alone():
         return Strict(observation_space=spaces.Box(-1, 1, (3,)))  # a space draws for one only
 
-    apart, here = in_processes(alone, alone), DummyVecEnv([alone, alone])
+    apart = in_processes(alone, alone)
+    together = DummyVecEnv([alone, alone])
     try:
-        one, other = (learned(HeadPPO, "MlpPolicy", env, 2) for env in (apart, here))
+        one, other = (learned(HeadPPO, "MlpPolicy", env, 2) for env in (apart, together))
         evaluate_policy(MaskedPlayer(one, apart), apart, 2, deterministic=False, warn=False)
     finally:
         apart.close()
@@ -359,10 +360,10 @@ def test_saving_keeps_masks(masks, tmp_path):
     model.save(tmp_path / "it")
     copy = HeadPPO.load(tmp_path / "it", guesses(kind=Guess), device="cpu")
     assert copy.masks is masks and copy.uses_masks is (masks is not False)
-    for each in (model, copy):
-        each.set_env(guesses(kind=Guess))
-        each.set_random_seed(3)
-        each.learn(64, reset_num_timesteps=False)
+    for learner in (model, copy):
+        learner.set_env(guesses(kind=Guess))
+        learner.set_random_seed(3)
+        learner.learn(64, reset_num_timesteps=False)
     assert distance(model, copy) < 1e-7
     alone = HeadPPO.load(tmp_path / "it", device="cpu")
     assert not alone.uses_masks, "without an environment there are no masks"

@@ -106,7 +106,7 @@ def test_value_losses():
 
 def test_cleanrl_clips_values_as_it_clips_the_policy():
     one, other = (
-        learn(value_loss="cleanrl", clip_range=0.02, clip_range_vf=own) for own in (None, 0.02)
+        learn(value_loss="cleanrl", clip_range=0.02, clip_range_vf=clip) for clip in (None, 0.02)
     )
     assert same_parameters(one.policy, other.policy)
     assert one.logger.name_to_value["train/clip_range_vf"] == 0.02
@@ -160,9 +160,19 @@ def test_learns(head):
     env = make_vec_env("CartPole-v1", 8, seed=0)
     rate = cleanrl_schedule(1e-3, 50_000, 256)
     model = HeadPPO(
-        "MlpPolicy", env, rate, n_steps=32, batch_size=256, n_epochs=12, gae_lambda=0.8, gamma=0.98,
-        value_loss="cleanrl", policy_kwargs={"head": head}, seed=0, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        env,
+        rate,
+        n_steps=32,
+        batch_size=256,
+        n_epochs=12,
+        gae_lambda=0.8,
+        gamma=0.98,
+        value_loss="cleanrl",
+        policy_kwargs={"head": head},
+        seed=0,
+        device="cpu",
+    )
     test = make_vec_env("CartPole-v1", 4, seed=9)
     before, _ = evaluate_policy(model, test, 8, deterministic=False)
     after, _ = evaluate_policy(model.learn(8192), test, 8, deterministic=False)

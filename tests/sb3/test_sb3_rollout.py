@@ -52,8 +52,8 @@ def test_the_actions_that_are_played_are_the_ones_stored(algorithm, wrapper):
     numbers, steps = np.moveaxis(shown, -1, 0)
     actions = actions[..., 0]
     free = (steps + 1) % 7 != 0  # rewards before an end have the value of going on
-    told = 1000 * numbers + 10 * steps + actions
-    assert np.array_equal(buffer.rewards[free], told[free])
+    rewards = 1000 * numbers + 10 * steps + actions
+    assert np.array_equal(buffer.rewards[free], rewards[free])
     assert (actions[forced] == 2).all() and (actions[~forced] != 2).any()
 
 
