@@ -5,7 +5,7 @@ probability of bit 1; bit 0 has 1 - a(s). With the center C of the node and x = 
 
 - sigmoid: a = 1 / (1 + exp(-x));
 - natural: a = (1 + sin(pi x / A)) / 2 = sin^2(pi/4 + pi x / (2A)) for |x| <= A/2; a = 0 below and
-  a = 1 above. With a tail, the probability of the rarer bit goes on as an exponential instead.
+  a = 1 above. With a tail, the probability of the rarer bit continues as an exponential instead.
 
 It is given by the logarithms log(1 - a) and log a, and by the Fisher information of the node,
 (a')^2 / (a (1 - a)): a (1 - a) for sigmoid, and for natural (pi/A)^2, the same for every score
@@ -59,7 +59,8 @@ class SigmoidActivation:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         x, _ = _centered(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
-        left, right = -F.softplus(x, threshold=50), -F.softplus(-x, threshold=50)
+        left = -F.softplus(x, threshold=50)
+        right = -F.softplus(-x, threshold=50)
         return _impossible_at_infinity(left, right, scores)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
@@ -153,7 +154,8 @@ class NaturalActivation:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge."""
         if constants is None:
             high, low = self.half_width(scores.dtype)
-            above, below = (high - scores) + low, (scores + high) + low
+            above = (high - scores) + low
+            below = (scores + high) + low
         else:
             above = (constants[0] - scores) + constants[1]
             below = (scores - constants[2]) - constants[3]
@@ -171,7 +173,8 @@ class NaturalActivation:
             log_p, _ = self._tail_log(distance, outside)
             rare = torch.where(outside, log_p, rare)
             likely = torch.where(outside, torch.log1p(-log_p.exp()), likely)
-        left, right = torch.where(upper, rare, likely), torch.where(upper, likely, rare)
+        left = torch.where(upper, rare, likely)
+        right = torch.where(upper, likely, rare)
         return _impossible_at_infinity(left, right, scores) if self.tail else (left, right)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
@@ -304,5 +307,5 @@ def _floored_log(x: Tensor) -> Tensor:
 
 
 def _sinh(t: Tensor) -> Tensor:
-    """``torch.sinh``, written out because ONNX has none in float64."""
+    """``torch.sinh``, written out because ONNX does not have it in float64."""
     return (torch.exp(t) - torch.exp(-t)) / 2

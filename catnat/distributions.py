@@ -144,7 +144,8 @@ class HeadCategorical(Categorical):
 
     def __repr__(self) -> str:
         """Shapes, which are there before probabilities are computed."""
-        batch, K = tuple(self.batch_shape), self._num_events
+        batch = tuple(self.batch_shape)
+        K = self._num_events
         return f"{type(self).__name__}(batch_shape={batch}, num_categories={K})"
 
     @property
@@ -166,7 +167,8 @@ class HeadCategorical(Categorical):
             HeadCategorical, _instance
         )
         batch_shape = torch.Size(batch_shape)
-        new._source, new._num_events = self._source, self._num_events
+        new._source = self._source
+        new._num_events = self._num_events
         if "logits" in vars(self):
             new.logits = self.logits.expand(*batch_shape, self._num_events)
         Distribution.__init__(new, batch_shape, validate_args=False)
@@ -373,8 +375,10 @@ def draw(
     below 3e-8. On CUDA the order of these sums is not fixed. Where algorithms have to be
     deterministic, a draw is the first of K exponential clocks with rates p to ring.
     """
-    batch, K = probs.shape[:-1], probs.shape[-1]
-    rows, count = probs.reshape(-1, K), sample_shape.numel()
+    batch = probs.shape[:-1]
+    K = probs.shape[-1]
+    rows = probs.reshape(-1, K)
+    count = sample_shape.numel()
     if not count:
         return probs.new_empty(sample_shape + batch, dtype=torch.long)
     if K > FLOAT32_LIMIT or count > 1:
@@ -421,7 +425,8 @@ def _for_each(value: Tensor, result: Tensor, is_category: Tensor | None) -> Tens
 
 def _kl(p: Categorical, q: Categorical) -> Tensor:
     """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
-    log_p, log_q = _log_probs(p), _log_probs(q)
+    log_p = _log_probs(p)
+    log_q = _log_probs(q)
     if log_p.shape[-1] != log_q.shape[-1]:
         raise ValueError(
             f"KL divergence between {log_p.shape[-1]} and {log_q.shape[-1]} categories"

@@ -40,7 +40,8 @@ def score_function_surrogate(
             "losses and log_probs must both be (M, *), "
             f"got shapes {tuple(losses.shape)} and {tuple(log_probs.shape)}"
         )
-    losses, log_probs = at_least_float32(losses), at_least_float32(log_probs)
+    losses = at_least_float32(losses)
+    log_probs = at_least_float32(log_probs)
     mean = losses.mean(0)
     advantage = _advantage(losses.detach(), mean.detach(), baseline)
     # The difference is exactly zero, so the value stays that of the mean to the last bit.

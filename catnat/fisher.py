@@ -106,7 +106,8 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     J^T v.
     """
     wide = torch.promote_types(jacobian.dtype, fisher.dtype)
-    jacobian, fisher = jacobian.to(wide), fisher.to(wide)
+    jacobian = jacobian.to(wide)
+    fisher = fisher.to(wide)
     with without_autocast(fisher):
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
 

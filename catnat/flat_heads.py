@@ -87,7 +87,8 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""
         p = self._checked_probs(probs)
         p = p / p.sum(-1, keepdim=True)
-        K, eps = self.num_categories, torch.finfo(probs.dtype).eps
+        K = self.num_categories
+        eps = torch.finfo(probs.dtype).eps
         # The rounding errors of the input and of the projection.
         below = -K * (eps + K * torch.finfo(torch.float64).eps)
         return torch.where(p <= 0, below, p).to(probs.dtype)

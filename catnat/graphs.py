@@ -97,8 +97,10 @@ def local_expectation_direction(
         Inference, 2015.
     """
     M, B, N, _ = outputs.shape
-    messages, outputs = at_least_float32(messages), at_least_float32(outputs)
-    target, graphs = target.to(outputs.dtype), graphs.to(outputs.dtype)
+    messages = at_least_float32(messages)
+    outputs = at_least_float32(outputs)
+    target = target.to(outputs.dtype)
+    graphs = graphs.to(outputs.dtype)
     row = torch.arange(B, device=outputs.device)
     turn = torch.arange(num_flips, device=outputs.device)[:, None]
     chosen = (row * num_flips + turn) % M  # graphs of each pair, (F, B)
@@ -165,7 +167,8 @@ class GCN(nn.Module):
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
         """Outputs of all nodes in every graph."""
         messages = self.messages(x)
-        (B, N, D), M = messages.shape, graphs.shape[0]
+        B, N, D = messages.shape
+        M = graphs.shape[0]
         # Both contiguous: on ARM processors a transposed operand is a hundred times slower.
         rows = graphs.mT.reshape(M * N, N)
         columns = messages.transpose(0, 1).reshape(N, B * D)
@@ -193,7 +196,8 @@ class GraphConvolution(nn.Module):
 
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
         """Outputs of all nodes in every graph."""
-        (B, N, _), M = x.shape, graphs.shape[0]
+        B, N, _ = x.shape
+        M = graphs.shape[0]
         every_x = x.repeat(M, 1, 1)  # (M B, N, D), graph by graph
         if self.sparse:
             graph, source, target = graphs.repeat_interleave(B, 0).nonzero(as_tuple=True)

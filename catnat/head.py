@@ -266,7 +266,8 @@ class CategoricalHead(nn.Module, ABC):
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """In float64: in float32 solvers give up on matrices with tiny entries."""
         eps = torch.finfo(scores.dtype).eps
-        fisher, column = self.fisher(scores.double()), grad.double()[..., None]
+        fisher = self.fisher(scores.double())
+        column = grad.double()[..., None]
         broken = ~fisher.isfinite().all(-1).all(-1)[..., None]
         fisher = torch.where(broken[..., None], 0.0, fisher)
         if damping:
@@ -336,8 +337,10 @@ class CategoricalHead(nn.Module, ABC):
             )
         if not probs.is_floating_point():
             raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
-        wide, eps = probs.double(), torch.finfo(probs.dtype).eps
-        lowest, total = wide.amin(-1, keepdim=True), wide.sum(-1, keepdim=True)
+        wide = probs.double()
+        eps = torch.finfo(probs.dtype).eps
+        lowest = wide.amin(-1, keepdim=True)
+        total = wide.sum(-1, keepdim=True)
         wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
         if can_branch_on(probs) and bool(wrong.any()):
             row = tuple(wrong[..., 0].nonzero()[0].tolist())

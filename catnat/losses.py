@@ -225,8 +225,10 @@ class HeadNLL(nn.Module):
             got = tuple(weight.shape)
             raise ValueError(f"weight must have shape ({num_categories},), got {got}")
         self.register_buffer("weight", weight)
-        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.reduction, self.dim = reduction, dim
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.dim = dim
 
     def forward(self, scores: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         r"""The loss, reduced.

@@ -126,7 +126,8 @@ def prediction_errors(samples: Tensor, target: Tensor) -> dict[str, Tensor]:
     >>> prediction_errors(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([[3.0]]))
     {'energy_score': tensor([1.]), 'pp_mae': tensor([3.]), 'pp_mse': tensor([4.])}
     """
-    samples, target = samples.flatten(2), target.flatten(1)
+    samples = samples.flatten(2)
+    target = target.flatten(1)
     # By sorting: on CUDA torch.median has no deterministic implementation. NaN is sorted last.
     ranked = samples.sort(0).values
     median = torch.where(ranked[-1].isnan(), torch.nan, ranked[(len(ranked) - 1) // 2])
@@ -154,7 +155,8 @@ def edge_errors(theta: Tensor, truth: Tensor, num_bins: int = 10) -> dict[str, T
     >>> edge_errors(torch.tensor([0.71, 0.79, 0.1]), torch.tensor([0.75, 0.75, 0.4]))
     {'calibration': tensor(0.1000), 'dead_edges': tensor(0.), 'theta_mae': tensor(0.1267)}
     """
-    theta, truth = theta.detach().flatten(), truth.flatten()
+    theta = theta.detach().flatten()
+    truth = truth.flatten()
     # A NaN is put into the first bin, and makes the difference of this bin NaN.
     bins = (theta.double() * num_bins).nan_to_num(0.0).clamp(0, num_bins - 1).long()
     difference = theta.new_zeros(num_bins, dtype=torch.float64)

@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_INSIDE, _FUNCTORCH = torch._C, torch._C._functorch  # looked up once: every call of a head asks
+_INSIDE = torch._C
+_FUNCTORCH = torch._C._functorch  # looked up once: every call of a head asks
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category.
 

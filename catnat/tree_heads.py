@@ -364,7 +364,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
 
     Its Fisher matrix is diag(P(node) (pi/A)^2) (the paper's Corollary). Beyond the edges
     |s - C| = A/2 a score has no gradient, and its rarer side has probability 0. With a ``tail`` the
-    split is the same until the rarer side has that probability, and goes on as an exponential: no
+    split is the same until the rarer side has that probability, and continues as an exponential: no
     score is without gradient, no probability is 0, and the Fisher matrix stays diagonal.
 
     Args:
@@ -398,7 +398,8 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         require_tail(tail)
         activation = NaturalActivation(float(amplitude), float(tail))
         super().__init__(num_categories, center, uniform_at_zero, order, activation=activation)
-        self.amplitude, self.tail = activation.amplitude, activation.tail
+        self.amplitude = activation.amplitude
+        self.tail = activation.tail
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""

@@ -116,7 +116,8 @@ def random_mask(rows: int, K: int) -> Tensor:
 
 def leaf_path(k: int, K: int) -> list[tuple[int, int]]:
     """(score index, bit) of every split above category k, root first."""
-    path, node = [], K + k
+    path = []
+    node = K + k
     while node > 1:
         path.append((node // 2 - 1, node % 2))
         node //= 2

@@ -59,7 +59,8 @@ def path_logs(
     """
     node, right_hand, inside = leaf_paths(leaf, num_categories)
     left, right = activation.log_activation(scores_at(node), constants_at(constants, node))
-    taken, other = torch.where(right_hand, right, left), torch.where(right_hand, left, right)
+    taken = torch.where(right_hand, right, left)
+    other = torch.where(right_hand, left, right)
     return torch.where(inside, taken, 0.0), torch.where(inside, other, LOG_ZERO)
 
 

@@ -57,7 +57,8 @@ def test_kl_divergence(name, K):
 def test_with_exact_zeros_entropy_and_kl_are_finite_with_finite_gradients(name):
     head = make(name, 4)
     scores = head.inverse(torch.tensor([0.0, 0.3, 0.7, 0.0])).requires_grad_()
-    q, full = head(scores), make_head("softmax", 4)(torch.zeros(4))
+    q = head(scores)
+    full = make_head("softmax", 4)(torch.zeros(4))
     want = -(0.3 * math.log(0.3) + 0.7 * math.log(0.7))
     assert q.entropy().item() == pytest.approx(want, abs=1e-5)
     assert kl_divergence(q, full).item() == pytest.approx(math.log(4) - want, abs=1e-5)
@@ -177,7 +178,8 @@ def test_divergence_from_probabilities_with_zeros():
 
 
 def test_torch_s_default_of_validation_counts():
-    head, scores = make_head("natural", 4), torch.full((3,), math.nan)
+    head = make_head("natural", 4)
+    scores = torch.full((3,), math.nan)
     with pytest.raises(ValueError, match="nan"):
         head(scores)
     torch.distributions.Distribution.set_default_validate_args(False)
@@ -216,7 +218,8 @@ def test_a_distribution_keeps_the_scores_of_the_moment_it_was_made(name):
 
 
 def test_the_divergence_of_different_numbers_of_categories_is_refused():
-    q, one = make_head("softmax", 4)(torch.zeros(4)), HeadCategorical(torch.zeros(1))
+    q = make_head("softmax", 4)(torch.zeros(4))
+    one = HeadCategorical(torch.zeros(1))
     for pair in ((q, one), (one, q)):
         with pytest.raises(ValueError, match=r"KL divergence between [14] and [14] categories"):
             kl_divergence(*pair)
@@ -238,7 +241,8 @@ def test_the_mean_over_all_categories_of_path_estimates_is_exact(name, options):
     head, ours, theirs = path_pair(name, options)
     ours.requires_grad_()
     theirs.requires_grad_()
-    q, p = head(ours), head(theirs)
+    q = head(ours)
+    p = head(theirs)
     every = torch.arange(6)
     for terms, exact in (
         (q.path_kl(p, every), kl_divergence(q, p)),
@@ -257,9 +261,11 @@ def test_the_mean_over_all_categories_of_path_estimates_is_exact(name, options):
 
 def test_a_path_estimate_by_monte_carlo_has_little_noise():
     head, ours, theirs = path_pair("sigmoid", {}, K=64)
-    q, p = head(0.3 * ours), head(0.3 * theirs)
+    q = head(0.3 * ours)
+    p = head(0.3 * theirs)
     drawn = q.sample((20_000,), generator=torch.Generator().manual_seed(0))
-    estimate, plain = q.path_kl(p, drawn), q.log_prob(drawn) - p.log_prob(drawn)
+    estimate = q.path_kl(p, drawn)
+    plain = q.log_prob(drawn) - p.log_prob(drawn)
     exact = kl_divergence(q, p)
     assert (estimate.mean() - exact).abs() < 4 * estimate.std() / 20_000**0.5
     assert (estimate >= 0).all() and estimate.std() < plain.std() / 3
@@ -307,7 +313,8 @@ def test_its_gradient_is_that_of_the_probabilities(name):
 @pytest.mark.parametrize("name", ["softmax", "natural"])
 def test_it_agrees_with_torch(name):
     q, _ = made(name, 3, 2)
-    ours, theirs = q.one_hot(), OneHotCategorical(probs=q.probs)
+    ours = q.one_hot()
+    theirs = OneHotCategorical(probs=q.probs)
     assert isinstance(ours, HeadOneHotCategorical) and isinstance(ours, OneHotCategorical)
     assert (ours.batch_shape, ours.event_shape) == (theirs.batch_shape, theirs.event_shape)
     value = theirs.sample((7,))
@@ -329,7 +336,8 @@ def test_it_agrees_with_torch(name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_divergences(name):
-    (p, _), (q, _) = made(name, 3), made(name, 3)
+    (p, _) = made(name, 3)
+    (q, _) = made(name, 3)
     want = kl_divergence(p, q)
     assert torch.equal(kl_divergence(p.one_hot(), q.one_hot()), want)
     plain = OneHotCategorical(logits=q.logits)
@@ -395,7 +403,8 @@ def test_a_distribution_survives_copying_and_pickling(name):
 
 @pytest.mark.parametrize("name", CATNAT)
 def test_gradients_are_on_or_off_from_the_moment_the_head_is_called(name):
-    head, scores = make_head(name, 5), torch.randn(3, 4, requires_grad=True)
+    head = make_head(name, 5)
+    scores = torch.randn(3, 4, requires_grad=True)
     value = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
         q = head(scores)

@@ -37,7 +37,8 @@ def true_gradients(scores, weight):
 
 def every_estimate(scores, weight, M, baseline):
     """Probability (K^M,) of each tuple of M samples, and its gradient estimate (K^M, K + 1)."""
-    probabilities, estimates = [], []
+    probabilities = []
+    estimates = []
     for z in map(torch.tensor, itertools.product(range(K), repeat=M)):
         log_probs = scores.log_softmax(0)[z]
         surrogate = score_function_surrogate(loss_table(weight)[z], log_probs, baseline)
@@ -79,14 +80,16 @@ def test_leaving_one_out_has_less_variance_than_no_baseline(parameters, M):
 
 
 def test_the_value_is_the_mean_loss_to_the_last_bit():
-    losses, log_probs = torch.randn(5, 3, 2) * 100, torch.randn(5, 3, 2) - 1000
+    losses = torch.randn(5, 3, 2) * 100
+    log_probs = torch.randn(5, 3, 2) - 1000
     for baseline in (None, 125.0, torch.randn(3, 2)):
         value = score_function_surrogate(losses, log_probs, baseline)
         assert torch.equal(value, losses.mean(0))
 
 
 def test_batch_elements_do_not_mix():
-    losses, log_probs = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
+    losses = torch.randn(4, 3)
+    log_probs = torch.randn(4, 3, requires_grad=True)
     (together,) = torch.autograd.grad(score_function_surrogate(losses, log_probs).sum(), log_probs)
     for b in range(3):
         alone = score_function_surrogate(losses[:, b], log_probs[:, b])
@@ -181,7 +184,8 @@ def test_the_temperature_may_be_a_tensor_and_must_be_positive():
 
 def test_impossible_categories_have_no_share_of_a_relaxed_sample_at_any_temperature():
     for name in ("softmax", "sparsemax", "sigmoid", "natural"):
-        head, mask = make_head(name, 6), torch.tensor([True, False, True, True, False, True])
+        head = make_head(name, 6)
+        mask = torch.tensor([True, False, True, True, False, True])
         scores = torch.randn(50, head.num_scores, requires_grad=True)
         y = head(scores, mask=mask).rsample(estimator="relaxed", temperature=10_000.0)
         assert not y[:, ~mask].any()
@@ -206,7 +210,8 @@ def test_the_mean_gradient_of_reinmax_is_that_of_a_quadratic_loss():
     scores = torch.randn(2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 2, dtype=torch.float64)
     loss = lambda d: d @ weight @ d  # noqa: E731
-    log_p, every = torch.log_softmax(scores, -1), torch.eye(2, dtype=torch.float64)
+    log_p = torch.log_softmax(scores, -1)
+    every = torch.eye(2, dtype=torch.float64)
     exact = sum(log_p[k].exp() * loss(every[k]) for k in range(2))
     (want,) = torch.autograd.grad(exact, scores, retain_graph=True)
     mean = sum(log_p[k].exp().detach() * loss(reinmax(log_p, every[k])) for k in range(2))

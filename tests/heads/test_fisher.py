@@ -159,7 +159,8 @@ def test_sampled_has_the_shape_and_its_own_generator():
 def test_pull_back_is_the_fisher_matrix_of_the_network(name, K):
     """J^T G J against E[grad log p grad log p^T] with gradients in the parameters themselves."""
     head = make(name, K)
-    x, weight = torch.randn(5, 3).double(), torch.randn(3, head.num_scores).double()
+    x = torch.randn(5, 3).double()
+    weight = torch.randn(3, head.num_scores).double()
     scores = (x @ weight).tanh()
     jacobian = torch.func.jacrev(lambda w: (x @ w).tanh())(weight).flatten(2)  # (B, S, P)
     pulled = pullback_fisher(jacobian, head.fisher(scores))
@@ -264,7 +265,8 @@ def test_the_natural_gradient_of_mixed_heads_is_finite_and_solves_its_equation(n
 def test_the_natural_gradient_of_nearly_impossible_categories_is_finite():
     head = make_head("softmax", 2)
     for dtype, low in ((torch.float32, -86.0), (torch.float64, -707.0)):
-        scores, grad = torch.tensor([0.0, low], dtype=dtype), torch.tensor([100.0, -100.0])
+        scores = torch.tensor([0.0, low], dtype=dtype)
+        grad = torch.tensor([100.0, -100.0])
         assert head.natural_gradient(scores, grad).isfinite().all()
 
 
@@ -346,7 +348,8 @@ def test_condition_number_never_raises(monkeypatch):
     assert condition_number(torch.eye(3).expand(2, 3, 3)).isnan().tolist() == [True, True]
 
 
-STEPS, ROWS = 400, 200
+STEPS = 400
+ROWS = 200
 
 
 @pytest.mark.parametrize("K", [2, 5, 8])

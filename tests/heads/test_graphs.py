@@ -125,8 +125,10 @@ def test_a_residual_of_zero_gives_no_nan():
 
 def test_edges_on_which_all_graphs_agree_get_exactly_zero():
     graphs = sample_graphs(torch.full((24, 24), 0.5), 32)
-    graphs[:, 0], graphs[:, 1] = 0, 1
-    error, distance = torch.rand(32, 8), torch.rand(8, 32, 32)
+    graphs[:, 0] = 0
+    graphs[:, 1] = 1
+    error = torch.rand(32, 8)
+    distance = torch.rand(8, 32, 32)
     direction = score_function_direction(error, distance, graphs)
     assert (direction[:2] == 0).all() and (direction[2:] != 0).all()
 
@@ -139,11 +141,16 @@ def test_certain_edges_are_certain():
 
 
 def test_directions_are_float32_under_autocast():
-    M, B, N, D = 4, 5, 3, 2
+    M = 4
+    B = 5
+    N = 3
+    D = 2
     graphs = (torch.rand(M, N, N) < 0.5).float()
-    messages, target = torch.randn(B, N, D), torch.randn(B, N, D)
+    messages = torch.randn(B, N, D)
+    target = torch.randn(B, N, D)
     outputs = torch.einsum("mji,bjd->mbid", graphs, messages)
-    error, distance = torch.rand(M, B), torch.rand(B, M, M)
+    error = torch.rand(M, B)
+    distance = torch.rand(B, M, M)
 
     def both():
         return (

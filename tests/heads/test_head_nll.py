@@ -91,7 +91,8 @@ def test_ignored_rows_get_no_gradient(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_mask_restricts_the_labels(name):
     head = make_head(name, K)
-    scores, mask = random_scores(head), torch.tensor([True, True, False, True, False])
+    scores = random_scores(head)
+    mask = torch.tensor([True, True, False, True, False])
     target = torch.tensor([0, 1, 3, 0])
     want = -head(scores, mask=mask).log_prob(target).mean()
     assert torch.allclose(HeadNLL(head)(scores, target, mask=mask), want)
@@ -100,7 +101,8 @@ def test_a_mask_restricts_the_labels(name):
 def test_the_module():
     weight = torch.arange(1.0, K + 1)
     loss = HeadNLL("natural", K, weight=weight, ignore_index=1, reduction="sum", amplitude=3.0)
-    scores, target = torch.randn(6, loss.head.num_scores), torch.arange(6) % K
+    scores = torch.randn(6, loss.head.num_scores)
+    target = torch.arange(6) % K
     assert loss.head.amplitude == 3.0
     assert dict(loss.named_buffers())["weight"] is weight
     assert loss.double().weight.dtype == torch.float64
@@ -113,7 +115,8 @@ def test_the_module():
 def test_compiled_and_batched_it_is_the_same(name):
     torch._dynamo.reset()
     loss = HeadNLL(name, K, label_smoothing=0.1, reduction="none")
-    scores, target = torch.randn(6, loss.head.num_scores), torch.arange(6) % K
+    scores = torch.randn(6, loss.head.num_scores)
+    target = torch.arange(6) % K
     want = loss(scores, target)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(scores, target), want, rtol=1e-4)
@@ -121,7 +124,8 @@ def test_compiled_and_batched_it_is_the_same(name):
 
 
 def test_bad_input_is_named():
-    head, scores = make_head("natural", K), torch.zeros(3, K - 1)
+    head = make_head("natural", K)
+    scores = torch.zeros(3, K - 1)
     with pytest.raises(ValueError, match=r"target must be \(3,\) categories or \(3, 5\) prob"):
         HeadNLL(head)(scores, torch.zeros(3))
     with pytest.raises(ValueError, match="unknown reduction 'avg'; choose from mean, sum, none"):
@@ -135,21 +139,23 @@ def test_bad_input_is_named():
 @pytest.mark.parametrize("options", [{}, {"weight": torch.ones(K)}, {"label_smoothing": 0.1}])
 @pytest.mark.parametrize("label", [K, -1, 2**40])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_label_that_is_no_category_is_named_and_is_nan_where_nobody_may_look(
+def test_a_label_that_is_not_a_category_is_named_and_is_nan_where_values_are_not_seen(
     name, label, options
 ):
     loss = HeadNLL(name, K, reduction="none", **options)
     loss.head.validate_args = False  # the check is the loss's own
-    scores, target = torch.zeros(2, loss.head.num_scores), torch.tensor([0, label])
+    scores = torch.zeros(2, loss.head.num_scores)
+    target = torch.tensor([0, label])
     with pytest.raises(ValueError, match=f"target must be a category from 0 to 4, got {label}$"):
         loss(scores, target)
-    unseen = torch.func.vmap(loss)(scores, target)  # as on a GPU, nobody looks at the values
+    unseen = torch.func.vmap(loss)(scores, target)  # as on a GPU, values are not looked at
     assert unseen.isnan().tolist() == [False, True]
 
 
 def test_the_layout_of_torch_gets_an_error_that_says_how_to_mend_it():
     loss = HeadNLL("softmax", K)
-    scores, labels = torch.randn(2, K, 3), torch.zeros(2, 3, dtype=torch.int64)
+    scores = torch.randn(2, K, 3)
+    labels = torch.zeros(2, 3, dtype=torch.int64)
     for target in (labels, torch.rand(2, K, 3)):
         with pytest.raises(ValueError, match=r"dim=1 takes scores \(N, C"):
             loss(scores, target)
@@ -174,6 +180,7 @@ def test_natural_by_name_has_a_tail():
 
 
 def test_dim_1_takes_unbatched_scores_as_cross_entropy_does():
-    scores, target = torch.randn(5), torch.tensor(2)
+    scores = torch.randn(5)
+    target = torch.tensor(2)
     want = torch.nn.functional.cross_entropy(scores, target)
     assert torch.allclose(HeadNLL("softmax", 5, dim=1)(scores, target), want)

@@ -92,16 +92,16 @@ def test_wrong_scores_are_named(name):
 
 @pytest.mark.parametrize("mix", [0.0, 0.1])
 @pytest.mark.parametrize("name", HEADS)
-def test_the_inverse_refuses_what_is_no_probability_vector(name, mix):
+def test_the_inverse_refuses_what_is_not_a_probability_vector(name, mix):
     head = make_head(name, 3, mix=mix)
     for bad in ([-0.2, 0.7, 0.5], [0.2, 0.3, 0.4]):
         rows = torch.tensor([[0.2, 0.3, 0.5], bad])
         with pytest.raises(ValueError, match=r"sum to 1, got in row \(1,\) the lowest"):
             head.inverse(rows)
-        # Where nobody may look at the values, the scores are NaN.
+        # Where values are not looked at, the scores are NaN.
         scores = torch.func.vmap(head.inverse)(rows)
         assert scores.isnan().any(-1).tolist() == [False, True]
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # rounding is no mistake
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):  # rounding is not a mistake
         assert head.inverse(torch.full((3,), 1 / 3, dtype=dtype)).isfinite().all()
 
 
@@ -279,7 +279,8 @@ class TestCompany:
         assert make(name, K).to("meta") is not None
 
 
-ROWS, EXAMPLES = 20, 60
+ROWS = 20
+EXAMPLES = 60
 OPTIONS = {
     "mix": st.sampled_from([0.0, 0.0, 1e-6, 0.01, 0.5]),
     "tail": st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.4]),  # of natural alone
@@ -340,7 +341,8 @@ def test_probabilities_sum_to_1_forbidden_ones_are_0_and_gradients_finite(name, 
 def test_the_fisher_matrix_is_that_of_autograd(name, **options):
     head, free, mask = drawn_case(name, **options)
     scores = head.masked(free, mask)
-    p, jacobian = head.probs(scores), vmap(jacrev(head.probs))(scores)  # (B, K), (B, K, S)
+    p = head.probs(scores)
+    jacobian = vmap(jacrev(head.probs))(scores)  # (B, K), (B, K, S)
     weight = torch.where(p > 0, 1 / p, 0.0)
     want = torch.einsum("bki,bk,bkj->bij", jacobian, weight, jacobian)
     fisher = head.fisher(scores)

@@ -90,7 +90,8 @@ def beginning(module: str, names: dict[str, set[str]]) -> str:
 
 def allowed(module: str, name: str) -> bool:
     """Whether a module may import a name."""
-    home, room = beginning(module, KNOWS), beginning(name, KNOWS)
+    home = beginning(module, KNOWS)
+    room = beginning(name, KNOWS)
     if name.startswith("."):
         return home == "examples"
     if room:

@@ -33,7 +33,8 @@ def test_energy_score_is_the_double_loop_in_value_and_gradient(M, D, scale):
     torch.manual_seed(10 * M + D)
     samples = (double(M, D) * scale).requires_grad_()
     target = (double(D) * scale).requires_grad_()
-    ours, literal = energy_score(samples, target), literal_energy_score(samples, target)
+    ours = energy_score(samples, target)
+    literal = literal_energy_score(samples, target)
     torch.testing.assert_close(ours, literal, rtol=1e-12, atol=1e-12 * scale)
     for a, b in zip(
         torch.autograd.grad(ours, (samples, target)),
@@ -45,7 +46,8 @@ def test_energy_score_is_the_double_loop_in_value_and_gradient(M, D, scale):
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,)])
 def test_energy_score_works_elementwise_over_any_batch(batch):
-    samples, target = double(4, *batch, 3), double(*batch, 3)
+    samples = double(4, *batch, 3)
+    target = double(*batch, 3)
     score = energy_score(samples, target)
     assert score.shape == batch
     for index in itertools.product(*map(range, batch)):
@@ -103,7 +105,8 @@ def test_energy_score_refuses_what_it_cannot_mean():
 
 @pytest.mark.parametrize("event_dims", [0, 1, 2, 3])
 def test_bernoulli_nll_is_minus_the_log_prob(event_dims):
-    logits, x = double(2, 5, 3, 4), torch.rand(2, 5, 3, 4).bernoulli().double()
+    logits = double(2, 5, 3, 4)
+    x = torch.rand(2, 5, 3, 4).bernoulli().double()
     bernoulli = torch.distributions.Bernoulli(logits=logits)
     expected = -torch.distributions.Independent(bernoulli, event_dims).log_prob(x)
     torch.testing.assert_close(bernoulli_nll(logits, x, event_dims), expected)
@@ -118,7 +121,8 @@ def test_bernoulli_nll_takes_grey_values_and_extreme_logits():
 
 
 def test_bernoulli_nll_shares_one_x_among_samples_but_never_broadcasts_events():
-    logits, x = double(6, 2, 4), torch.rand(2, 4).double()
+    logits = double(6, 2, 4)
+    x = torch.rand(2, 4).double()
     nll = bernoulli_nll(logits, x, event_dims=1)
     expected = torch.stack([bernoulli_nll(row, x, event_dims=1) for row in logits])
     torch.testing.assert_close(nll, expected)
@@ -177,7 +181,8 @@ def test_nll_is_exact_for_one_sample_when_q_is_the_posterior():
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 1000])
 def test_nll_does_not_depend_on_the_chunks_and_asks_for_no_more(chunk_size):
     weights = double(100, 2, 3) * 5 - 1000
-    asked, position = [], 0
+    asked = []
+    position = 0
 
     def log_weights(m):
         nonlocal position

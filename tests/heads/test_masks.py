@@ -56,7 +56,8 @@ def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -
         return torch.zeros(mask.shape, dtype=scores.dtype).masked_scatter(
             mask, over(scores[mask], -1)
         )
-    K, probs = head.num_categories, []
+    K = head.num_categories
+    probs = []
     bits = [
         [b for c in range(K) if mask[c] for i, b in leaf_path(c, K) if i == node]
         for node in range(K - 1)
@@ -83,7 +84,8 @@ def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -
 @pytest.mark.parametrize("name", HEADS)
 def test_the_probabilities_are_those_of_the_head_without_the_forbidden_categories(name, K):
     head = make_head(name, K)
-    scores, mask = random_scores(head, 5), random_mask(5, K)
+    scores = random_scores(head, 5)
+    mask = random_mask(5, K)
     got = head(scores, mask=mask).probs
     for row, row_scores, allowed in zip(got, scores, mask, strict=True):
         assert torch.allclose(row, restricted(name, head, row_scores, allowed), atol=1e-12)
@@ -92,7 +94,8 @@ def test_the_probabilities_are_those_of_the_head_without_the_forbidden_categorie
 @pytest.mark.parametrize("kind", ALL)
 def test_zero_scores_are_uniform_over_the_allowed_categories(kind):
     for K in (2, 3, 5, 8, 18):
-        head, mask = make(kind, K), random_mask(30, K)
+        head = make(kind, K)
+        mask = random_mask(30, K)
         got = head(torch.zeros(30, head.num_scores), mask=mask).probs
         assert torch.allclose(got, mask / mask.sum(-1, keepdim=True), atol=1e-6)
 
@@ -108,8 +111,10 @@ def test_a_mask_that_allows_everything_changes_no_bit(kind):
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_mask_speaks_of_classes_whatever_their_order(name):
     order = [3, 0, 4, 1, 2]
-    head, plain = make_head(name, 5, order=order), make_head(name, 5)
-    scores, mask = random_scores(head, 20), random_mask(20, 5)
+    head = make_head(name, 5, order=order)
+    plain = make_head(name, 5)
+    scores = random_scores(head, 20)
+    mask = random_mask(20, 5)
     of_leaves = torch.empty_like(mask)
     of_leaves[:, order] = mask
     assert torch.equal(head(scores, mask=mask).probs, plain(scores, mask=of_leaves).probs[:, order])
@@ -119,7 +124,8 @@ def test_a_mask_speaks_of_classes_whatever_their_order(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_masks_and_scores_broadcast(name):
     head = make_head(name, 5)
-    masks, scores = random_mask(4, 5), random_scores(head, 3)
+    masks = random_mask(4, 5)
+    scores = random_scores(head, 3)
     want = torch.stack([torch.stack([head(s, mask=m).probs for s in scores]) for m in masks])
     assert torch.allclose(head(scores, mask=masks[:, None]).probs, want, atol=1e-12)
     assert torch.allclose(head(scores[0], masks).probs, want[:, 0], atol=1e-12)
@@ -150,7 +156,8 @@ def test_scores_that_do_not_matter_do_not_move_under_the_natural_gradient(name):
 def test_compiled_batched_and_under_autocast_it_is_the_same(kind):
     torch._dynamo.reset()
     head = make(kind, 5)
-    scores, mask = random_scores(head, 6).float(), random_mask(6, 5)
+    scores = random_scores(head, 6).float()
+    mask = random_mask(6, 5)
 
     def log_probs(s, m):
         return head(s, mask=m).logits
@@ -175,7 +182,7 @@ def test_a_row_that_allows_nothing_is_named(name):
         head(torch.zeros(2, 5, head.num_scores), mask=mask)
     with pytest.raises(ValueError, match="mask allows no category"):
         head(torch.zeros(head.num_scores), mask=mask[1, 3])
-    # Where nobody may look at the mask, the row is NaN.
+    # Where the mask is not looked at, the row is NaN.
     rows = torch.func.vmap(head.masked)(torch.zeros(5, head.num_scores), mask[1])
     assert torch.equal(head.log_probs(rows).isnan().all(-1), ~mask[1].any(-1))
     assert torch.equal(head.log_probs(rows).isnan().any(-1), ~mask[1].any(-1))
@@ -199,7 +206,8 @@ def test_a_bad_mask_is_named():
 def test_masking_twice_is_masking_with_both(kind):
     head = make(kind, 6)
     scores = random_scores(head, 30)
-    one, other = random_mask(30, 6), random_mask(30, 6)
+    one = random_mask(30, 6)
+    other = random_mask(30, 6)
     one[:, 0] = other[:, 0] = True
     want = head(scores, mask=one & other).probs
     assert torch.allclose(head(head.masked(scores, one), mask=other).probs, want, atol=1e-12)
@@ -215,7 +223,8 @@ def test_masking_twice_is_masking_with_both(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ALL)
 def test_impossible_categories_have_one_floor_in_every_head(kind, dtype):
-    head, mask = make(kind, 6), random_mask(30, 6)
+    head = make(kind, 6)
+    mask = random_mask(30, 6)
     floors = head(random_scores(head, 30).to(dtype), mask=mask).logits[~mask]
     assert (floors == LOG_ZERO).all()
 
@@ -223,7 +232,8 @@ def test_impossible_categories_have_one_floor_in_every_head(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ALL)
 def test_masks_of_half_precision_are_computed_in_float32(kind, dtype):
-    head, mask = make(kind, 7), random_mask(30, 7)
+    head = make(kind, 7)
+    mask = random_mask(30, 7)
     scores = random_scores(head, 30).to(dtype)
     want = head(scores.double(), mask=mask).probs
     assert (head(scores, mask=mask).probs - want).abs().max() < 1e-6

@@ -73,7 +73,8 @@ def naive_metrics(samples, target):
     M, B = samples.shape[:2]
     score = median = mean = 0.0
     for b in range(B):
-        x, y = samples[:, b].flatten(1), target[b].flatten()
+        x = samples[:, b].flatten(1)
+        y = target[b].flatten()
         apart = sum((x[m] - x[n]).norm() for m in range(M) for n in range(M) if m != n)
         score += sum((x[m] - y).norm() for m in range(M)) / M - apart / (2 * M * (M - 1))
         middle = x.sort(0).values[(M - 1) // 2]
@@ -84,7 +85,8 @@ def naive_metrics(samples, target):
 
 @pytest.mark.parametrize("M", [4, 5])
 def test_predictions_against_naive_code(M):
-    samples, target = torch.randn(M, 7, 3, 2), torch.randn(7, 3, 2)
+    samples = torch.randn(M, 7, 3, 2)
+    target = torch.randn(7, 3, 2)
     wanted = naive_metrics(samples, target)
     metrics = prediction_means()
     for part in (slice(0, 4), slice(4, 6), slice(6, 7)):  # batches of unequal size
@@ -102,7 +104,9 @@ def test_predictions_against_naive_code(M):
 def test_edges_against_naive_code():
     truth = 0.75 * (torch.rand(9, 9) < 0.3)
     theta = torch.rand(9, 9)
-    theta[0], theta[1], theta[2, 0] = 0, 1, 0.3
+    theta[0] = 0
+    theta[1] = 1
+    theta[2, 0] = 0.3
     result = edge_errors(theta, truth)
     calibration = 0.0
     for k in range(10):

@@ -29,7 +29,8 @@ def test_the_option_makes_a_mixed_head():
 @pytest.mark.parametrize("name", HEADS)
 def test_the_definition(name, K):
     head = make_head(name, K, mix=0.1)
-    scores, mask = random_scores(head, 10, scale=3.0), random_mask(10, K)
+    scores = random_scores(head, 10, scale=3.0)
+    mask = random_mask(10, K)
     p = head.inner.probs(scores)
     assert torch.allclose(head(scores).probs, 0.9 * p + 0.1 / K, atol=1e-14)
     p = head.inner(scores, mask=mask).probs
@@ -61,7 +62,8 @@ def test_mixing_makes_a_trees_fisher_matrix_dense():
 @pytest.mark.parametrize("name", HEADS)
 def test_batched_under_autocast_and_copied_it_is_the_same(name):
     head = make_head(name, 5, mix=0.1)
-    scores, mask = random_scores(head, 6).float(), random_mask(6, 5)
+    scores = random_scores(head, 6).float()
+    mask = random_mask(6, 5)
 
     def log_probs(s, m):
         return head(s, mask=m).logits
@@ -80,7 +82,8 @@ def test_batched_under_autocast_and_copied_it_is_the_same(name):
 def test_a_probe_sees_one_head():
     head = make_head("natural", 4, mix=0.1)
     model = torch.nn.ModuleDict({"outer": head})
-    scores, mask = random_scores(head), random_mask(4, 4)
+    scores = random_scores(head)
+    mask = random_mask(4, 4)
     with HeadProbe(model) as probe:
         model["outer"](scores, mask=mask)
     ((name, seen, filled),) = list(probe)

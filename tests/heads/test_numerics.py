@@ -145,7 +145,8 @@ def test_paths_agree_at_the_edge() -> None:
     head = make_head("natural", 4, center=math.pi)
     for tiny in (1e-30, 1e-38, 1e-44):
         scores = torch.full((1, 3), tiny)
-        fused, plain = head.log_probs(scores), torch.func.vmap(head.log_probs)(scores)
+        fused = head.log_probs(scores)
+        plain = torch.func.vmap(head.log_probs)(scores)
         assert fused.isfinite().all() and torch.allclose(fused, plain)
     leaf = torch.full((3,), 1e-170, dtype=torch.float64, requires_grad=True)
     q = head(leaf)
@@ -154,15 +155,20 @@ def test_paths_agree_at_the_edge() -> None:
 
 
 ROWS = ("finite", "nan at the root", "nan at a leaf", "inf", "-inf", "all inf", "all -inf", "mixed")
-NAN, INF = torch.nan, torch.inf
+NAN = torch.nan
+INF = torch.inf
 
 
 def unusual_scores(head: CategoricalHead, dtype: torch.dtype) -> Tensor:
     """One row of scores for each of ROWS."""
     scores = torch.randn(len(ROWS), head.num_scores, generator=torch.Generator().manual_seed(0))
     scores[1, 0] = scores[2, -1] = NAN
-    scores[3, 0], scores[4, 0], scores[5], scores[6] = INF, -INF, INF, -INF
-    scores[7, 0], scores[7, -1] = -INF, INF
+    scores[3, 0] = INF
+    scores[4, 0] = -INF
+    scores[5] = INF
+    scores[6] = -INF
+    scores[7, 0] = -INF
+    scores[7, -1] = INF
     return scores.to(dtype)
 
 
@@ -190,7 +196,8 @@ def ways(head: CategoricalHead, how: str):
                 scores
             )
             return out, grad, torch.func.vmap(head.fisher_diagonal)(scores)
-        log_probs, fisher = head.log_probs, head.fisher_diagonal
+        log_probs = head.log_probs
+        fisher = head.fisher_diagonal
         if how == "compiled":
             torch._dynamo.reset()
             log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
@@ -275,7 +282,8 @@ def test_the_floor_of_softmax_is_a_clamp_in_values_and_both_derivatives(row, dty
     """Rows one by one and together: a NaN in one row must not hide the floor of another."""
     head = make_head("softmax", 5)
     scores = torch.cat((unusual_scores(head, dtype), torch.zeros(1, 5, dtype=dtype)))
-    scores[-1, 1], scores[-1, 2] = -torch.finfo(dtype).max, torch.finfo(dtype).max
+    scores[-1, 1] = -torch.finfo(dtype).max
+    scores[-1, 2] = torch.finfo(dtype).max
     weight = torch.linspace(1, 2, 5)
 
     def clamped(scores: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ class Tempered(Sharp):
 
 def test_a_head_with_more_scores_than_categories_may_be_mixed_but_not_masked():
     head = Tempered(3)
-    head.num_scores, probs = 4, torch.tensor([[0.2, 0.3, 0.5]])
+    head.num_scores = 4
+    probs = torch.tensor([[0.2, 0.3, 0.5]])
     mixed = MixedHead(head, 0.3)
     torch.testing.assert_close(mixed(mixed.inverse(probs)).probs, probs)
     with pytest.raises(NotImplementedError, match="4 scores for 3 categories: it must override"):
@@ -29,7 +30,8 @@ def test_a_head_with_more_scores_than_categories_may_be_mixed_but_not_masked():
 
 
 def test_a_gradient_scaler_sees_that_a_steep_gradient_overflows():
-    head, scaler = make_head("natural", 2), torch.amp.GradScaler("cpu")
+    head = make_head("natural", 2)
+    scaler = torch.amp.GradScaler("cpu")
     scores = torch.full((32, 1), 0.5).half()
     scores[0] = 3.13  # just inside pi, where the slope is steep, with a label on the other side
     label = torch.ones(32, dtype=torch.long)
@@ -46,7 +48,8 @@ def test_a_gradient_scaler_sees_that_a_steep_gradient_overflows():
 
 @pytest.mark.parametrize("make", [lambda: Sharp(3), lambda: make_head("softmax", 3)])
 def test_a_head_of_ones_own_takes_masks(make):
-    head, scores = make(), torch.randn(2, 3, requires_grad=True)
+    head = make()
+    scores = torch.randn(2, 3, requires_grad=True)
     mask = torch.tensor([True, True, False])
     q = head(scores, mask=mask)
     p = q.probs[:, :2]
@@ -69,7 +72,8 @@ def test_a_head_of_ones_own_is_checked_and_mixed():
 def test_label_smoothing_stays_among_the_allowed_categories(name):
     head = make_head(name, 4)
     scores = torch.randn(5, head.num_scores, dtype=torch.float64) / 4
-    target, mask = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([True, True, True, False])
+    target = torch.tensor([0, 1, 2, 0, 1])
+    mask = torch.tensor([True, True, True, False])
     logs = head(scores, mask=mask).logits
     want = -0.8 * logs[range(5), target] - 0.2 * logs[:, :3].mean(-1)
     loss = HeadNLL(head, label_smoothing=0.2, reduction="none")

@@ -36,7 +36,8 @@ def test_log_prob_is_the_chosen_one_of_all_log_probabilities(K, dtype):
         assert got.dtype == want.dtype
         assert torch.allclose(got, want, rtol=2e-6, atol=1e-6)
         if dtype == torch.float64:
-            leaf, weight = scores.requires_grad_(), torch.randn(K, dtype=dtype)
+            leaf = scores.requires_grad_()
+            weight = torch.randn(K, dtype=dtype)
             (full,) = torch.autograd.grad((head.log_probs(leaf).diagonal() * weight).sum(), leaf)
             (path,) = torch.autograd.grad((head.log_prob(leaf, value) * weight).sum(), leaf)
             assert torch.allclose(path, full, rtol=1e-12, atol=1e-12)
@@ -134,10 +135,14 @@ def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilitie
     head = make_head(name, K)
     scores = torch.randn(6, K - 1, dtype=dtype)
     scores[0, 0] = scores[1, -1] = torch.nan
-    scores[2, 0], scores[3, -1], scores[4], scores[5] = torch.inf, -torch.inf, torch.inf, -1e38
+    scores[2, 0] = torch.inf
+    scores[3, -1] = -torch.inf
+    scores[4] = torch.inf
+    scores[5] = -1e38
     scores.requires_grad_()
     value = torch.arange(K)[:, None].expand(K, 6)
-    got, want = head.log_prob(scores, value), head.log_probs(scores).T
+    got = head.log_prob(scores, value)
+    want = head.log_probs(scores).T
     assert torch.allclose(got, want, rtol=1e-5, equal_nan=True)
     safe = torch.where(want.isnan(), 0.0, 1.0).to(dtype)
     (grad,) = torch.autograd.grad(got, scores, safe)
@@ -223,7 +228,8 @@ def test_a_nan_on_the_path_gives_no_category(name, dtype):
 def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
     head = make_head(name, 18)
     scores = torch.randn(101, 17, requires_grad=True)
-    value, noise = torch.randint(18, (3, 101)), uniforms(3, 101, 5)
+    value = torch.randint(18, (3, 101))
+    noise = uniforms(3, 101, 5)
 
     def all_three():
         out = head.log_prob(scores, value)
@@ -248,7 +254,8 @@ def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
 @pytest.mark.parametrize("name", HEADS)
 def test_transforms_of_torch_func(name):
     head = make_head(name, 6)
-    scores, value = random_scores(head, rows=5), torch.randint(6, (5,))
+    scores = random_scores(head, rows=5)
+    value = torch.randint(6, (5,))
     want = torch.stack([head.log_prob(*row) for row in zip(scores, value, strict=True)])
     assert torch.allclose(torch.func.vmap(head.log_prob)(scores, value), want)
     per_row = torch.func.vmap(torch.func.grad(head.log_prob))(scores, value)

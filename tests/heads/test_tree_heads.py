@@ -44,12 +44,14 @@ def test_definition_in_sixty_digits(tail, K, amplitude):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_middle_is_the_papers_split_bit_for_bit(tail, dtype, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda: None)
-    head, paper = make_head("natural", 2, tail=tail), make_head("natural", 2)
+    head = make_head("natural", 2, tail=tail)
+    paper = make_head("natural", 2)
     scores = torch.linspace(-4, 4, 801, dtype=dtype)[:, None]
     middle = paper.probs(scores).amin(-1) > tail * (1 + 1e-6)
     assert 0.3 < middle.float().mean() < 0.8
     for method in ("log_probs", "information", "fisher_diagonal"):
-        got, want = getattr(head, method)(scores), getattr(paper, method)(scores)
+        got = getattr(head, method)(scores)
+        want = getattr(paper, method)(scores)
         assert torch.equal(got[middle], want[middle])
         assert not torch.equal(got[~middle], want[~middle])
     assert (head.information(scores)[middle] == 0.25).all()
@@ -114,7 +116,7 @@ def test_extreme_options_stay_finite(dtype, tail, options):
 
 
 def explodes(x):
-    """Not a number at infinity, with a gradient that is none either."""
+    """NaN at infinity, and so is its gradient."""
     y = x.sinh()
     return torch.nn.functional.logsigmoid(-y + 0 * x), torch.nn.functional.logsigmoid(y - 0 * x)
 
@@ -133,7 +135,8 @@ def test_a_custom_split_is_certain_at_infinite_scores(function, how):
         return activation.information(s, constants)
 
     if how == "vmap":
-        log_probs, fisher = torch.func.vmap(log_probs), torch.func.vmap(fisher)
+        log_probs = torch.func.vmap(log_probs)
+        fisher = torch.func.vmap(fisher)
     if how == "compiled":
         torch._dynamo.reset()
         log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
@@ -163,7 +166,8 @@ TREES = (*CATNAT, "own")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", TREES)
 def test_class_k_has_the_probability_of_leaf_order_k(name, dtype):
-    head, plain = ordered(name), ordered(name, order=None)
+    head = ordered(name)
+    plain = ordered(name, order=None)
     scores = torch.randn(7, 4, dtype=dtype)
     for method in ("log_probs", "probs"):
         leaves = getattr(plain, method)(scores)
@@ -179,7 +183,8 @@ def test_class_k_has_the_probability_of_leaf_order_k(name, dtype):
 
 @pytest.mark.parametrize("name", TREES)
 def test_gradients_and_the_fisher_matrix_know_the_order(name):
-    head, plain = ordered(name), ordered(name, order=None)
+    head = ordered(name)
+    plain = ordered(name, order=None)
     scores = torch.randn(4, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian
     assert torch.equal(jacobian(head.log_probs, scores), jacobian(plain.log_probs, scores)[ORDER])
@@ -203,7 +208,8 @@ def test_the_inverse_knows_the_order(name):
 
 @pytest.mark.parametrize("name", TREES)
 def test_an_ordered_head_under_transforms_and_in_copies(name):
-    head, scores = ordered(name), torch.randn(3, 4)
+    head = ordered(name)
+    scores = torch.randn(3, 4)
     want = head.log_probs(scores)
     torch._dynamo.reset()
     compiled = torch.compile(ordered(name).log_probs, fullgraph=True, backend="aot_eager")
@@ -442,7 +448,8 @@ def test_an_own_split_follows_what_changes_in_place_and_searches_few_centers():
 def test_path_kl_compares_trees_by_their_leaves():
     plain, one, other = (NaturalHead(5, order=order) for order in (None, ORDER, list(ORDER)))
     assert one.tree_id == other.tree_id != plain.tree_id
-    q, p = one(torch.zeros(4)), other(torch.ones(4))
+    q = one(torch.zeros(4))
+    p = other(torch.ones(4))
     value = torch.arange(5)
     exact = torch.distributions.kl_divergence(q, p)
     assert torch.allclose(q.path_kl(p, value).mean(), exact)  # q is uniform

@@ -26,7 +26,8 @@ def test_kernels_agree_with_float64(name: str, K: int) -> None:
             continue
         scores = awkward_scores(rows, head.num_scores, 0.02).cuda().requires_grad_()
         exact = scores.detach().double().requires_grad_()
-        out, truth = head.log_probs(scores), head.log_probs(exact)
+        out = head.log_probs(scores)
+        truth = head.log_probs(exact)
         impossible = truth < LOG_ZERO / 2
         assert torch.equal(out < LOG_ZERO / 2, impossible)
         error = (out.double() - truth).abs() / (1 + truth.abs())
@@ -52,7 +53,8 @@ def test_kernels_agree_with_float64(name: str, K: int) -> None:
 def test_the_fisher_kernel_agrees_with_float64(name: str, K: int) -> None:
     head = make_head(name, K).cuda()
     scores = awkward_scores(65 if K < 50_000 else 3, K - 1, 0.02).cuda()
-    got, want = head.fisher_diagonal(scores), head.fisher_diagonal(scores.double())
+    got = head.fisher_diagonal(scores)
+    want = head.fisher_diagonal(scores.double())
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-12)
 
 
@@ -63,8 +65,10 @@ def test_the_path_kernels_agree_with_float64(name: str, K: int) -> None:
     scores = torch.randn(3, K - 1, device="cuda").clamp(-2, 2).requires_grad_()
     exact = scores.detach().double().requires_grad_()
     for shape in ((3,), (40, 3)):
-        value, grad = torch.randint(K, shape, device="cuda"), torch.randn(shape, device="cuda")
-        out, truth = head.log_prob(scores, value), head.log_prob(exact, value)
+        value = torch.randint(K, shape, device="cuda")
+        grad = torch.randn(shape, device="cuda")
+        out = head.log_prob(scores, value)
+        truth = head.log_prob(exact, value)
         assert ((out - truth).abs() <= 3e-6 * (1 + truth.abs())).all()
         (got,) = torch.autograd.grad(out, scores, grad)
         (want,) = torch.autograd.grad(truth, exact, grad.double())
@@ -111,7 +115,10 @@ def test_scores_that_are_not_finite_mean_the_same_as_on_the_cpu(name: str, K: in
     head = make_head(name, K)
     scores = torch.randn(6, head.num_scores)
     scores[0, 0] = scores[1, -1] = torch.nan
-    scores[2, 0], scores[3, -1], scores[4], scores[5, 0] = torch.inf, -torch.inf, torch.inf, -1e38
+    scores[2, 0] = torch.inf
+    scores[3, -1] = -torch.inf
+    scores[4] = torch.inf
+    scores[5, 0] = -1e38
     results = []
     for device in ("cpu", "cuda"):
         leaf = scores.to(device).requires_grad_()

@@ -26,7 +26,8 @@ def test_tree_kernels_agree_with_plain_torch(name, K):
     head = make(name, K)
     scores = awkward_scores(37, K - 1, 0.05).requires_grad_()
     exact = scores.detach().double()
-    constants, plain = head.constants(exact), head.constants(scores)
+    constants = head.constants(exact)
+    plain = head.constants(scores)
     got = out = tree_log_probs(scores, head.activation, plain)
     want = reference.tree_log_probs(exact, head.activation, constants)
     assert torch.equal(got < LOG_ZERO / 2, want < LOG_ZERO / 2) or name != "natural"
@@ -93,7 +94,8 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
             head = make(name, K)
             scores = (2 * torch.randn(5, head.num_scores)).requires_grad_()
             exact = scores.detach().double().requires_grad_()
-            weight, value = torch.randn(5, K), torch.randint(K, (5,))
+            weight = torch.randn(5, K)
+            value = torch.randint(K, (5,))
             for one, other in (
                 (head.log_probs(scores), head.log_probs(exact)),
                 (head.log_prob(scores, value), head.log_prob(exact, value)),
@@ -105,7 +107,8 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
                 size = want.abs().amax(-1, keepdim=True)
                 assert ((got - want).abs() <= 5e-6 * (1 + size)).all(), (name, K)
             if head.fisher_is_diagonal:
-                got, want = head.fisher_diagonal(scores.detach()), head.fisher_diagonal(exact)
+                got = head.fisher_diagonal(scores.detach())
+                want = head.fisher_diagonal(exact)
                 assert torch.allclose(got.double(), want, rtol=2e-5, atol=1e-12), (name, K)
                 twin = torch.Generator().manual_seed(K)
                 drawn = head.sample(scores, (50,), twin)
@@ -120,7 +123,8 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
     for K in (5, 18, 32, 63, 64):
         head = make(name, K)
         scores = 3 * torch.randn(35, head.num_scores)
-        scores[7, 0], scores[20] = torch.nan, -torch.inf
+        scores[7, 0] = torch.nan
+        scores[20] = -torch.inf
         together = head.log_probs(scores)
         alone = torch.cat([head.log_probs(row[None]) for row in scores])
         assert torch.equal(together.view(torch.int32), alone.view(torch.int32)), K
@@ -131,7 +135,8 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
 def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, monkeypatch):
     use_kernels(level, monkeypatch)
     for K in (5, 18, 64, 1024, 2049):
-        head, grad = make(name, K), torch.randn(6, K)
+        head = make(name, K)
+        grad = torch.randn(6, K)
         scores = 2 * torch.randn(6, K - 1)
         for row, node in enumerate((0, 1, K // 2 - 1, K // 2, K - 2)):
             scores[row, node] = math.copysign(torch.nan, (-1) ** row)

@@ -73,7 +73,7 @@ for K in (2, 3, 5, 18, 32, 1000):
         want = torch.autograd.grad(want, exact, grad.double())[0]
         size = want.abs().nan_to_num().amax(-1, keepdim=True)
         near = (got - want).abs() <= 3e-6 * (1 + size)
-        lost = got.isnan() & (want.isnan() | (want == 0))  # 0: saturated, above a leaf that is none
+        lost = got.isnan() & (want.isnan() | (want == 0))  # 0: saturated, above what is not a leaf
         assert (near | lost).all() and not got[4:].isnan().any(), (name, K)
         assert torch.equal(got == 0, (want == 0) & ~lost), (name, K)
         scores = scores.detach()
