@@ -243,6 +243,35 @@ def breakout_and_seaquest() -> Iterator[Claim]:
     yield Claim("games/README.md", "of 8 points needs about {} seeds a head", [round(needed, -1)])
 
 
+def outputs() -> Iterator[Claim]:
+    """Test perplexity of output layers at their best rates, at equal steps and at equal time."""
+    path = "language_model/outputs.csv"
+    for text, steps in (("words", 1000), ("docs", 800)):
+        tuned = {}
+        for row in select(path, f"text={text} steps={steps} seed=0"):
+            best = tuned.get(row["output"], row)
+            tuned[row["output"]] = min(best, row, key=lambda run: float(run["val"]))
+        softmax = 0.0
+        for output, tuned_row in tuned.items():
+            rate = tuned_row["rate"]
+            runs = by_seed(path, f"text={text} steps={steps} output={output} rate={rate}")
+            test = mean(values(runs, "test"))
+            softmax = softmax or test
+            numbers = [len(runs), test, 100 * (test / softmax - 1)]
+            numbers += [mean(values(runs, metric)) for metric in ("test_frequent", "test_rare")]
+            cells = " | ".join(["{}"] * len(numbers))
+            yield Claim("language_model/README.md", f"| {output} | {rate} | {cells} |", numbers)
+            shorter = [
+                row
+                for row in select(path, f"text={text} output={output} rate={rate}")
+                if int(row["steps"]) < steps
+            ]
+            if shorter:
+                numbers = [len(shorter), mean([float(row["test"]) for row in shorter])]
+                words = f"| {output} | {shorter[0]['steps']} | {{}} | {{}} |"
+                yield Claim("language_model/README.md", words, numbers)
+
+
 def minatar_returns(head: str, new: bool) -> Returns:
     """Returns of a head at its rates by game, relative to softmax's mean; new seeds or all."""
     relative = {}
