@@ -85,10 +85,12 @@ class HeadProbe:
         arguments = dict(zip(("scores", "mask"), inputs, strict=False)) | named
         scores = arguments.get("scores")
         mask = arguments.get("mask")
-        if isinstance(scores, Tensor) and mask is None:
-            self.scores[name] = scores.detach().clone()
-        elif isinstance(scores, Tensor):
-            self.scores[name] = self.heads[name].masked(scores.detach(), mask)
+        if not isinstance(scores, Tensor):
+            return
+        scores = scores.detach()
+        self.scores[name] = scores.clone()
+        if mask is not None:
+            self.scores[name] = self.heads[name].masked(scores, mask)
 
 
 def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:
