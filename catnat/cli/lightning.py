@@ -102,6 +102,9 @@ class CatnatCLI(RunCLI):
             value = self.line.in_files.get(f"model.{name}", options[name])
             if value != options[name]:
                 raise ValueError(f"model.{name} {value} contradicts the data: {options[name]}")
+        max_steps = config.trainer.max_steps
+        if self.line.command == "fit" and 0 <= max_steps < self.began:
+            raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
         if config.lr_scheduler and not config.optimizer:
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
         if not config.optimizer or not issubclass(self.groups["model"], StepModule):

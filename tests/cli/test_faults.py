@@ -110,6 +110,7 @@ def test_a_run_is_resumed_with_what_it_began_with(workspace, capfd):
         "--num_latents=5",
         "--model=gsl",
         "--model=ppo",
+        "--max_steps=2",
     ]
     for option in options:
         assert train.main([f"--ckpt_path={path}", "--max_steps=5", option]) == 2
@@ -129,7 +130,9 @@ def test_a_run_is_resumed_with_what_it_began_with(workspace, capfd):
     assert after["data"]["init_args"] == before["data"]["init_args"] | {"batch_size": 12}
     copy = Path("copy.ckpt")  # elsewhere: the options are not known
     copy.write_bytes(path.read_bytes())
-    assert run(*workspace, *STARTED, "--ckpt_path=copy.ckpt", "--head=sigmoid") == 2
+    assert (
+        run(*workspace, *STARTED, "--ckpt_path=copy.ckpt", "--head=sigmoid", "--max_steps=7") == 2
+    )
     assert "is of another model.head: natural -> sigmoid" in one_line(capfd)
     assert run(*workspace, *STARTED, "--ckpt_path=copy.ckpt", "--max_steps=7") == 0
     assert config(FOLDER.with_name("version_1"))["trainer"]["max_steps"] == 7
