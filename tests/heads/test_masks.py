@@ -26,6 +26,7 @@ from torch import Tensor
 
 from catnat import CategoricalHead, NaturalHead, SigmoidHead, SoftmaxHead, make_head
 from catnat.numerics import LOG_ZERO, safe_log
+from catnat.tree import subtree_sums
 
 
 class SquaredHead(CategoricalHead):
@@ -247,3 +248,19 @@ def test_an_own_flat_head_that_does_not_read_masks_is_refused():
     mask = torch.tensor([True, False, True])
     with pytest.raises(ValueError, match="gives a forbidden category the probability"):
         Clamped(3)(torch.zeros(3), mask=mask)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "natural"])
+def test_a_mask_takes_one_pass_over_the_tree(name, monkeypatch):
+    head = make_head(name, 6)
+    scores = random_scores(head, 30)
+    head(scores, mask=random_mask(30, 6))  # the first call makes tables
+    passes = []
+
+    def counted(leaves: Tensor) -> tuple[Tensor, Tensor]:
+        passes.append(leaves)
+        return subtree_sums(leaves)
+
+    monkeypatch.setattr("catnat.tree_heads.subtree_sums", counted)
+    head(scores, mask=random_mask(30, 6))
+    assert len(passes) == 1
