@@ -1,7 +1,7 @@
 """The command line behind train.py and the command catnat.
 
-``options`` knows which model, head and data a command line asks for; ``run`` is what all runs have:
-names of options, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning and with
-Stable-Baselines3; ``folder`` has the folder of a run, ``end_of_run`` what is printed and kept at
-the end; ``errors`` has the one line for a mistake.
+``options`` reads words and files once, before PyTorch is loaded; ``run`` is what all runs have: the
+parser, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning and with
+Stable-Baselines3; ``folder`` has the folder of a run and its lock, ``end_of_run`` what is printed
+and kept at the end, ``errors`` the one line for a mistake; ``compare`` compares runs.
 """
