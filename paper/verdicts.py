@@ -259,7 +259,6 @@ def label_claims() -> Iterator[Claim]:
         runs = by_seed(path, f"plans=classify learning_rate={rate}", output=output)
         numbers = [mean(values(runs, metric)) for metric in ("test/nll", "test/accuracy")]
         yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
-    perplexity = {}
     for output in sorted({row["output"] for row in select(path, plans="language_model")}):
         rate = rates.get(output, "0.008")
         runs = by_seed(
@@ -267,9 +266,20 @@ def label_claims() -> Iterator[Claim]:
         )
         numbers = [mean(values(runs, metric)) for metric in ("val/perplexity", "test/perplexity")]
         yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
-        perplexity[output] = numbers[1]
-    numbers = [perplexity["tree, cooccurrence, natural, tail"], perplexity["softmax"]]
-    yield Claim("../README.md", "test perplexity of {} where softmax has {}", numbers)
+    numbers = []
+    for text, output, rate in (
+        ("words", "hybrid-4096", "0.008"),
+        ("words", "softmax", "0.008"),
+        ("docs", "hybrid-1024", "0.001"),
+        ("docs", "softmax", "0.0005"),
+        ("words", "adaptive-1", "0.008"),
+        ("docs", "adaptive-2", "0.001"),
+    ):
+        where = f"text={text} output={output} rate={rate} steps=1000|800"
+        numbers.append(mean(values(by_seed("language_model/outputs.csv", where), "test")))
+    text = "Its test perplexity is {} where softmax has {} (32,768 words), and {} where softmax has {}"
+    yield Claim("../README.md", text + " (131,072 words).", numbers[:4])
+    yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:])
     layers = select("speed/output_layer_h200.csv", "K=131072 commit=f57b353")
     times = {row["layer"]: float(row["forward + backward ms"]) for row in layers}
     numbers = [times["linear + cross_entropy"], times["tree natural"], times["tree sigmoid"]]
