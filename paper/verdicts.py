@@ -277,7 +277,9 @@ def label_claims() -> Iterator[Claim]:
     ):
         where = f"text={text} output={output} rate={rate} steps=1000|800"
         numbers.append(mean(values(by_seed("language_model/outputs.csv", where), "test")))
-    text = "Its test perplexity is {} where softmax has {} (32,768 words), and {} where softmax has {}"
+    text = (
+        "Its test perplexity is {} where softmax has {} (32,768 words), and {} where softmax has {}"
+    )
     yield Claim("../README.md", text + " (131,072 words).", numbers[:4])
     yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:])
     layers = select("speed/output_layer_h200.csv", "K=131072 commit=f57b353")
