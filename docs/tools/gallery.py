@@ -48,7 +48,7 @@ def entry(script: Path) -> str:
     if (OUTPUTS / f"{name}.ipynb").is_file():
         buttons.append(f"[Notebook]({name}.ipynb){{download}}")
         if address := hosted(name):
-            buttons.append(f"[Open in a hosted notebook]({address})")
+            buttons.append(f"[Open in a hosted notebook]({address}){{ .md-button }}")
     parts += [explanation.strip(), " · ".join(buttons)]
     parts.append(f'??? example "examples/{name}.py"\n\n{_indented(text, "python")}')
     lines = OUTPUTS / f"{name}.txt"
