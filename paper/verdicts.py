@@ -282,7 +282,7 @@ def label_claims() -> Iterator[Claim]:
     )
     yield Claim("../README.md", text + " (131,072 words).", numbers[:4])
     yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:])
-    rows = select("speed/output_layer_frequent_h200.csv", targets="zipf")
+    rows = select("speed/output_layer_frequent_h200.csv", "targets=zipf commit=b6f92d5")
     faster = {row["layer"]: float(row["times faster"]) for row in rows}
     names = ("hybrid, F = 4096", "hybrid, F = 1024", "adaptive softmax")
     text = "forward and backward are {} to {} times faster than linear + cross entropy;"

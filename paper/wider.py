@@ -39,6 +39,11 @@ from scipy import stats
 SOFTMAX = "softmax"
 
 UNTIL = (2500, 5000, 10000)  # steps: the losses of without_noise.yaml are softmax's after these
+EQUAL_TIME = {  # steps that each output does in the time of the fastest one
+    ("docs", "softmax"): "427",
+    ("docs", "adaptive-2"): "646",
+    ("docs", "hybrid-1024"): "800",
+}
 GAMES = ("Asterix", "Breakout", "Seaquest", "SpaceInvaders")
 MODELS = (  # encoder, decoder
     *(("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense")),
@@ -263,6 +268,14 @@ def outputs() -> Iterator[Claim]:
             cells = " | ".join(["{}"] * len(numbers))
             sentence = f"| {text} | rate {rate} | {output} | {cells} |"
             yield Claim("language_model/README.md", sentence, numbers)
+            tests = [
+                float(row["test"])
+                for row in select(path, f"text={text} output={output} rate={rate}")
+                if row["steps"] == EQUAL_TIME.get((text, output))
+            ]
+            if tests:
+                sentence = f"| {text} | equal time | {output} | {{}} | {{}} |"
+                yield Claim("language_model/README.md", sentence, [len(tests), mean(tests)])
 
 
 def minatar_returns(head: str, new: bool) -> Returns:
