@@ -27,6 +27,7 @@ from catnat.cli.run import RunCLI, arguments, short_names
 from catnat.lit_modules.step_module import StepModule
 
 _OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule", "psi_learning_rate"}
+_BATCH_LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
 # The least values of options of the Trainer, which it does not check itself.
 _LEAST = {
     -1: ("num_sanity_val_steps",),
@@ -97,6 +98,10 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
+        typed_options = dict(self.typed_options)
+        for name in _BATCH_LIMITS:  # 1 is one batch, 1.0 all of them; some parsers make 1.0 of both
+            if str(typed_options.get(f"trainer.{name}")).isdecimal():
+                config.trainer[name] = int(str(typed_options[f"trainer.{name}"]))
         options: Any = config.model.get("init_args") or {}
         for name in self.links:
             value = self.line.in_files.get(f"model.{name}", options[name])
@@ -109,7 +114,6 @@ class CatnatCLI(RunCLI):
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
         if not config.optimizer or not issubclass(self.groups["model"], StepModule):
             return
-        typed_options = dict(self.typed_options)
         optimizer_options = config.optimizer.init_args
         if "lr" in optimizer_options and "learning_rate" in options:
             names = {"optimizer.lr", "model.learning_rate"}
