@@ -36,9 +36,14 @@ def trained(head: str, args: argparse.Namespace) -> tuple[DiscreteVAE, Tensor]:
     pl.seed_everything(args.seed, verbose=False)
     model, data = DiscreteVAE(head, N, K), MNISTDataModule(args.root, seed=args.seed)
     trainer = pl.Trainer(
-        max_steps=args.steps, accelerator="cpu", logger=False, limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=args.steps,
+        accelerator="cpu",
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(model, datamodule=data)
     model.eval()  # a batch norm with statistics of the batch would couple the draws
     return model, next(iter(data.test_dataloader()))[: args.images]
