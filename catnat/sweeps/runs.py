@@ -17,6 +17,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -298,8 +299,12 @@ def make_row(
     )
 
 
+@cache
 def commit() -> str:
-    """The commit of the working directory, with + if files have been changed; else our version."""
+    """The commit of the working directory, with + if files have been changed; else our version.
+
+    It is that of the first call: what is checked out later did not make the rows.
+    """
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=7"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

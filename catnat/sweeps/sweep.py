@@ -180,6 +180,7 @@ class Sweep:
                 variables = [f"{name}={shlex.quote(x)}" for name, x in run.environment.items()]
                 print(*variables, shlex.join(run.command(self.folder / run.name)))
             return 0
+        runs.commit()  # of the rows: what is checked out now
         print(f"{self.plan.label}: {len(pending)} runs can start", flush=True)
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)

@@ -258,6 +258,7 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
     monkeypatch.setattr(submitit, "AutoExecutor", executor)
     path = write_plan(tmp_path, grid={"x": [-1.0, 1.0]}, seeds=[1])
     words = ["--engine", "slurm", "--slurm", "slurm_partition=gpu", "timeout_min=5"]
+    words += ["--jobs=1"]  # debug jobs change the environment of this process
     assert run_command("sweep", arguments(path, *words, "--retries=0")) == 1
     assert sorted(row.finished for row in rows_of(path)) == [False, True]
 
