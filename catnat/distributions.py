@@ -439,7 +439,7 @@ def _log_probs(q: Categorical) -> Tensor:
 
     ``q.logits`` does not serve where q was given by probabilities: torch makes 1e-7 of a 0 there.
     """
-    by_probs = "probs" in vars(q) and q._param is q.probs
+    by_probs = "probs" in q.__dict__ and q._param is q.probs
     logs = safe_log(q.probs) if by_probs else finite_log_probs(q.logits)
     return at_least_float32(logs)
 
