@@ -289,7 +289,7 @@ def label_claims() -> Iterator[Claim]:
     yield Claim("../README.md", text, [mean(shorter)])
     step_times = [float(row["ms"]) for row in select("language_model/step_times_h200.csv")]
     yield Claim(page, "with the GPU to itself ({}, {} and {} ms)", step_times)
-    rows = select("speed/output_layer_frequent_h200.csv", "targets=zipf commit=b6f92d5")
+    rows = select("speed/output_layer_frequent_h200.csv", "targets=zipf commit=b6f92d5+")
     faster = {row["layer"]: float(row["times faster"]) for row in rows}
     names = ("hybrid, F = 4096", "hybrid, F = 1024", "adaptive softmax")
     text = "forward and backward are {} to {} times faster than linear + cross entropy;"

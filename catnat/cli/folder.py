@@ -96,7 +96,10 @@ class RunFolder:
 @rank_zero_only
 def begin(folder: Path, config: str, trainer: Trainer | None = None, *_: object) -> None:
     """Write the options of a run that nothing refuses any more, and let its loggers write."""
-    (folder / "metrics.json").unlink(missing_ok=True)  # it marks a run as finished
+    metrics = folder / "metrics.json"  # it marks a run as finished
+    if metrics.exists():
+        earlier = len(list(folder.glob("metrics_*.json")))
+        metrics.rename(folder / f"metrics_{earlier + 1}.json")
     (folder / "hparams.yaml").unlink(missing_ok=True)  # Lightning writes it anew, not over it
     write_whole(folder / "config.yaml", config.encode())
     for logger in trainer.loggers if trainer else ():

@@ -149,6 +149,8 @@ def test_a_checkpoint_can_be_tested_and_validated_alone(workspace, capfd):
     assert train.main(["test", "--ckpt_path=last", "--variant=gray", "--nll_samples=3"]) == 0
     assert (FOLDER / "metrics.json").read_text() == metrics
     assert len(list(Path("runs/vae/natural").iterdir())) == 1
+    assert run("--ckpt_path=last", "--max_steps=9") == 0
+    assert (FOLDER / "metrics_1.json").read_text() == metrics, "a resume keeps what was measured"
 
 
 def test_a_run_does_not_change_from_mlxtends_images_to_the_files(workspace, data, capfd):
