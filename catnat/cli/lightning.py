@@ -119,8 +119,8 @@ class CatnatCLI(RunCLI):
             names = {"optimizer.lr", "model.learning_rate"}
             if len({float(str(typed_options[name])) for name in names & typed_options.keys()}) > 1:
                 raise ValueError("--learning_rate and --optimizer.lr differ: give one of them")
-            given_names = names & typed_options.keys() or names & self.given.keys()
-            if given_names == {"model.learning_rate"}:
+            chosen_names = names & typed_options.keys() or names & self.chosen_options.keys()
+            if chosen_names == {"model.learning_rate"}:
                 optimizer_options.lr = options.learning_rate
             options.learning_rate = optimizer_options.lr
             self.changeable = {"optimizer.lr"}

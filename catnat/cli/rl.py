@@ -245,7 +245,7 @@ class RLCLI(RunCLI):
         """Defaults that depend on the environment."""
         algorithm = self.algorithm
         default_env = signature(make_env).parameters["env"].default
-        atari = is_atari(self.given.get("data.env", default_env))
+        atari = is_atari(self.chosen_options.get("data.env", default_env))
         if not atari:
             length = {"trainer.total_steps": 50_000}
             self.lengths = {"accelerator": length, "cpu": length}
@@ -265,9 +265,9 @@ class RLCLI(RunCLI):
         options = config.model.init_args
         require_at_least(1, total_steps=config.trainer.total_steps)
         rollout = max(options.n_steps * config.data.num_envs, 1)
-        if "batch_size" in options and "model.batch_size" not in self.given:
+        if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
-        if self.algorithm.every > 1 and "fisher.every_n_rollouts" not in self.given:
+        if self.algorithm.every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
             tenth = config.trainer.total_steps // rollout // 10
             config.fisher.every_n_rollouts = max(1, min(self.algorithm.every, tenth))
 

@@ -84,7 +84,7 @@ class RunCLI(LightningCLI):
             self.began = self.checkpoint.get("global_step", 0)
             self.find_classes()
             self.typed_options = full_options(line.options, self.full_names)
-            self.given = line.in_files | dict(self.typed_options)
+            self.chosen_options = line.in_files | dict(self.typed_options)
             super().__init__(
                 save_config_callback=None,
                 seed_everything_default=0,
@@ -228,7 +228,7 @@ class RunCLI(LightningCLI):
         for name, value in self.lengths["cpu" if on_cpu else "accelerator"].items():
             group, _, option = name.partition(".")
             options = self.config[group].get("init_args", self.config[group])
-            if option in _LENGTHS or (option in options and name not in self.given):
+            if option in _LENGTHS or (option in options and name not in self.chosen_options):
                 shorter[option] = value
                 recipe[option] = self.lengths["accelerator"].get(name, options[option])
                 options[option] = value
