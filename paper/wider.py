@@ -24,6 +24,7 @@ from measures import (
     Numbers,
     Pair,
     Row,
+    Runs,
     by_seed,
     curve,
     factor,
@@ -49,10 +50,15 @@ MODELS = (  # encoder, decoder
     *(("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense")),
     ("conv-plain", "conv-plain"),
 )
-GLYPH_ESTIMATORS = {
+OTHER_ESTIMATORS = {  # of the studies of other data
     "gumbel": "straight-through Gumbel",
     "straight-through": "straight-through, 1 % unimix",
 }
+OTHER_DATA = (  # study, words, N, K, steps
+    ("glyphs", "letters of free fonts", "20", "16", 20000),
+    ("glyphs", "letters of free fonts", "20", "32", 20000),
+    ("frames", "frames of Breakout, 64 x 64", "32", "32", 10000),
+)
 Returns = dict[str, list[float]]  # by game
 
 
@@ -159,11 +165,10 @@ def latents() -> Iterator[Claim]:
         where = f"encoder={encoder} decoder={decoder}"
         pair = [by_seed("architecture/curves.csv", f"{where} head={head}") for head in BOTH]
         runs[f"MNIST | {encoder} encoder, {decoder} decoder, (10, 16) | {gumbel}", 20000] = pair
-    if (PAPER / "glyphs" / "curves.csv").is_file():
-        for K, (estimator, words) in product(("16", "32"), GLYPH_ESTIMATORS.items()):
-            where = f"num_categories={K} estimator={estimator}"
-            pair = [by_seed("glyphs/curves.csv", f"{where} head={head}") for head in BOTH]
-            runs[f"letters of free fonts | convolutional, (20, {K}) | {words}", 20000] = pair
+    for study, data, N, K, steps in OTHER_DATA:
+        for estimator, words in OTHER_ESTIMATORS.items():
+            pair = [other_runs(study, K, estimator, head) for head in BOTH]
+            runs[f"{data} | convolutional, ({N}, {K}) | {words}", steps] = pair
     for (words, steps), compared in runs.items():
         count = len(compared[0].keys() & compared[1].keys())
         if count:
@@ -192,13 +197,20 @@ def architecture() -> Iterator[Claim]:
         yield from factor_row("mechanism/README.md", words, pair)
 
 
-def glyphs() -> Iterator[Claim]:
-    """Factors of trees over softmax at each size, with each estimator."""
-    for K, estimator, head in product(("16", "32"), GLYPH_ESTIMATORS, TREES):
-        setting = f"num_categories={K} estimator={estimator}"
-        pair = [by_seed("glyphs/curves.csv", f"{setting} head={x}") for x in (SOFTMAX, head)]
-        words = f"(20, {K}) | {estimator} | {head} | {rates_of(pair)}"
-        yield from factor_row("glyphs/README.md", words, pair)
+def other_runs(study: str, K: str, estimator: str, head: str) -> Runs:
+    """Curves of a study of other data by seed; none before its runs."""
+    if not (PAPER / study / "curves.csv").is_file():
+        return {}
+    where = f"num_categories={K} estimator={estimator} head={head}"
+    return by_seed(f"{study}/curves.csv", where)
+
+
+def other_data() -> Iterator[Claim]:
+    """Factors of trees over softmax on other data, with each estimator."""
+    for (study, _, N, K, _), estimator, head in product(OTHER_DATA, OTHER_ESTIMATORS, TREES):
+        pair = [other_runs(study, K, estimator, name) for name in (SOFTMAX, head)]
+        words = f"({N}, {K}) | {estimator} | {head} | {rates_of(pair)}"
+        yield from factor_row(f"{study}/README.md", words, pair)
 
 
 def rates_of(pair: Pair) -> str:
@@ -322,13 +334,8 @@ def minatar() -> Iterator[Claim]:
 
 def table_rows() -> Iterator[Claim]:
     """Rows of all tables, as far as their runs have ended."""
-    tables = {"without_noise": without_noise, "architecture": architecture, "glyphs": glyphs}
-    for study, rows in tables.items():
-        if (PAPER / study / "curves.csv").is_file():
-            yield from rows()
-    yield from latents()
-    yield from outputs()
-    yield from minatar()
+    for table in (without_noise, architecture, other_data, latents, outputs, minatar):
+        yield from table()
 
 
 def claims() -> Iterator[Claim]:
@@ -339,17 +346,30 @@ def claims() -> Iterator[Claim]:
             yield claim
 
 
-def write(claim: Claim) -> None:
-    """Print a row, and put it in the place of the row of its page that has the same words."""
+def write(claim: Claim, previous: str) -> str:
+    """Print a row and put it into its page; return it.
+
+    It takes the place of the row that has the same words. A new row follows the previous one, or is
+    the first one of the last table of its page.
+    """
     numbers = [f"{n:,}" if isinstance(n, int) else f"{n:.2f}" for n in claim.computed]
     row = claim.sentence.format(*numbers).replace("-0.00", "0.00")
     print(row)
     path = PAPER / claim.page
+    lines = path.read_text().splitlines()
     words = claim.sentence.partition("{}")[0]
-    lines = [row if line.startswith(words) else line for line in path.read_text().splitlines()]
+    places = [i for i, line in enumerate(lines) if line.startswith(words)]
+    if places:
+        lines[places[0]] = row
+    else:
+        headers = [i for i, line in enumerate(lines) if line.startswith("|---")]
+        before = lines.index(previous) if previous in lines else headers[-1]
+        lines.insert(before + 1, row)
     path.write_text("\n".join(lines) + "\n")
+    return row
 
 
 if __name__ == "__main__":
+    row = ""
     for claim in table_rows():
-        write(claim)
+        row = write(claim, row)

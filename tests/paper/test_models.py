@@ -1,9 +1,11 @@
 """The heads and models of the study, and the VAE in plain torch that catnat's is checked by."""
 
 import runpy
+import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases_callbacks import quiet_trainer
@@ -163,3 +165,59 @@ def test_the_vae_agrees_with_the_one_in_plain_torch():
         assert metrics["test/nll"] == pytest.approx(plain.nll(images).mean().item(), abs=0.2)
         elbo = torch.stack([plain.elbo(images) for _ in range(200)]).mean().item()
         assert metrics["test/elbo"] == pytest.approx(elbo, abs=0.2)
+
+
+class CountedGames:
+    """Two environments; games last 9 or 13 steps, and their number is the gray of their frames."""
+
+    def reset(self):
+        self.steps = 0
+        self.games = np.array([0, 1])
+        return self.observations()
+
+    def observations(self):
+        return np.broadcast_to(self.games[:, None, None, None], (2, 4, 84, 84)).astype(np.uint8)
+
+    def step(self, actions):
+        self.steps += 1
+        infos = [{}, {}]
+        for i, length in enumerate((9, 13)):
+            if self.steps % length == 0:
+                infos[i] = {"episode": {"r": 1.0}}
+                self.games[i] = self.games.max() + 1
+        return self.observations(), None, None, infos
+
+    def close(self):
+        pass
+
+
+def test_frames_of_a_game_are_in_one_part_and_a_vae_takes_them(monkeypatch, tmp_path):
+    program = runpy.run_path(str(PAPER / "frames" / "make_frames.py"))
+    agent = types.SimpleNamespace(
+        set_random_seed=lambda seed: None, predict=lambda *_, **__: (None, None)
+    )
+    stubs = {
+        "NUM_ENVS": 2,
+        "HeadPPO": types.SimpleNamespace(load=lambda *_, **__: agent),
+        "make_atari_vec_env": lambda *_, **__: CountedGames(),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setitem(program["play"].__globals__, name, stub)
+    (tmp_path / "config.yaml").write_text("data: {env: Breakout}")
+    words = ["make_frames.py", str(tmp_path / "frames.npz"), str(tmp_path), "--frames", "400"]
+    monkeypatch.setattr(sys, "argv", words)
+    program["main"]()
+
+    module = runpy.run_path(str(PAPER / "frames" / "frames.py"))
+    data = module["Frames"](str(tmp_path), batch_size=20)
+    data.setup()
+    games = {part: set(images.unique().tolist()) for part, images in data.images.items()}
+    assert sum(map(len, data.images.values())) == 400
+    assert len(set.union(*games.values())) == sum(map(len, games.values())) > 80
+    for part, remainders in (("test", {0}), ("val", {1}), ("train", set(range(2, 10)))):
+        assert {game % 10 for game in games[part]} == remainders
+
+    model = module["FrameVAE"]("sigmoid", 3, 4)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.shape == model.reconstruct(batch).shape == (20, 1, 64, 64)
+    assert model.step_loss(batch).isfinite()
