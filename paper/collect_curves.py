@@ -22,10 +22,10 @@ Point = dict[str, str]
 def curves(sweep: Sweep) -> list[Point]:
     """All validations of the runs that have begun."""
     plan = sweep.plan
-    varied = list(dict.fromkeys([*plan.cells()[0], *plan.searched]))
+    varied = list(dict.fromkeys([*plan.cells[0], *plan.searched]))
     rows = sweep.rows()
     points: list[Point] = []
-    for cell in plan.cells(sweep.only):
+    for cell in plan.cells:
         for run in plan.final_runs(cell, rows):
             options = {name: run.options.get(name) for name in (*varied, "max_steps", "seed")}
             text = {name: "" if value is None else str(value) for name, value in options.items()}

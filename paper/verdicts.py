@@ -39,9 +39,9 @@ def vae_claims() -> Iterator[Claim]:
     columns = [
         (N, K, data) for data, N, K in product(("gray", "binary"), ("10", "20", "30"), SIZES)
     ]
-    names = {"mnist": "gray", "binary_mnist": "binary"}
+    options = ("head", "num_latents", "num_categories", "variant")
     printed = {
-        (row["head"], str(row["N"]), str(row["K"]), names[row["dataset"]]): row["mean"]
+        tuple(str(row[name]) for name in options): row["test/nll"]["mean"]
         for row in measures.printed()["vae_nll_adam"]
     }
     ours, theirs = {}, {}

@@ -245,9 +245,10 @@ def breakout_and_seaquest() -> Iterator[Claim]:
         p = stats.ttest_ind(*returns, equal_var=False).pvalue
         numbers = [*map(mean, returns), *map(len, returns), p]
         yield Claim("games/README.md", text, numbers[: text.count("{}")])
-    reported = {
-        (row["env"], row["head"]): (row["mean"], row["std"], 10) for row in printed()["rl_return"]
-    }
+    reported = {}
+    for row in printed()["rl_return"]:
+        numbers = row["test/return"]
+        reported[row["env"], row["head"]] = (numbers["mean"], numbers["std"], 10)
     p_values = []
     for game in ("Breakout", "Seaquest"):
         samples = reported[game, "softmax"] + reported[game, "natural"]

@@ -80,15 +80,14 @@ def check_command(words: list[str]) -> None:
 
 
 def check_sweep(command: str, argv: list[str]) -> None:
-    from catnat.sweeps import plan, sweep
+    from catnat.sweeps import sweep
 
     names = [word for word in argv if word.endswith(".yaml")]
     if command == "sweep":
         options = argv[: argv.index("--")] if "--" in argv else argv
         names = sweep.build_parser().parse_args(options).plans
-    for name in names:
-        if not Path(name).is_file():  # written by the page, otherwise in the repository
-            plan.find_file(name, Path(__file__).parent.parent)
+    for name in names:  # written by the page, otherwise in the repository
+        assert Path(name).is_file() or (Path(__file__).parent.parent / name).is_file(), name
 
 
 def main(what: str, pages: list[str]) -> None:

@@ -14,7 +14,7 @@ def run_command(command: str, words: list[str]) -> int:
     except ModuleNotFoundError as error:
         message = f'{error.name} is missing: pip install "catnat[sweep]"'
     except (OSError, ValueError) as error:
-        message = str(error)
+        message = " ".join(str(error).split())  # in one line
     else:
         return code
     print(f"catnat {command}: {message}", file=sys.stderr)

@@ -10,11 +10,12 @@ import json
 import os
 import platform
 import subprocess
-import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from catnat.sweeps.runs import Run, claim
 
 JOBS_PER_GPU = 2
+_ATTEMPTS = 2  # of a run that fails
 
 
 @dataclass(frozen=True)
@@ -60,33 +62,24 @@ class Engine(Protocol):
         """End the jobs that have started; they save a checkpoint."""
 
 
-class SweepStopped(Exception):  # noqa: N818 - not an error
-    """The sweep has been interrupted."""
-
-
 def execute(
-    job: Job,
-    retries: int = 1,
-    environment: dict[str, str] | None = None,
-    on_process: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    job: Job, environment: Mapping[str, str] | None = None, stopping: Event | None = None
 ) -> Outcome:
     """Do a run to its end; once more if it fails, but not if its options are wrong.
 
     Args:
         job: the run; ``log.txt`` in its folder has what the run prints.
-        retries: the number of further attempts if a run fails.
         environment: variables of the process, besides those of this one and of the run.
-        on_process: called when a process starts and ends; may raise :class:`SweepStopped`.
+        stopping: ends the run when it is set.
     """
     lock = claim(job.run, job.rows_path)
     if lock is None:
         return Outcome(note="another sweep does it", stopped=True)
     job.folder.mkdir(parents=True, exist_ok=True)
     log_path = job.folder / "log.txt"
-    device = device_name(environment)
-    exit_code = 1
+    stopping = stopping or Event()
     with lock:
-        for _ in range(retries + 1):
+        for _ in range(_ATTEMPTS):
             command = job.run.command(job.folder)
             if checkpoint := newest(job.folder, "last.ckpt"):
                 command.append(f"--ckpt_path={checkpoint}")
@@ -95,25 +88,25 @@ def execute(
                     command,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | job.run.environment | (environment or {}),
+                    env={**os.environ, **job.run.environment, **(environment or {})},
                     pass_fds=[lock.fileno()],  # the run may outlive this process
                     start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
                 )
             try:
-                on_process(process)
-                exit_code = process.wait(timeout=1e9)  # polls, so that it can be interrupted
-                on_process(process)
-            except (SweepStopped, KeyboardInterrupt):  # Ray interrupts a task that it cancels
+                while process.poll() is None:
+                    if stopping.wait(0.05):
+                        raise KeyboardInterrupt
+            except KeyboardInterrupt:  # Ray interrupts a task that it cancels
                 process.terminate()
                 process.wait()
                 return Outcome(stopped=True)
             metrics_path = newest(job.folder, "metrics.json")
-            if exit_code == 0 and metrics_path:
-                return Outcome(json.loads(metrics_path.read_text()), device=device)
-            if exit_code == 2:  # wrong options stay wrong
+            if process.returncode == 0 and metrics_path:
+                return Outcome(json.loads(metrics_path.read_text()), device=device_name())
+            if process.returncode == 2:  # wrong options stay wrong
                 break
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
-    return Outcome(note=f"exit code {exit_code}: {lines[-1][:200]}", device=device)
+    return Outcome(note=f"exit code {process.returncode}: {lines[-1][:200]}", device=device_name())
 
 
 def newest(folder: Path, name: str) -> Path | None:
@@ -121,9 +114,9 @@ def newest(folder: Path, name: str) -> Path | None:
     return max(folder.glob(f"**/{name}"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def device_name(environment: dict[str, str] | None = None) -> str:
-    """The GPU that a run gets, otherwise the kind of processor."""
-    if torch.cuda.is_available() and (environment or {}).get("CUDA_VISIBLE_DEVICES") != "":
+def device_name() -> str:
+    """The GPU of this machine, otherwise the kind of processor."""
+    if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU"
 
@@ -133,133 +126,99 @@ class Local:
 
     Args:
         jobs: the number of runs side by side; None: two on each GPU, one without a GPU.
-        retries: of a run that fails.
     """
 
-    def __init__(self, jobs: int | None, retries: int) -> None:
-        gpus = visible_gpus()
+    def __init__(self, jobs: int | None) -> None:
+        numbers = map(str, range(torch.cuda.device_count()))
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
+        gpus = [gpu for gpu in listed.split(",") if gpu]
         jobs = jobs or max(1, JOBS_PER_GPU * len(gpus))
-        self.retries = retries
-        self._thread = threading.local()
-        self._devices = iter([gpus[job % len(gpus)] if gpus else "" for job in range(jobs)])
-        self._num_threads = str(max(1, torch.get_num_threads() // jobs))
-        self._pool = ThreadPoolExecutor(jobs, initializer=self._start_thread)
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._is_stopping = False
-
-    def _start_thread(self) -> None:
-        self._thread.environment = {"OMP_NUM_THREADS": self._num_threads}
-        if device := next(self._devices):
-            self._thread.environment["CUDA_VISIBLE_DEVICES"] = device
+        self._environments = SimpleQueue[dict[str, str]]()
+        for job in range(jobs):
+            environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs))}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[job % len(gpus)]
+            self._environments.put(environment)
+        self._pool = ThreadPoolExecutor(jobs)
+        self._stopping = Event()
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Start a job as soon as a thread is free."""
         return self._pool.submit(self._execute, job)
 
     def _execute(self, job: Job) -> Outcome:
-        if self._is_stopping:
-            return Outcome(stopped=True)
-        return execute(job, self.retries, self._thread.environment, self._on_process)
-
-    def _on_process(self, process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is None:
-            self._processes.add(process)
-        else:
-            self._processes.discard(process)
-        if self._is_stopping:
-            raise SweepStopped
+        environment = self._environments.get()
+        try:
+            return execute(job, environment, self._stopping)
+        finally:
+            self._environments.put(environment)
 
     def stop(self) -> None:
         """Tell all processes to save and end, and wait for them."""
-        self._is_stopping = True
-        for process in list(self._processes):
-            process.terminate()
+        self._stopping.set()
         self._pool.shutdown(cancel_futures=True)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them."""
-    numbers = map(str, range(torch.cuda.device_count()))
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
-    return [gpu for gpu in listed.split(",") if gpu]
 
 
 class Ray:
     """A Ray cluster; a run whose machine is lost restarts elsewhere.
 
-    The machines have catnat and the study's modules in the same places. Metrics come back through
+    The cluster is that of the variable RAY_ADDRESS or of this machine, otherwise a new one. Its
+    machines have catnat and the study's modules in the same places. Metrics come back through
     Ray; with a folder that all machines share, a lost run resumes from its checkpoint.
 
     Args:
-        address: of the cluster, "auto" for one that this machine belongs to; None starts one here.
-        gpus: of each run; None: half a GPU where the cluster has some.
-        cpus: of each run.
-        retries: of a run that fails.
+        resources: options of ray.remote, such as num_cpus or num_gpus of each run (default: one
+            core, and half a GPU where the cluster has some).
     """
 
-    def __init__(self, address: str | None, gpus: float | None, cpus: float, retries: int) -> None:
+    def __init__(self, resources: dict[str, Any]) -> None:
         import ray
 
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(f"--address {address}: {str(error).splitlines()[0]}") from error
-        if gpus is None:
-            gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
-        self.retries = retries
-        self._remote: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(execute)
+        ray.init(log_to_driver=False)
+        self._ray: Any = ray
+        gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 3} | resources
+        self._execute = self._ray.remote(**options)(execute)
         self._references: list[Any] = []
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Give a job to the cluster."""
-        reference = self._remote.remote(job, self.retries)
+        reference = self._execute.remote(job)
         self._references.append(reference)
         future: Future[Outcome] = reference.future()
         return future
 
     def stop(self) -> None:
         """Cancel what has not ended; runs save a checkpoint."""
-        import ray
-
         for reference in self._references:
-            ray.cancel(reference)
-        ray.wait(self._references, num_returns=len(self._references), timeout=60)
-        ray.shutdown()
-
-
-class SlurmTask:
-    """A job of submitit, which is submitted again when its time is up, and resumes."""
-
-    def __call__(self, job: Job, retries: int) -> Outcome:
-        """Do the job."""
-        return execute(job, retries)
-
-    def checkpoint(self, *arguments: Any) -> Any:
-        """What submitit submits again."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, *arguments)
+            self._ray.cancel(reference)
+        self._ray.wait(self._references, num_returns=len(self._references), timeout=60)
+        self._ray.shutdown()
 
 
 class Slurm:
-    """SLURM jobs by submitit; the machines share the folder of the runs.
+    """SLURM jobs by submitit, which submits a job again when its time is up.
+
+    The machines share the folder of the runs.
 
     Args:
         folder: of submitit's own files.
         jobs: how many jobs are submitted at a time.
-        parameters: of submitit's executor, such as slurm_partition=gpu, gpus_per_node=1 or
-            timeout_min=120.
-        retries: of a run that fails.
+        resources: parameters of submitit's executor, such as slurm_partition=gpu, gpus_per_node=1
+            or timeout_min=120.
     """
 
-    def __init__(
-        self, folder: Path, jobs: int | None, parameters: dict[str, Any], retries: int
-    ) -> None:
+    def __init__(self, folder: Path, jobs: int | None, resources: dict[str, Any]) -> None:
         import submitit
 
+        class Task(submitit.helpers.Checkpointable):
+            """What is submitted, and submitted again."""
+
+            __call__ = staticmethod(execute)
+
+        self._task = Task()  # type: ignore[no-untyped-call]
         self._executor = submitit.AutoExecutor(folder=str(folder))
-        self._executor.update_parameters(**parameters)
-        self.retries = retries
+        self._executor.update_parameters(**resources)
         self._pool = ThreadPoolExecutor(jobs or 1000)
         self._jobs: list[Any] = []
 
@@ -268,7 +227,7 @@ class Slurm:
         return self._pool.submit(self._wait, job)
 
     def _wait(self, job: Job) -> Outcome:
-        submitted = self._executor.submit(SlurmTask(), job, self.retries)
+        submitted = self._executor.submit(self._task, job)
         self._jobs.append(submitted)
         try:
             outcome: Outcome = submitted.result()

@@ -60,14 +60,14 @@ def draw(sweep: Sweep, tag: str) -> Figure:
     """The curves of the final runs of a plan."""
     plan = sweep.plan
     groups: dict[str, list[Cell]] = {}
-    for cell in cells_of(plan, sweep.rows(), sweep.only):
+    for cell in cells_of(plan, sweep.rows()):
         common = {name: x for name, x in cell.options.items() if name != "head"}
         groups.setdefault(words_of(plan, common), []).append(cell)
     figure, axes = panels(groups, 2.7, 2.3)
     heads = [str(cell.options.get("head", "")) for cells in groups.values() for cell in cells]
     for panel, cells in zip(axes, groups.values(), strict=True):
         for cell in cells:
-            seeds = [] if cell.settings is None else plan.final_seeds(sweep.only)
+            seeds = [] if cell.settings is None else plan.final_seeds
             runs = [plan.run(cell.options, cell.settings or {}, seed, "final") for seed in seeds]
             curves = [read_curve(sweep.folder / run.name, tag) for run in runs]
             head = str(cell.options.get("head", ""))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import random
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -20,14 +19,15 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, get_loader
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from catnat.checks import did_you_mean
 from catnat.sweeps.runs import Rows, Run
 
 Options = dict[str, Any]
-Only = Mapping[str, list[str]]  # wanted values of options, and of "seed"
 Value = str | Any  # Any alone would read quoted text as YAML once more
-Better = Literal["lower", "higher"] | None
+Better = Literal["lower", "higher"]
+SET_BY_SWEEP = ("seed", "seed_everything", "default_root_dir", "ckpt_path", "model", "program")
 
 
 @dataclass
@@ -38,49 +38,20 @@ class Metric:
         label: its name in the table.
         better: which values are better; None for a column without a best.
         digits: after the decimal point.
-        paper: the paper's key, "" for a table of one metric; None: the paper does not have it.
     """
 
     label: str = ""
-    better: Better = None
+    better: Better | None = None
     digits: int = 3
-    paper: str | None = None
-
-
-@dataclass
-class Space:
-    """Values from which a random search draws: uniform, in the logarithm, or by steps."""
-
-    low: float
-    high: float
-    log: bool = False
-    step: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse a space that is empty."""
-        step = 1 if self.step is None else self.step
-        if not self.low <= self.high < math.inf or (self.log and self.low <= 0) or step <= 0:
-            raise ValueError(f"{self}: give low <= high, with log low > 0, and step > 0")
-
-    def draw(self, rng: random.Random) -> float:
-        """A random value; a whole number where low and step are."""
-        if self.log:
-            return float(f"{self.low * (self.high / self.low) ** rng.random():.4g}")
-        if self.step is None:
-            return float(f"{rng.uniform(self.low, self.high):.4g}")
-        value = self.low + self.step * rng.randint(0, round((self.high - self.low) / self.step))
-        return int(value) if float(value).is_integer() else float(f"{value:.6g}")
 
 
 @dataclass
 class Search:
-    """How the settings of a cell are found: in a grid, at random, or fixed.
+    """How the settings of a cell are found: in a grid, or fixed.
 
     Attributes:
         grid: as the plan's, with values for all heads or by head; all combinations are tried.
         factors: with a grid of one option, the best value is then multiplied by each of them.
-        space: of a random search, by option.
-        trials: the number of settings that a random search tries.
         fixed: settings for all heads, or by head; nothing is searched then.
         metric: of the last validation; the mean over the seeds of the search decides.
         better: which values are better.
@@ -91,15 +62,13 @@ class Search:
     """
 
     grid: dict[str, list[Value] | dict[str, list[Value]]] = field(default_factory=dict)
-    factors: list[float] = field(default_factory=list)
-    space: dict[str, Space] = field(default_factory=dict)
-    trials: int = 0
+    factors: list[PositiveFloat] = field(default_factory=list)
     fixed: dict[str, Value] = field(default_factory=dict)
     metric: str = "val/loss"
-    better: Literal["lower", "higher"] = "lower"
+    better: Better = "lower"
     seeds: list[int] = field(default_factory=lambda: [0])
     options: dict[str, Value] = field(default_factory=dict)
-    top: int = 1
+    top: PositiveInt = 1
 
 
 @dataclass
@@ -107,14 +76,12 @@ class Paper:
     """Published numbers, which are shown beside ours.
 
     Attributes:
-        file: a JSON file of tables.
+        file: a JSON file of tables: lists of rows with our names of options and metrics.
         table: its table for this plan.
-        keys: its names for our options.
     """
 
     file: str
     table: str
-    keys: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,7 +96,7 @@ class Plan:
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
             its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
             module".
-        path: folders of modules that ``model`` and the option ``import`` name. The plan's folder
+        path: a folder of modules that ``model`` and the option ``import`` name. The plan's folder
             and the working directory are searched in any case.
         options: of all runs.
         grid: values of options; a cell is one combination of them. A key of several options has
@@ -142,8 +109,9 @@ class Plan:
         paper: published numbers.
         differences: from the paper, in words.
         formerly: names that the plan had when some of its rows were made.
-        name: of the file.
-        scale: of ``scales``.
+
+    A plan that was read from a file also has its name, the scale, the folders of its modules, and
+    the cells and the seeds of final runs that are left by :meth:`restrict`.
     """
 
     title: str
@@ -153,7 +121,7 @@ class Plan:
     model: str = ""
     program: str = ""
     results: str = ""
-    path: list[str] = field(default_factory=list)
+    path: str = ""
     options: dict[str, Value] = field(default_factory=dict)
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
@@ -162,27 +130,58 @@ class Plan:
     paper: Paper | None = None
     differences: list[str] = field(default_factory=list)
     formerly: list[str] = field(default_factory=list)
-    name: str = ""
-    scale: str = ""
+    name: str = field(default="", init=False)
+    scale: str = field(default="", init=False)
+    folders: list[str] = field(default_factory=list, init=False)
+    cells: list[Options] = field(default_factory=list, init=False)
+    final_seeds: list[int] = field(default_factory=list, init=False)
 
-    def cells(self, only: Only | None = None) -> list[Options]:
-        """The combinations of the grid, or those with some values alone."""
-        cells = combinations(self.grid)
-        for short, wanted in (only or {}).items():
+    def __post_init__(self) -> None:
+        """Check what types cannot express."""
+        self.cells = combinations(self.grid)
+        self.final_seeds = self.seeds
+        if bool(self.model) == bool(self.program):
+            raise ValueError("give either model or program")
+        if not re.fullmatch(r"\w[\w.-]*", self.study):
+            raise ValueError(f"study: {self.study} is not the name of a folder")
+        in_grid = " ".join(self.grid).split()
+        for option in self.columns:
+            if option not in in_grid:
+                raise ValueError(
+                    f"columns: {option} is not in the grid; {choices(option, in_grid)}"
+                )
+        _check_list("metrics", self.metrics)
+        _check_list("seeds", self.seeds)
+        _check_list("grid", self.cells)
+        options = [*self.options, *in_grid, *self.searched, *SET_BY_SWEEP]
+        _check_list("options, grid, search and what a sweep sets", options)
+        if self.search:
+            _check_list("search: grid or fixed", self.searched)
+            _check_list("search: grid and options", [*self.searched, *self.search.options])
+            _check_list("search: seeds", self.search.seeds)
+        for cell in self.cells:
+            self.final_runs(cell, Rows([]))
+            runs = self.search_runs(cell, Rows([]))
+            if self.search and self.search.factors and runs:
+                values = [run.options[name] for run in runs for name in self.searched]
+                if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
+                    raise ValueError(f"search: factors refine numbers of one option, not {values}")
+
+    def restrict(self, only: Mapping[str, list[str]]) -> None:
+        """Leave the cells with some values of options, and the final runs with some seeds."""
+        for short, wanted in only.items():
             name = self.long(short)
-            values = self.seeds if name == "seed" else [cell.get(name) for cell in cells]
-            if name not in cells[0] and name != "seed":
-                raise ValueError(f"--only: unknown {name}; {choices(name, cells[0])}")
+            names = [*self.cells[0], "seed"]
+            if name not in names:
+                raise ValueError(f"--only: unknown {name}; {choices(name, names)}")
+            values = self.seeds if name == "seed" else [cell[name] for cell in self.cells]
             for value in wanted:
                 if value not in map(str, values):
                     raise ValueError(f"--only {name}: unknown {value}; {choices(value, values)}")
-            cells = [cell for cell in cells if name == "seed" or str(cell[name]) in wanted]
-        return cells
-
-    def final_seeds(self, only: Only | None = None) -> list[int]:
-        """The seeds of final runs, or those asked for; settings are selected by all."""
-        wanted = (only or {}).get("seed")
-        return [seed for seed in self.seeds if wanted is None or str(seed) in wanted]
+            if name == "seed":
+                self.final_seeds = [seed for seed in self.seeds if str(seed) in wanted]
+            else:
+                self.cells = [cell for cell in self.cells if str(cell[name]) in wanted]
 
     @property
     def label(self) -> str:
@@ -193,7 +192,7 @@ class Plan:
     def searched(self) -> list[str]:
         """The options that the search decides on."""
         search = self.search or Search()
-        return list(search.fixed or search.space or " ".join(search.grid).split())
+        return list(search.fixed) or " ".join(search.grid).split()
 
     def short(self, option: str) -> str:
         """The name of an option in tables."""
@@ -209,7 +208,7 @@ class Plan:
         options = {**program, **self.options, **cell, **settings}
         if self.search and stage == "search":
             options |= self.search.options
-        return Run({**options, "seed": seed}, self.name, stage, self.path)
+        return Run({**options, "seed": seed}, self.name, stage, self.folders)
 
     # -- the stages of a cell ------------------------------------------------------------------
 
@@ -218,14 +217,7 @@ class Plan:
         search = self.search
         if search is None or search.fixed:
             return []
-        if search.space:
-            rng = random.Random(f"{self.study} {sorted(cell.items())}")  # the same draws each time
-            tried = [
-                {name: space.draw(rng) for name, space in search.space.items()}
-                for _ in range(search.trials)
-            ]
-        else:
-            tried = combinations(self._of_head(cell, search.grid))
+        tried = combinations(self._of_head(cell, search.grid))
         if search.factors and (ranked := self._ranked(cell, tried, rows)):
             ((option, center),) = ranked[0].items()
             tried += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
@@ -252,22 +244,30 @@ class Plan:
         tried = self.tried(cell, rows)
         return [self.run(cell, settings, seed, "search") for settings in tried for seed in seeds]
 
-    def final_runs(self, cell: Options, rows: Rows, only: Only | None = None) -> list[Run]:
-        """The runs of all seeds, or those asked for, with the settings selected."""
-        selected, seeds = self.selected(cell, rows), self.final_seeds(only)
-        return [self.run(cell, settings, seed, "final") for settings in selected for seed in seeds]
+    def final_runs(self, cell: Options, rows: Rows) -> list[Run]:
+        """The final runs of a cell, with the settings selected."""
+        selected = self.selected(cell, rows)
+        return [
+            self.run(cell, settings, seed, "final")
+            for settings in selected
+            for seed in self.final_seeds
+        ]
 
-    def runs(self, rows: Rows, only: Only | None = None) -> list[Run]:
+    def runs(self, rows: Rows) -> list[Run]:
         """All runs so far: searches first, low seeds before high ones."""
-        cells = self.cells(only)
-        searches = [run for cell in cells for run in self.search_runs(cell, rows)]
-        finals = [run for cell in cells for run in self.final_runs(cell, rows, only)]
+        searches = [run for cell in self.cells for run in self.search_runs(cell, rows)]
+        finals = [run for cell in self.cells for run in self.final_runs(cell, rows)]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
 
     def _of_head(self, cell: Options, settings: Options) -> Options:
         """Settings that may be given by head, for the head of a cell."""
         head = (self.options | cell).get("head")
-        return {name: x[head] if isinstance(x, dict) else x for name, x in settings.items()}
+        of_head = {}
+        for name, value in settings.items():
+            if isinstance(value, dict) and head not in value:
+                raise ValueError(f"search: {name} has no value for head {head}")
+            of_head[name] = value[head] if isinstance(value, dict) else value
+        return of_head
 
     def _ranked(
         self, cell: Options, tried: list[Options], rows: Rows, stage: str = "search"
@@ -308,153 +308,72 @@ def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
     return result
 
 
+def _check_list(name: str, values: Iterable[Any]) -> None:
+    values = list(values)
+    if not values:
+        raise ValueError(f"{name}: give at least one")
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{name}: {value} appears twice")
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def scales(name: str) -> list[str]:
     """The scales of a plan."""
-    return list(_read(find_file(name)).get("scales") or {"": {}})
+    try:
+        content = _read(Path(name))
+    except RecursionError:
+        raise ValueError(f"{name}: its base leads back to itself") from None
+    return list(content.get("scales") or {"": {}})
 
 
 def load(name: str, scale: str | None = None) -> Plan:
     """A plan by its file, at a scale (default: small, else its first).
 
-    A ValueError says in one line what is wrong.
+    A ValueError says what is wrong.
     """
-    path = find_file(name)
+    path = Path(name)
     scale_names = scales(name)
     scale = scale or ("small" if "small" in scale_names else scale_names[0])
     if scale not in scale_names:
         raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, scale_names)}")
     content = _read(path, scale)
     content.pop("scales", None)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Plan, "plan")
     try:
-        _check_keys(Plan, content)
-        _check_keys(Search, content.get("search"))
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(Plan, "plan")
         plan: Plan = parser.instantiate(parser.parse_object({"plan": content})).plan
-        plan.name, plan.scale = path.stem, scale
-        plan.path.append(str(path.parent.resolve()))
-        _check(plan)
     except (ValueError, ArgumentError) as error:
-        raise ValueError(f"{path.name}, scale {scale}: {_one_line(error)}") from error
+        raise ValueError(f"{path.name}, scale {scale}: {error}") from error
+    plan.name = path.stem
+    plan.scale = scale
+    plan.folders = [*filter(None, [plan.path]), str(path.parent.resolve())]
     return plan
 
 
-def _check_keys(kind: type[Plan | Search], content: Any) -> None:
-    for key in content if isinstance(content, dict) else ():
-        if key not in kind.__dataclass_fields__:
-            raise ValueError(f"there is no key {key}; {choices(key, kind.__dataclass_fields__)}")
-
-
-def _check(plan: Plan) -> None:
-    """Check what types cannot express."""
-    if bool(plan.model) == bool(plan.program):
-        raise ValueError("give either model or program")
-    if not re.fullmatch(r"\w[\w.-]*", plan.study):
-        raise ValueError(f"study: {plan.study} is not the name of a folder")
-    _check_lists({"metrics": plan.metrics, "seeds": plan.seeds, **plan.grid})
-    in_grid = " ".join(plan.grid).split()
-    for option in plan.columns:
-        if option not in in_grid:
-            raise ValueError(f"columns: {option} is not in the grid; {choices(option, in_grid)}")
-    options = [*plan.options, *in_grid, *plan.searched]
-    for option in options:
-        if option in ("seed", "default_root_dir", "ckpt_path"):
-            raise ValueError(f"{option}: the sweep sets it; seeds has the seeds")
-        if options.count(option) > 1:
-            raise ValueError(f"{option} appears twice in options, grid and search")
-    cells = plan.cells()
-    for cell in cells:
-        if cells.count(cell) > 1:
-            raise ValueError(f"grid: {cell} appears twice")
-    if plan.search:
-        _check_search(plan, plan.search)
-    for run in plan.runs(Rows([])):
-        for option, value in run.options.items():
-            if "learning_rate" in option and isinstance(value, int | float) and value < 0:
-                raise ValueError(f"{option}: {value} is below 0")
-
-
-def _check_lists(lists: Mapping[str, Any]) -> None:
-    for name, values in lists.items():
-        if not values:
-            raise ValueError(f"{name}: give at least one")
-    for seed in lists["seeds"]:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seeds: {seed} is not between 0 and 4294967295")
-        if lists["seeds"].count(seed) > 1:
-            raise ValueError(f"seeds: {seed} appears twice")
-
-
-def _check_search(plan: Plan, search: Search) -> None:
-    if not (search.grid or (search.space and search.trials > 0) or search.fixed):
-        raise ValueError("search: give a grid, a space with trials, or fixed settings")
-    if search.top < 1:
-        raise ValueError(f"search: top must be at least 1, got {search.top}")
-    _check_lists({"seeds": search.seeds, **search.grid})
-    for option in plan.searched:
-        if option in search.options:
-            raise ValueError(f"{option} appears twice in the search")
-    for cell in plan.cells():
-        head = (plan.options | cell).get("head")
-        for name, value in (search.grid | search.fixed).items():
-            if isinstance(value, dict) and head not in value:
-                raise ValueError(f"search: {name} has no value for head {head}")
-        tried = [value for settings in plan.tried(cell, Rows([])) for value in settings.values()]
-        is_number = all(type(value) in (int, float) for value in tried)
-        if search.factors and not search.fixed and not (is_number and len(plan.searched) == 1):
-            raise ValueError(f"search: factors refine numbers of one option, not {tried}")
-    if min(search.factors, default=1) <= 0:
-        raise ValueError(f"search: factors must be above 0, got {search.factors}")
-
-
-def find_file(name: str, folder: Path = Path()) -> Path:
-    """The file of a plan: in a folder or its folder plans, with or without the ending .yaml."""
-    places = [folder, folder / "plans"]
-    for path in (place / f"{name}{ending}" for place in places for ending in ("", ".yaml")):
-        if path.is_file():
-            return path
-    stems = sorted(path.stem for place in places for path in place.glob("*.yaml"))
-    raise ValueError(f"there is no plan {name}; {choices(name, [*stems, 'a YAML file'])}")
-
-
-def _read(path: Path, scale: str = "", above: tuple[Path, ...] = ()) -> Options:
+def _read(path: Path, scale: str = "") -> Options:
     """A file at a scale, laid over its base at that scale."""
     try:
-        content = get_loader("yaml")(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path.name} cannot be read as YAML: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name}: expected keys and values, got {content!r}")
-    layers = content.get("scales") or {}
-    if not isinstance(layers, dict) or any(not isinstance(x or {}, dict) for x in layers.values()):
-        raise ValueError(f"{path.name}: scales must have names, and keys and values, got {layers}")
-    for part in (content, *layers.values()):
-        _resolve_files(part or {}, path.parent)
-    base, layer = content.pop("base", None), layers.get(scale) or {}
+        content = _mapping(get_loader("yaml")(path.read_text()))
+        layer = _mapping(_mapping(content.get("scales")).get(scale))
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    for part in (content, layer):
+        for mapping, key in ((part, "path"), (part, "results"), (part.get("paper"), "file")):
+            if isinstance(mapping, dict) and mapping.get(key):
+                mapping[key] = str((path.parent / str(mapping[key])).resolve())
+    base = content.pop("base", None)
     if base is None:
         return merged(content, layer)
-    try:
-        base_path = find_file(str(base), path.parent).resolve()
-    except ValueError as error:
-        raise ValueError(f"{path.name}, base: {error}") from error
-    above = (*above, path.resolve())
-    if base_path in above:
-        raise ValueError(f"{path.name}: base {base} leads back to itself")
-    return merged(merged(_read(base_path, scale, above), content), layer)
+    return merged(merged(_read(path.parent / str(base), scale), content), layer)
 
 
-def _resolve_files(content: Options, folder: Path) -> None:
-    """Make the files and folders that a plan names absolute."""
-    modules, paper = content.get("path"), content.get("paper")
-    if modules:
-        folders = modules if isinstance(modules, list) else [modules]
-        content["path"] = [str((folder / str(name)).resolve()) for name in folders]
-    for part, key in ((content, "results"), (paper, "file")):
-        if isinstance(part, dict) and part.get(key):
-            part[key] = str((folder / str(part[key])).resolve())
+def _mapping(value: Any) -> Options:
+    if not isinstance(value or {}, dict):
+        raise ValueError(f"expected keys and values, got {value!r}")
+    return value or {}
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
@@ -474,7 +393,3 @@ def choices(value: str, names: Iterable[Any]) -> str:
     """What could have been meant."""
     texts = list(map(str, names))
     return did_you_mean(value, texts)[2:] or f"choices: {', '.join(texts)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

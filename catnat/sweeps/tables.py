@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from catnat.sweeps import plan as plans
-from catnat.sweeps.plan import Only, Options, Plan
+from catnat.sweeps.plan import Options, Plan
 from catnat.sweeps.runs import Row, Rows
 from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
@@ -53,7 +53,7 @@ def tables_of(name: str, args: argparse.Namespace) -> list[str]:
     tables = []
     for scale in scales:
         sweep = Sweep(name, argparse.Namespace(**{**vars(args), "scale": scale}))
-        cells = cells_of(sweep.plan, sweep.rows(), sweep.only)
+        cells = cells_of(sweep.plan, sweep.rows())
         if args.scale != "all" or any(cell.rows for cell in cells):
             tables.append(markdown(sweep.plan, cells))
     return tables
@@ -84,18 +84,18 @@ class Cell:
         return [row.metrics[metric] for row in self.rows if metric in row.metrics]
 
 
-def cells_of(plan: Plan, rows: Rows, only: Only | None = None) -> list[Cell]:
+def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
     """The cells of a plan with their rows, compared head by head."""
     cells = []
-    seeds = plan.final_seeds(only)
     groups = defaultdict(list)
     head_options = next((key.split() for key in plan.grid if "head" in key.split()), [])
-    for options in plan.cells(only):
+    for options in plan.cells:
         settings = plan.table_settings(options, rows)
         done: list[Row | None] = []
         if settings is not None:
-            done = [rows.find(plan.run(options, settings, seed, "final")) for seed in seeds]
-        cell = Cell(options, settings, [row for row in done if row], len(seeds), [])
+            runs = [plan.run(options, settings, seed, "final") for seed in plan.final_seeds]
+            done = [rows.find(run) for run in runs]
+        cell = Cell(options, settings, [row for row in done if row], len(plan.final_seeds), [])
         cell.notes += _notes(plan, cell, rows)
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
@@ -131,25 +131,15 @@ def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
 
 def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
     """The paper's mean of a cell; None where it has none."""
-    key = plan.metrics[metric].paper
-    if key is None or plan.paper is None:
+    if plan.paper is None:
         return None
-    paper = plan.paper
     options = plan.options | cell
-    wanted = {"head": options.get("head")}
-    for option, name in paper.keys.items():
-        value = options.get(option)
-        if isinstance(name, dict):
-            wanted[name["name"]] = name["values"].get(value, value)
-        else:
-            wanted[name] = value
-    tables = json.loads(Path(paper.file).read_text())
-    if paper.table not in tables:
-        raise ValueError(f"paper: {paper.table}: {plans.choices(paper.table, tables)}")
-    for row in tables[paper.table]:
-        if wanted.items() <= row.items():
-            numbers = row.get(key) if key else row
-            return float(numbers["mean"]) if numbers else None
+    tables = json.loads(Path(plan.paper.file).read_text())
+    if plan.paper.table not in tables:
+        raise ValueError(f"paper: {plan.paper.table}: {plans.choices(plan.paper.table, tables)}")
+    for row in tables[plan.paper.table]:
+        if all(options.get(name) == value for name, value in row.items() if "/" not in name):
+            return float(row[metric]["mean"]) if metric in row else None
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -157,7 +158,10 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
 def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batched, "build", lambda words, folder: classifier(1, 0.1))
+    def build(words: list[str], folder: Path) -> batched.Member:
+        return dataclasses.replace(classifier(1, 0.1), folder=folder)
+
+    monkeypatch.setattr(batched, "build", build)
     keys = {"program": None, "model": "vae", "grid": {"head": ["natural"]}}
     path = write_plan(tmp_path, **keys, metrics={"test/los": {}})
     assert run_command("sweep", arguments(path, "--engine", "batched")) == 2

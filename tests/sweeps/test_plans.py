@@ -25,40 +25,35 @@ def write(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"modell": "vae"}, "there is no key modell; did you mean model?"),
-        ({"search": {"gird": {"lr": [1]}}}, "there is no key gird; did you mean grid?"),
+        ({"modell": "vae"}, "modell"),
+        ({"name": "x"}, "name"),
+        ({"search": {"gird": {"lr": [1]}}}, "gird"),
         ({"seeds": ["one"]}, "seeds"),
-        ({"seeds": [1, 1]}, "1 appears twice"),
+        ({"seeds": [1, 1]}, "seeds: 1 appears twice"),
         ({"metrics": {"a/b": {"better": "less"}}}, "less"),
         ({"columns": ["heat"]}, "columns: heat is not in the grid; did you mean head?"),
         ({"search": {"grid": {"head": ["a"]}}}, "head appears twice"),
-        ({"search": {}}, "give a grid"),
+        ({"search": {}}, "search: grid or fixed: give at least one"),
         ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
+        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers of one"),
         ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
         ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} appears twice"),
+        ({"grid": {"head": []}}, "grid: give at least one"),
+        ({"grid": {"seed": [1, 2]}}, "what a sweep sets: seed appears twice"),
         ({"search": {"fixed": {"lr": {"natural": 1}}}}, "no value for head softmax"),
-        ({"grid": {"seed": [1, 2]}}, "seeds has the seeds"),
-        ({"options": {"lr": 1}, "search": {"grid": {"lr": [1]}}}, "lr appears twice"),
         ({"options": {"head": "natural"}}, "head appears twice"),
         ({"search": {"grid": {"lr": [1]}, "options": {"lr": 2}}}, "lr appears twice"),
-        ({"seeds": [-1]}, "seeds: -1 is not between"),
-        ({"search": {"fixed": {"lr": 1}, "seeds": [2**32]}}, "is not between"),
-        ({"options": {"learning_rate": -0.1}}, "learning_rate: -0.1 is below 0"),
-        ({"search": {"grid": {"learning_rate": [-0.1]}}}, "learning_rate: -0.1 is below 0"),
-        ({"search": {"grid": {"lr": [1]}, "top": 0}}, "top must be at least 1, got 0"),
+        ({"search": {"grid": {"lr": [1]}, "top": 0}}, "top"),
         ({"study": "../../escape"}, "study: ../../escape is not the name of a folder"),
-        ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers of one"),
         ({"options": {"note": "a"}}, "an option cannot be called note"),
         ({"program": "x.py"}, "either model or program"),
-        ({"base": "min"}, "mine.yaml, base: there is no plan min; did you mean mine?"),
-        ({"base": "mine"}, "base mine leads back to itself"),
-        ({"grid": {"head": []}}, "head: give at least one"),
-        ({"scales": ["small"]}, "scales must have names"),
-        ({"search": {"space": {"a": {"low": 0, "high": 1, "log": True}}, "trials": 1}}, "low > 0"),
+        ({"base": "other.yaml"}, "other.yaml"),
+        ({"base": "mine.yaml"}, "base leads back to itself"),
+        ({"scales": ["small"]}, "mine.yaml cannot be read: expected keys and values"),
     ],
 )
 def test_a_wrong_plan_is_one_line(keys, words, tmp_path, capsys):
-    assert run_command("sweep", [write(tmp_path, **keys), "--engine", "print"]) == 2
+    assert run_command("status", [write(tmp_path, **keys)]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
@@ -69,13 +64,8 @@ def test_a_file_that_is_not_a_plan_is_one_line(text, tmp_path, capsys):
     path.write_text(text)
     assert run_command("sweep", [str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["vae_adm"], ["vae_adam", "--scale", "smal"]])
-def test_unknown_plans_and_scales_name_the_closest(words, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT / "paper")
-    assert run_command("sweep", words) == 2
-    assert "did you mean" in capsys.readouterr().err
+    assert run_command("sweep", [str(ADAM), "--scale", "smal"]) == 2
+    assert "did you mean small?" in capsys.readouterr().err
 
 
 def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_path):
@@ -108,10 +98,9 @@ def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_p
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(path):
     for loaded in (plan.load(str(path), scale) for scale in plan.scales(str(path))):
-        for cell in loaded.cells():
-            for metric, described in loaded.metrics.items():
-                has = tables.paper_mean(loaded, cell, metric) is not None
-                assert has == (described.paper is not None and loaded.paper is not None), cell
+        if loaded.paper:
+            first = next(iter(loaded.metrics))
+            assert all(tables.paper_mean(loaded, cell, first) for cell in loaded.cells)
         names = [run.name for run in loaded.runs(runs.Rows([]))]
         assert len(set(names)) == len(names)
 
@@ -143,8 +132,8 @@ PUBLISHED = {  # by plan and scale: final runs that have rows, of all
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
     name, scale = which
-    loaded = plan.load(str(ROOT / "paper" / "plans" / name), scale)
+    loaded = plan.load(str(ADAM.with_stem(name)), scale)
     rows = runs.Rows(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
-    finals = [run for cell in loaded.cells() for run in loaded.final_runs(cell, rows)]
+    finals = [run for cell in loaded.cells for run in loaded.final_runs(cell, rows)]
     done = sum(rows.find(run) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]

@@ -49,7 +49,7 @@ def test_a_table_has_means_spreads_bold_and_notes(path, capsys):
 
 def test_published_numbers_come_from_rows(capsys, monkeypatch):
     monkeypatch.chdir(ROOT / "paper")
-    assert run_command("tables", ["vae_adam", "--scale", "all"]) == 0
+    assert run_command("tables", ["plans/vae_adam.yaml", "--scale", "all"]) == 0
     text = capsys.readouterr().out
     assert text.count("## ") >= 4  # the scales that have rows
     assert "| 10 | natural | **99.8 ± 0.4** (99.8, -0.0) | **83.0 ± 0.9** (83.2, -0.2) |" in text
@@ -64,7 +64,7 @@ def test_values_may_be_lists_null_and_words(tmp_path, capsys):
         path = write_plan(tmp_path, grid={"x": [1]}, search={"grid": {"y": values}}, seeds=[1])
         loaded = plan.load(str(path))
         rows = [runs.make_row(run, {"val/loss": 1.0}) for run in loaded.runs(runs.Rows([]))]
-        (cell,) = tables.cells_of(loaded, runs.Rows(rows), {})
+        (cell,) = tables.cells_of(loaded, runs.Rows(rows))
         assert cell.notes == (["y at the edge of the search"] if values == [1, 2, 3] else [])
     assert run_command("tables", arguments(path, "--out", str(tmp_path / "none" / "x.md"))) == 2
     assert "x.md" in capsys.readouterr().err
