@@ -3,9 +3,11 @@
 Every layer takes the same hidden states and targets and is trained by Adam. On the CPU the layers
 are timed in turn, round after round; on CUDA, where they do not all fit, one after another. The
 table has medians, ratios to the best exact softmax, and memory. The exact softmaxes are torch's
-linear layer with cross_entropy, torch's linear_cross_entropy (torch 2.13 and later), Liger and
-cut-cross-entropy; the last two on CUDA where they are installed. Targets are as frequent as words
-are (Zipf: class k has probability proportional to 1 / (k + 1)), or uniform.
+linear layer with cross_entropy (of logits in float32, and on CUDA of those in bfloat16), torch's
+linear_cross_entropy (torch 2.13 and later), Liger and cut-cross-entropy; the last two on CUDA where
+they are installed. By default cut-cross-entropy leaves out gradients below 2^-12 of the logits; it
+is timed with all gradients, too. Targets are as frequent as words are (Zipf: class k has
+probability proportional to 1 / (k + 1)), or uniform. The csv file is written after each layer.
 
 With --generate the table also has the milliseconds that it takes to draw one class for each of 1
 and of 64 hidden states, and the megabytes of weights that one of these classes needs: those of a
@@ -27,9 +29,10 @@ import csv
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +48,11 @@ LayerAndLoss = tuple[nn.Module, Loss, bool]  # and whether its gradients are spa
 def linear(D: int, K: int) -> LayerAndLoss:
     layer = nn.Linear(D, K)
     return layer, lambda h, t: F.cross_entropy(layer(h).float(), t), False
+
+
+def linear_in_bfloat16(D: int, K: int) -> LayerAndLoss:
+    layer = nn.Linear(D, K)
+    return layer, lambda h, t: F.cross_entropy(layer(h), t), False
 
 
 def fused(D: int, K: int) -> LayerAndLoss:
@@ -66,11 +74,11 @@ def liger(D: int, K: int) -> LayerAndLoss:
     return layer, lambda h, t: loss(layer.weight, h, t, layer.bias), False
 
 
-def cut(D: int, K: int) -> LayerAndLoss:
+def cut(D: int, K: int, **options: Any) -> LayerAndLoss:
     from cut_cross_entropy import linear_cross_entropy
 
     layer = nn.Linear(D, K, bias=False)  # its version 25.1 takes no bias
-    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t), False
+    return layer, lambda h, t: linear_cross_entropy(h, layer.weight, t, **options), False
 
 
 def tree(
@@ -82,9 +90,11 @@ def tree(
 
 LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
     "linear + cross_entropy": linear,
+    "linear + cross_entropy in bfloat16": linear_in_bfloat16,
     "linear_cross_entropy": fused,
     "liger": liger,
     "cut-cross-entropy": cut,
+    "cut-cross-entropy, all gradients": partial(cut, filter_eps=None),
     "adaptive softmax": adaptive,
     "tree sigmoid": tree,
     "tree natural": partial(tree, head="natural"),
@@ -94,8 +104,13 @@ LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
     "hybrid, F = 1024": partial(tree, frequent=1024),
     "hybrid, F = 4096": partial(tree, frequent=4096),
 }
-EXACT = ("linear + cross_entropy", "linear_cross_entropy", "liger", "cut-cross-entropy")
-NEEDS = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
+EXACT = tuple(LAYERS)[:6]
+NEEDS = {  # a package, on CUDA alone
+    "linear + cross_entropy in bfloat16": "torch",
+    "liger": "liger_kernel",
+    "cut-cross-entropy": "cut_cross_entropy",
+    "cut-cross-entropy, all gradients": "cut_cross_entropy",
+}
 
 
 def available(device: str) -> list[str]:
@@ -199,7 +214,8 @@ def size_in_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def measure(args: argparse.Namespace, targets: str) -> list[dict]:
+def measure(args: argparse.Namespace, targets: str) -> Iterator[list[dict]]:
+    """The rows of the layers that have been measured, again after each of them."""
     device, shape = args.device, tuple(args.shape)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     # A softmax over a million classes fills a GPU, so layers go one by one there.
@@ -219,6 +235,13 @@ def measure(args: argparse.Namespace, targets: str) -> list[dict]:
                 numbers |= contender.generation(args.rounds)
             results[name] = contender, numbers
             contender.forget_tensors()
+        if results:
+            yield rows_of(results, targets)
+
+
+def rows_of(
+    results: dict[str, tuple[Contender, dict[str, float | str]]], targets: str
+) -> list[dict]:
     exact = [results[name][0] for name in EXACT if name in results]
     exact = exact or [contender for contender, _ in results.values()]
     learning = min((contender.learning for contender in exact), key=statistics.median)
@@ -264,8 +287,8 @@ def make_contenders(
             contender = Contender(name, shape, device, dtype)
             for _ in range(3):
                 contender.step(hidden, target)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            print(f"{name} is left out: {str(error).splitlines()[0]}", flush=True)
+        except Exception as error:  # of any package: the others are measured all the same
+            print(f"{name} is left out: {error!r:.200}", flush=True)
             continue
         contender.learning, contender.stepping = [], []
         contenders[name] = contender
@@ -274,6 +297,13 @@ def make_contenders(
 
 def ratio(base: list[float], other: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(base, other, strict=True))
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def main() -> None:
@@ -292,12 +322,11 @@ def main() -> None:
     args.rounds = args.rounds or (20 if args.device == "cuda" else 3)
     rows: list[dict] = []
     for targets in args.targets:
-        rows += measure(args, targets)
-        if args.out:
-            with args.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
+        rows_before = rows
+        for measured in measure(args, targets):
+            rows = rows_before + measured
+            if args.out:
+                write(args.out, rows)
     print(f"M, D, K = {tuple(args.shape)}, {args.device}, torch {torch.__version__}")
     print("| " + " | ".join(rows[0]) + " |")
     print("|" + "---|" * len(rows[0]))

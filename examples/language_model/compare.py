@@ -3,8 +3,8 @@
 Each output gets its own learning rate: one seed of each rate of the grid, rates beyond an edge that
 is best, then the other seeds of the best rate. With --speed the time of a step is measured first,
 one output after the other, and each output also runs for the steps that fit into the time which
-the fastest one needs. A row goes to FOLDER/runs.csv as soon as a run ends; the same command
-resumes.
+the fastest one needs, at a rate that is tuned for these steps. A row goes to FOLDER/runs.csv as
+soon as a run ends; the same command resumes.
 """
 
 import argparse
@@ -32,6 +32,7 @@ FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
 NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
 OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "tree", "tree-apart")
 OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096", "hybrid-8192")
+Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to begin with
 
 
 class Run(NamedTuple):
@@ -255,44 +256,56 @@ class Comparison:
 
     def wanted(self) -> Iterator[Run]:
         """All runs that are known to be needed by now, those that tell most first."""
-        options, seeds = self.options, range(1, self.options.seeds)
-        rates = sorted(options.rates)
-        middle = statistics.median_low(rates)
-        for rate in sorted(rates, key=lambda rate: max(rate / middle, middle / rate)):
-            yield from (Run(output, rate, 0, options.steps) for output in options.outputs)
-        best = {}
-        for output in options.outputs:
-            rate = self.best(output)
-            tried = self.tried(output)
-            if not set(rates) <= set(tried):
-                continue
-            if rate == min(tried) and len(tried) < len(rates) + 2:
-                yield Run(output, rate / 2, 0, options.steps)
-            elif rate == max(tried) and len(tried) < len(rates) + 2:
-                yield Run(output, rate * 2, 0, options.steps)
-            else:
-                best[output] = rate
-        for seed in seeds:
-            yield from (Run(output, best[output], seed, options.steps) for output in best)
-        speeds = self.speeds()
-        if set(speeds) >= set(options.outputs):
-            fastest = min(speeds[output] for output in options.outputs)
-            for seed in range(options.seeds):
-                for output, rate in best.items():
-                    steps = int(options.steps * fastest / speeds[output])
-                    yield Run(output, rate, seed, steps)
+        options = self.options
+        middle = statistics.median_low(options.rates)
+        rates = sorted(options.rates, key=lambda rate: max(rate / middle, middle / rate))
+        searches: Searches = dict.fromkeys(options.outputs, (options.steps, rates))
+        yield from self.tune(searches)
+        at_equal_time: Searches = {}
+        for output, steps in self.steps_in_equal_time().items():
+            if not self.rates_to_try(output, *searches[output]):
+                rate = self.best(output, options.steps)  # shorter runs may want a higher one
+                at_equal_time[output] = steps, [rate, 2 * rate]
+        yield from self.tune(at_equal_time)
 
-    def tried(self, output: str) -> dict[float, float]:
+    def tune(self, searches: Searches) -> Iterator[Run]:
+        """The first seed of each rate to try; all seeds where no rate is left to try."""
+        to_try = {output: self.rates_to_try(output, *search) for output, search in searches.items()}
+        columns = ([*rates, *to_try[output]] for output, (_, rates) in searches.items())
+        for rates_by_output in itertools.zip_longest(*columns):
+            for output, rate in zip(searches, rates_by_output, strict=True):
+                if rate is not None:
+                    yield Run(output, rate, 0, searches[output][0])
+        for seed in range(1, self.options.seeds):
+            for output, (steps, _) in searches.items():
+                if not to_try[output]:
+                    yield Run(output, self.best(output, steps), seed, steps)
+
+    def rates_to_try(self, output: str, steps: int, rates: list[float]) -> list[float]:
+        """The rates that are missing, then at most two beyond an edge that is best."""
+        tried = self.tried(output, steps)
+        missing = [rate for rate in rates if rate not in tried]
+        if missing:
+            return missing
+        best = self.best(output, steps)
+        if len(tried) < len(rates) + 2:
+            if best == min(tried):
+                return [best / 2]
+            if best == max(tried):
+                return [best * 2]
+        return []
+
+    def tried(self, output: str, steps: int) -> dict[float, float]:
         """Validation perplexity of the first seed by rate."""
         return {
             run.rate: numbers["val"]
             for run, numbers in self.results.items()
-            if (run.output, run.seed, run.steps) == (output, 0, self.options.steps)
+            if (run.output, run.seed, run.steps) == (output, 0, steps)
         }
 
-    def best(self, output: str) -> float:
+    def best(self, output: str, steps: int) -> float:
         """The rate with the smallest validation perplexity of the first seed."""
-        tried = self.tried(output)
+        tried = self.tried(output, steps)
         finite = {rate: value for rate, value in tried.items() if not math.isnan(value)}
         return min(finite, key=lambda rate: finite[rate], default=0.0)
 
@@ -301,6 +314,14 @@ class Comparison:
         path = self.options.out / "speed.json"
         speeds: dict[str, float] = json.loads(path.read_text()) if path.is_file() else {}
         return speeds
+
+    def steps_in_equal_time(self) -> dict[str, int]:
+        """How many steps fit into the time of the fastest output, if all have been measured."""
+        speeds, outputs = self.speeds(), self.options.outputs
+        if not set(speeds) >= set(outputs):
+            return {}
+        fastest = min(speeds[output] for output in outputs)
+        return {output: int(self.options.steps * fastest / speeds[output]) for output in outputs}
 
     def do_all(self) -> None:
         """Do what is wanted, several runs at a time, until nothing is or time is up."""
@@ -341,17 +362,17 @@ class Comparison:
     def write_table(self) -> None:
         """The best rate of each output, with mean and standard deviation over seeds."""
         speeds = self.speeds()
+        shorter = self.steps_in_equal_time()
         columns = ("output", "rate", "n", *NUMBERS[:5], "ms a step", "steps in equal time", "test")
         lines = [columns, ["---"] * len(columns)]
         for output in self.options.outputs:
-            rate = self.best(output)
+            rate = self.best(output, self.options.steps)
             runs = self.runs_of(output, rate, self.options.steps)
             cells = [spread(numbers[name] for numbers in runs) for name in NUMBERS[:5]]
-            step = speeds.get(output)
-            fewer = int(self.options.steps * min(speeds.values()) / step) if step else 0
-            short = self.runs_of(output, rate, fewer)
-            ending = [f"{1e3 * step:.2f}" if step else "", fewer or ""]
-            ending.append(spread(numbers["test"] for numbers in short))
+            steps = shorter.get(output, 0)
+            ending = [f"{1e3 * speeds[output]:.2f}" if output in speeds else "", steps or ""]
+            runs_at_equal_time = self.runs_of(output, self.best(output, steps), steps)
+            ending.append(spread(numbers["test"] for numbers in runs_at_equal_time))
             lines.append([output, f"{rate:g}", len(runs), *cells, *ending])
         text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
         (self.options.out / "table.md").write_text(text)
