@@ -11,7 +11,6 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -52,13 +51,6 @@ def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
     if head.fisher_is_diagonal:
         return torch.diag_embed(exact)
     return exact.reshape(*exact.shape[:-1], head.num_scores, head.num_scores)
-
-
-def picture_of(head: CategoricalHead, diagnostics: Tensor, step: int) -> Tensor | None:
-    """A picture of the Fisher matrix of a step; None if it is not finite, or too large."""
-    if head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
-        return None
-    return fisher_picture(matrix_of(head, diagnostics), head, f"mean Fisher matrix, step {step}")
 
 
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
@@ -119,29 +111,34 @@ def seed_of(*words: object) -> int:
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
-    A computation that fails gives NaN, and one warning. Numbers for draws depend on the seed, the
-    step and the shape alone, not on the steps that are observed together, nor on where a run was
-    resumed.
+    If a computation fails, its steps are NaN, and there is one warning. Numbers for draws depend on
+    the seed, the step and the shape alone, not on the steps that are observed together, nor on
+    where a run was resumed.
 
     Args:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
+        middle: what is between the two parts of a tag, "/" or "/<name of the head>/".
         draws: at each row; 0 for none. There are none either if G has one entry, or too many.
         sums: those of the steps before, which :func:`sampled_row` adds to; at first zeros.
         seed: of the draws, any text.
     """
 
-    def __init__(self, head: CategoricalHead, draws: int, sums: list[float], seed: str) -> None:
+    def __init__(
+        self, head: CategoricalHead, middle: str, draws: int, sums: list[float], seed: str
+    ) -> None:
+        S = head.num_scores
         self.head = head
-        self.draws = draws if 1 < head.num_scores <= LARGEST else 0
+        self.middle = middle
+        self.draws = draws if 1 < S <= LARGEST else 0
         self.sums = sums
         self.seed = seed
+        self._size = (S if head.fisher_is_diagonal else S**2) + 2  # of the exact diagnostics
         self._scores: list[tuple[int, Tensor]] = []  # of steps, not computed yet
         self._steps: list[int] = []  # computed, not sent yet
         self._rows: list[int] = []  # of each of these steps
         self._means: list[Tensor] = []  # over these rows, (T, D)
         self._has_state = bool(head.state_dict())
-        self._generator: torch.Generator | None = None
         self._failed = False
 
     def add(self, step: int, scores: Tensor) -> None:
@@ -175,18 +172,20 @@ class HeadHistory:
         self._steps, self._rows, self._means = [], [], []
 
         def receive() -> tuple[dict[int, Row], Tensor]:
-            rows = dict(zip(steps, exact_rows(self.head, exact()), strict=True))
-            for step, step_sums in zip(steps, sums().tolist(), strict=False):  # or without draws
-                rows[step] |= sampled_row(self.sums, *step_sums)
-            return rows, exact()
+            rows = exact_rows(self.head, exact())
+            for row, step_sums in zip(rows, sums().tolist(), strict=False):  # or without draws
+                row |= sampled_row(self.sums, *step_sums)
+            tagged = [{tag.replace("/", self.middle): x for tag, x in row.items()} for row in rows]
+            return dict(zip(steps, tagged, strict=True)), exact()
 
         return receive
 
-    @property
-    def _size(self) -> int:
-        """Numbers of a step that :func:`exact_diagnostics` gives; those from draws follow."""
-        S = self.head.num_scores
-        return (S if self.head.fisher_is_diagonal else S**2) + 2
+    def picture(self, diagnostics: Tensor, step: int) -> Tensor | None:
+        """The matrix of a step's :func:`exact_diagnostics`; None if not finite, or too large."""
+        if self.head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
+            return None
+        title = f"mean Fisher matrix, step {step}"
+        return fisher_picture(matrix_of(self.head, diagnostics), self.head, title)
 
     def _over_ranks(self, trainer: Trainer | None) -> Tensor:
         """The means over the rows of all ranks, (T, D)."""
@@ -203,41 +202,37 @@ class HeadHistory:
         """Compute with the collected scores, all steps with equally many rows at once."""
         for _, group in groupby(self._scores, lambda step_scores: step_scores[1].shape):
             steps, batches = zip(*group, strict=True)
-            scores = torch.stack(batches)  # (T, B, S)
-            means = self._attempt(self._size, scores, exact_diagnostics, self.head, scores)
-            if self.draws:
-                size = 2 * self.head.num_scores**2
-                pairs = self._attempt(size, scores, self._pairs, steps, scores)
-                means = torch.cat((means, pairs), 1)
             self._steps += steps
-            self._rows += [scores.shape[1]] * len(steps)
-            self._means.append(means)
+            self._rows += [len(batches[0])] * len(steps)
+            self._means.append(self._means_of(steps, torch.stack(batches)))
         self._scores = []
 
-    def _pairs(self, steps: Sequence[int], scores: Tensor) -> Tensor:
-        """Two estimates of the Fisher matrix of each of T steps, (T, 2, S, S)."""
-        self._generator = self._generator or torch.Generator(scores.device)
-        uniforms = torch.empty(
-            (len(steps), self.draws, scores.shape[1]), dtype=torch.float64, device=scores.device
-        )
-        for step, numbers in zip(steps, uniforms, strict=True):
-            self._generator.manual_seed(seed_of(self.seed, step))
-            numbers.uniform_(generator=self._generator)
-        return paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0)).movedim(0, 1)
+    def _means_of(self, steps: Sequence[int], scores: Tensor) -> Tensor:
+        """:func:`exact_diagnostics` of T steps, and two drawn Fisher matrices; NaN if that fails.
 
-    def _attempt(
-        self, size: int, scores: Tensor, compute: Callable[..., Tensor], *arguments: Any
-    ) -> Tensor:
-        """The result of a computation for each of T steps, (T, size), or NaN if it fails."""
-        shape = (len(scores), size)
+        Shapes: scores (T, B, S), result (T, D).
+        """
+        count, rows, S = scores.shape
         try:
-            return compute(*arguments).reshape(shape)
+            means = exact_diagnostics(self.head, scores)
+            if not self.draws:
+                return means
+            generator = torch.Generator(scores.device)
+            uniforms = torch.empty(
+                (count, self.draws, rows), dtype=torch.float64, device=scores.device
+            )
+            for step, numbers in zip(steps, uniforms, strict=True):
+                generator.manual_seed(seed_of(self.seed, step))
+                numbers.uniform_(generator=generator)
+            pairs = paired_mean_fishers(self.head, scores, uniforms.movedim(1, 0))  # (2, T, S, S)
+            return torch.cat((means, pairs.movedim(0, 1).reshape(count, -1)), 1)
         except Exception as error:
             if not self._failed:
                 self._failed = True
                 reason = f"{type(error).__name__}: {error}"
                 warnings.warn(f"Fisher diagnostics could not be computed: {reason}", stacklevel=2)
-            return torch.full(shape, torch.nan, device=scores.device)
+            size = self._size + (2 * S**2 if self.draws else 0)
+            return torch.full((count, size), torch.nan, device=scores.device)
 
 
 def histories_of(
@@ -245,7 +240,13 @@ def histories_of(
 ) -> dict[str, HeadHistory]:
     """A history of each head whose Fisher matrix is diagonal, or small enough to be computed."""
     return {
-        name: HeadHistory(head, draws, sums.setdefault(name, [0.0, 0.0]), f"{seed} {name}")
+        name: HeadHistory(
+            head,
+            "/" if len(heads) == 1 else f"/{name}/",
+            draws,
+            sums.setdefault(name, [0.0, 0.0]),
+            f"{seed} {name}",
+        )
         for name, head in heads.items()
         if head.fisher_is_diagonal or head.num_scores <= LARGEST
     }

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from catnat import HeadProbe
-from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, histories_of, picture_of
+from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, histories_of
 from catnat.callbacks.images import add_image, is_drawn
 from catnat.callbacks.tensorboard import write_rows
 from catnat.checks import require_at_least
@@ -73,7 +73,6 @@ class FisherMonitor(Callback):
             logger that takes images there are none either.
         write_every_n_steps: how many observed steps are written at once; fewer where G is very
             large.
-        seed: seed of the draws.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class FisherMonitor(Callback):
         num_samples: int = 2,
         image_every_n_steps: int = 10_000,
         write_every_n_steps: int = 50,
-        seed: int = 0,
     ) -> None:
         require_at_least(1, every_n_steps=every_n_steps, write_every_n_steps=write_every_n_steps)
         require_at_least(0, image_every_n_steps=image_every_n_steps)
@@ -91,22 +89,20 @@ class FisherMonitor(Callback):
         self.num_samples = num_samples
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
-        self.seed = seed
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
-        self._step = 0
+        self._step = 0  # the batch's first step, counted from 0
         self._replayed = False  # whether the module replays steps, and shows each to its observers
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._reset()
 
     def _reset(self) -> None:
         self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
-        self._sent: list[tuple[str, Callable[[], Any]]] = []  # on their way to the host
+        self._sent: list[tuple[HeadHistory, Callable[[], Any]]] = []  # on their way to the host
         self._steps_to_write = 0
-        self._steps_at_once = self.write_every_n_steps
         self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
-        self._undrawn: dict[str, tuple[int, Tensor]] = {}  # the latest matrix without a picture
+        self._undrawn: dict[HeadHistory, tuple[int, Tensor]] = {}  # latest matrix without a picture
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
@@ -129,37 +125,28 @@ class FisherMonitor(Callback):
         self._detach(pl_module)  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
         self._reset()
-        numbers = sum(3 * head.num_scores**2 for head in self._probe.heads.values())
-        limit = max(1, _MAX_RESULTS // numbers)
-        self._steps_at_once = min(self.write_every_n_steps, limit)  # on all ranks
+        heads = self._probe.heads
+        self._histories = histories_of(
+            heads, self.num_samples, self._sums, f"0 {trainer.global_rank}"
+        )
+        limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
+        self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
         if self._replayed:
             observers: Any = pl_module.step_observers
             observers.append(self)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps, and add to sums, from where a resumed run stopped."""
-        assert self._probe is not None
-        self._step = trainer.global_step
-        seed = f"{self.seed} {trainer.global_rank}"
-        self._histories = histories_of(self._probe.heads, self.num_samples, self._sums, seed)
-
-    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
         assert self._probe is not None
         self._probe.scores = {}
+        self._step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Keep the scores of a batch, and write once there are enough steps."""
-        # The batch's first step, counted from 0: with two optimizers all last ones are odd.
-        step, self._step = self._step, trainer.global_step
-        if not self._replayed and step % self.every_n_steps == 0:
-            self._keep(step, self.look())
-            self._accumulates = self._step == step
-            if not self._accumulates:
-                self._end_step()
+        self._accumulates = trainer.global_step == self._step
+        if not self._replayed:
+            self.note(self._step, self.look())
         if self._steps_to_write >= self._steps_at_once:
             self._write(trainer, wait=not self._replayed)
 
@@ -169,10 +156,16 @@ class FisherMonitor(Callback):
         return dict(self._probe.scores)
 
     def note(self, step: int, seen: dict[str, Tensor]) -> None:
-        """Keep a copy of the scores of a replayed step: the next step overwrites them."""
-        if step % self.every_n_steps == 0:
-            self._keep(step, {name: scores.clone() for name, scores in seen.items()})
-            self._end_step()
+        """Keep a copy of the scores of a step: the next replayed step overwrites them."""
+        if step % self.every_n_steps:
+            return
+        for name in seen.keys() & self._histories.keys():
+            self._histories[name].add(step, seen[name].clone())
+            self._silent = False
+        if not self._accumulates:
+            self._steps_to_write += 1
+            for history in self._histories.values():
+                history.end_step()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -197,8 +190,8 @@ class FisherMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for name in list(self._undrawn) if self.image_every_n_steps else ():
-            self._draw(trainer, name)
+        for history in list(self._undrawn) if self.image_every_n_steps else ():
+            self._draw(trainer, history)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
@@ -211,19 +204,6 @@ class FisherMonitor(Callback):
         observers = getattr(pl_module, "step_observers", [])
         if self in observers:
             observers.remove(self)
-
-    # -- from scores to rows -----------------------------------------------------------------------
-
-    def _keep(self, step: int, scores: dict[str, Tensor]) -> None:
-        """Keep the scores of a batch, by head."""
-        for name in scores.keys() & self._histories.keys():
-            self._histories[name].add(step, scores[name])
-            self._silent = False
-
-    def _end_step(self) -> None:
-        self._steps_to_write += 1
-        for history in self._histories.values():
-            history.end_step()
 
     def _write(self, trainer: Trainer, wait: bool) -> None:
         """Write the steps that were kept, which are the same on every rank.
@@ -238,36 +218,29 @@ class FisherMonitor(Callback):
         self._steps_to_write = 0
         arrived = self._sent
         self._sent = [
-            (name, self._histories[name].send(trainer)) for name in sorted(self._histories)
+            (history, history.send(trainer)) for _, history in sorted(self._histories.items())
         ]
         if wait:
             arrived, self._sent = arrived + self._sent, []
-        for name, receive in arrived:
+        for history, receive in arrived:
             rows, exact = receive()
-            for step, row in rows.items():
-                rows[step] = {self._tag(name, tag): value for tag, value in row.items()}
-                self.latest |= rows[step]
+            for row in rows.values():
+                self.latest |= row
             if trainer.is_global_zero:
                 for logger in trainer.loggers:
                     write_rows(logger, rows)
                 for step, diagnostics in zip(rows, exact, strict=True):
-                    self._undrawn[name] = (step, diagnostics)
+                    self._undrawn[history] = (step, diagnostics)
                     if is_drawn(step, self.image_every_n_steps):
-                        self._draw(trainer, name)
+                        self._draw(trainer, history)
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
 
-    def _tag(self, name: str, tag: str) -> str:
-        """The tag of a head; with the head's name if there are several."""
-        assert self._probe is not None
-        return tag if len(self._probe.heads) == 1 else tag.replace("/", f"/{name}/")
-
-    def _draw(self, trainer: Trainer, name: str) -> None:
+    def _draw(self, trainer: Trainer, history: HeadHistory) -> None:
         """Give the loggers a picture of the latest G, unless G is not finite or too large."""
-        assert self._probe is not None
-        step, diagnostics = self._undrawn.pop(name)
-        draw = partial(picture_of, self._probe.heads[name], diagnostics, step)
-        add_image(trainer.loggers, self._tag(name, "fim/picture"), draw, step)
+        step, diagnostics = self._undrawn.pop(history)
+        draw = partial(history.picture, diagnostics, step)
+        add_image(trainer.loggers, f"fim{history.middle}picture", draw, step)

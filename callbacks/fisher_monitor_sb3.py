@@ -12,8 +12,8 @@ from stable_baselines3.common.logger import Image, KVWriter, Logger, TensorBoard
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from catnat import CategoricalHead, HeadProbe
-from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, picture_of, seed_of
+from catnat import HeadProbe
+from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, seed_of
 from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
 from catnat.sb3.distributions import OneChoice, unchecked
@@ -67,7 +67,7 @@ class FisherMonitorSB3(BaseCallback):
         self._step = 0  # step of the latest values
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
-        self._undrawn: list[tuple[str, CategoricalHead, Tensor]] = []  # of the latest values
+        self._undrawn: list[tuple[HeadHistory, Tensor]] = []  # of the latest values
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
@@ -104,16 +104,15 @@ class FisherMonitorSB3(BaseCallback):
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
             entropy = self._distribution(self._choose()).entropy().mean()
         self.latest = {"train/entropy": float(entropy)}
-        for name, head, scores in probe:
+        for name, _, scores in probe:
             if name not in self._histories:  # too large
                 continue
-            self._histories[name].add(self._step, scores)
-            rows, exact = self._histories[name].send()()
-            middle = "/" if len(probe.heads) == 1 else f"/{name}/"
-            row = rows[self._step].items()
-            self.latest |= {tag.replace("/", middle): value for tag, value in row}
+            history = self._histories[name]
+            history.add(self._step, scores)
+            rows, exact = history.send()()
+            self.latest |= rows[self._step]
             if self.image_every_n_rollouts:
-                self._undrawn.append((f"fim{middle}picture", head, exact[0]))
+                self._undrawn.append((history, exact[0]))
         write_now(self.logger, self.latest, self._step, TensorBoardOutputFormat)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
@@ -165,9 +164,9 @@ class FisherMonitorSB3(BaseCallback):
 
     def _draw(self) -> None:
         """Draw the latest matrices that have no picture yet, are finite and not too large."""
-        for tag, head, exact in self._undrawn:
-            if (picture := picture_of(head, exact, self._step)) is not None:
-                row = {tag: Image(picture, "HWC")}
+        for history, exact in self._undrawn:
+            if (picture := history.picture(exact, self._step)) is not None:
+                row = {f"fim{history.middle}picture": Image(picture, "HWC")}
                 write_now(self.logger, row, self._step, TensorBoardOutputFormat)
         self._undrawn = []
 

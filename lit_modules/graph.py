@@ -33,6 +33,7 @@ _LEARNING_RATES: dict[str, dict[str, float]] = {
 }
 _OTHER_LEARNING_RATE = 0.02  # of heads defined elsewhere
 _PSI_LEARNING_RATE = 0.05
+_FLIP_SAMPLES = 8  # with more, gradients have less noise and steps take longer
 
 
 class GraphStructureLearner(StepModule):
@@ -75,10 +76,6 @@ class GraphStructureLearner(StepModule):
             expectation, where psi must be right when the warm-up ends.
         lr_schedule: "constant", or "linear", to zero at the end of the run, also of a resumed one.
         psi_warmup_steps: steps that train psi alone, at the beginning.
-        theta_init: range of the uniform distribution from which θ is drawn at the beginning.
-        flip_samples: of the M graphs, how many are flipped edge by edge for each pair (local
-            expectation); pairs take turns, so that all graphs count. With more, gradients have less
-            noise and steps take longer.
         predictor: any module that takes x (B, N, D) and graphs (M, N, N) and gives
             (M, B, N, out_features), or any convolution of torch-geometric. None: a GCN.
         head_options: options of the head, such as ``amplitude`` for natural.
@@ -102,8 +99,6 @@ class GraphStructureLearner(StepModule):
         psi_learning_rate: float | None = None,
         lr_schedule: Schedule = "constant",
         psi_warmup_steps: int = 0,
-        theta_init: tuple[float, float] = (0.0, 0.1),
-        flip_samples: int = 8,
         predictor: nn.Module | None = None,
         head_options: dict[str, Any] | None = None,
         capture: bool | None = None,
@@ -114,9 +109,6 @@ class GraphStructureLearner(StepModule):
         self.head = make_head(head, 2, **(head_options or {}))
         require_choice(get_args(Estimator), estimator=estimator)
         require_choice(get_args(Schedule), lr_schedule=lr_schedule)
-        low, high = theta_init
-        if not 0 <= low <= high <= 1:
-            raise ValueError(f"theta_init must be a range within [0, 1], got {low}, {high}")
         if learning_rate is None:
             learning_rate = _LEARNING_RATES[estimator].get(self.head.name, _OTHER_LEARNING_RATE)
         if psi_learning_rate is None:
@@ -128,13 +120,10 @@ class GraphStructureLearner(StepModule):
             out_features=out_features,
             learning_rate=learning_rate,
             psi_learning_rate=psi_learning_rate,
-            flip_samples=flip_samples,
             test_passes=test_passes,
         )
         require_at_least(0, psi_warmup_steps=psi_warmup_steps)
         require_at_least(3, num_samples=num_samples)
-        if estimator == "local_expectation" and flip_samples > num_samples:
-            raise ValueError(f"flip_samples must be at most num_samples, got {flip_samples}")
         self.save_hyperparameters(ignore=["capture", "predictor", "test_passes"])
         self.predictor = GCN(in_features, out_features) if predictor is None else predictor
         self.predictor = as_predictor(self.predictor)
@@ -147,12 +136,13 @@ class GraphStructureLearner(StepModule):
         self.num_nodes = num_nodes
         self.num_samples = num_samples
         self.estimator = estimator
-        self.flip_samples = flip_samples
+        # Graphs flipped edge by edge for each pair, which take turns, so that all graphs count.
+        self.flip_samples = min(_FLIP_SAMPLES, num_samples)
         self.test_passes = test_passes
         self.learning_rates = (learning_rate, psi_learning_rate)
         self.lr_schedule = lr_schedule
         self.psi_warmup_steps = psi_warmup_steps
-        self.edge_scores = nn.Parameter(self._initial_scores(*theta_init))
+        self.edge_scores = nn.Parameter(self.initial_scores())
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
         self._rate_factor: float | None = None  # on the learning rates, in the step before
         self._sets_rates = False  # not those of an optimizer that is not our own
@@ -162,7 +152,7 @@ class GraphStructureLearner(StepModule):
         self._loss_mean = RowMeans({"loss": ()})  # of validations
         self._latest_batch: Any = None  # of an evaluation
 
-    def _initial_scores(self, low: float, high: float) -> Tensor:
+    def initial_scores(self, low: float = 0.0, high: float = 0.1) -> Tensor:
         """Scores (N, N, S) of θ ~ U(low, high)."""
         theta = torch.empty(self.num_nodes, self.num_nodes).uniform_(low, high)
         scores = self.head.inverse(torch.stack([1 - theta, theta], -1))
@@ -244,10 +234,9 @@ class GraphStructureLearner(StepModule):
         super().on_train_start()
         self._num_steps = self.trainer.estimated_stepping_batches
         self._rate_factor = None
-        if self.lr_schedule == "linear" and not 0 < self._num_steps < float("inf"):
-            raise ValueError("lr_schedule 'linear' needs to know when to end: set max_steps")
-        if self.lr_schedule == "linear" and not self._sets_rates:
-            raise ValueError("lr_schedule 'linear' is for the optimizer of the model itself")
+        has_end = 0 < self._num_steps < float("inf")
+        if self.lr_schedule == "linear" and not (has_end and self._sets_rates):
+            raise ValueError("lr_schedule 'linear' needs max_steps, and the model's own optimizer")
 
     def prepare_step(self, step: int) -> None:
         """Set the learning rates of a step, and whether θ moves in it."""
@@ -261,39 +250,31 @@ class GraphStructureLearner(StepModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One pass."""
-        if self._is_empty(batch):
-            return
         with self.evaluation_noise(batch_idx):
-            scores = self.scores(batch)
-            q = self.head(scores)
-            loss = self.loss(batch, q)
-            self._predict(batch, q)
-        pairs = len(batch[1])
-        self._loss_mean.update(pairs, loss=loss.double() * pairs)
-        self._add(batch, scores, q)
+            loss = self.loss(batch, self(batch))
+            self._add(batch, passes=1)
+        self._loss_mean.add_rows(loss=loss.expand(len(batch[1])))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``test_passes`` passes."""
-        if self._is_empty(batch):
-            return
-        scores = self.scores(batch)
-        q = self.head(scores)
         with self.evaluation_noise(batch_idx):
-            for _ in range(self.test_passes):
-                self._predict(batch, q)
-        self._add(batch, scores, q)
+            self._add(batch, self.test_passes)
 
-    def _is_empty(self, batch: Any) -> bool:
-        """Whether this rank has no pair."""
-        return not len(self._pair(batch)[1])
+    def _add(self, batch: Any, passes: int) -> None:
+        """Add the predictions of some passes over a batch, and θ, to the means of this epoch."""
+        self._latest_batch = batch
+        x, y = self._pair(batch)
+        scores = self.scores(batch)
+        theta = self.head(scores).probs[..., 1]
+        for _ in range(passes):
+            graphs = sample_graphs(theta, self.num_samples)
+            self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
+        saturated = self.head.saturated(scores).double().mean()
+        pairs = len(y)  # none, if this rank's share of the last batch is empty
+        self._means.update(pairs, saturated=saturated * pairs, theta=theta.double() * pairs)
 
     def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
         """x and y, after checking the shapes that the default predictor needs."""
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            shape = f" of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else ""
-            raise ValueError(
-                f"a batch must be a pair (x, y) of tensors, got a {type(batch).__name__}{shape}"
-            )
         x, y = batch
         if isinstance(self.predictor, GCN):
             N, (D, E) = self.num_nodes, self.predictor.weight.shape
@@ -303,19 +284,6 @@ class GraphStructureLearner(StepModule):
                     f"{N}, in_features {D} and out_features {E}"
                 )
         return x, y
-
-    def _predict(self, batch: Any, q: HeadCategorical) -> None:
-        x, y = self._pair(batch)
-        graphs = sample_graphs(q.probs[..., 1], self.num_samples)
-        self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
-
-    def _add(self, batch: Any, scores: Tensor, q: HeadCategorical) -> None:
-        """Add values that are the same for all pairs of a batch to the means of this epoch."""
-        self._latest_batch = batch
-        pairs = len(batch[1])
-        saturated = self.head.saturated(scores).double().mean()
-        theta = q.probs[..., 1].double()
-        self._means.update(pairs, saturated=saturated * pairs, theta=theta * pairs)
 
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """Means over all pairs of all ranks, and the distance from the truth where it is known."""

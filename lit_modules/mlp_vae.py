@@ -50,7 +50,6 @@ class MLPDiscreteVAE(DiscreteVAE):
         "lr_decay_steps",
         "temperature_rate",
         "min_temperature",
-        "temperature_steps",
         "estimator",
     )
 
@@ -93,10 +92,6 @@ class MLPDiscreteVAE(DiscreteVAE):
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return mlp_encoder(num_scores), mlp_decoder(num_inputs)
-
-    def logged_settings(self) -> dict[str, float]:
-        """Nothing: this model has no temperature."""
-        return {}
 
     def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
         """As for a :class:`DiscreteVAE`, with the ELBO of the paper's table."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -104,7 +104,14 @@ class StepModule(LightningModule):
             parameters: parameters or parameter groups.
             options: of the optimizer, such as ``lr``.
         """
-        return keep_kernels(kind(parameters, **options, **self._kernels(kind)))
+        if self.replays:
+            options |= capturable_options(kind)
+        elif self._trainer is not None and self.trainer.precision == "32-true":
+            # Elsewhere gradients may be scaled, and fused optimizers cannot clip them then.
+            device = self.trainer.strategy.root_device.type  # the model is moved there later
+            if device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters:
+                options["fused"] = True
+        return keep_kernels(kind(parameters, **options))
 
     def set_learning_rates(self, *rates: float) -> None:
         """Set the learning rate of each parameter group."""
@@ -113,12 +120,10 @@ class StepModule(LightningModule):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             set_learning_rate(group, rate, self.device if self.replays else None)
 
-    @contextmanager
-    def evaluation_noise(self, batch_idx: int) -> Iterator[None]:
+    def evaluation_noise(self, batch_idx: int) -> AbstractContextManager[None]:
         """Noise of an evaluated batch: the same each time, and without effect on training."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
-        with forked_random_state(self.device, seed):
-            yield
+        return forked_random_state(self.device, seed)
 
     # -- Lightning's hooks ---------------------------------------------------------------------
 
@@ -131,19 +136,14 @@ class StepModule(LightningModule):
             )
         if stage == "fit":
             self._stop_replaying()  # after a run that was cut short
-            name = type(self).__name__
-            is_overridden = type(self).training_step is not StepModule.training_step
-            if not is_overridden and not self.automatic_optimization:
-                raise ValueError(
-                    f"{name} sets automatic_optimization to False, and has no training_step of its "
-                    "own that would optimize"
-                )
-            reason = f"{name} has a training_step" if is_overridden else self._why_eager()
+            reason = self._why_eager()
+            if type(self).training_step is not StepModule.training_step:
+                reason = f"{type(self).__name__} has a training_step"
             on_cuda = self.trainer.strategy.root_device.type == "cuda"
             if reason is None:
                 self._replay = ReplayedSteps(self)
                 self.automatic_optimization = False
-            elif self.capture or (self.capture is None and on_cuda and not is_overridden):
+            elif self.capture or (self.capture is None and on_cuda):
                 rank_zero_warn(f"steps are not replayed as CUDA graphs: {reason}")
 
     def on_fit_start(self) -> None:
@@ -187,13 +187,7 @@ class StepModule(LightningModule):
         """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
         if gradient_clip_val is None:
             gradient_clip_val = self.gradient_clip
-        algorithm = gradient_clip_algorithm or "norm"
-        strategy = self.trainer.strategy
-        if gradient_clip_val and algorithm == "norm" and isinstance(strategy, FSDPStrategy):
-            root: Any = strategy.model  # each process holds a part of the gradients
-            root.clip_grad_norm_(gradient_clip_val)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, algorithm)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
@@ -253,15 +247,6 @@ class StepModule(LightningModule):
             ),
         }
         return why_not_captured(self.capture, strategy.root_device, obstacles)
-
-    def _kernels(self, kind: Callable[..., Optimizer]) -> dict[str, bool]:
-        if self.replays:
-            return capturable_options(kind)
-        if self._trainer is None or self.trainer.precision != "32-true":
-            return {}  # fused optimizers cannot clip gradients that are scaled
-        device = self.trainer.strategy.root_device.type  # the model is moved there later
-        has_fused = device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters
-        return {"fused": True} if has_fused else {}
 
     def _stop_replaying(self) -> None:
         if self._replay is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -39,7 +38,7 @@ class DiscreteVAE(StepModule):
 
     z is a sample of q, one-hot, whose gradient is that of an estimator: the default "gumbel" takes
     that of its relaxation at temperature τ(step) = max(exp(-rate step), min), renewed every
-    ``temperature_steps`` steps; the others are those of ``q.rsample`` (with "relaxed", z itself is
+    1,000 steps; the others are those of ``q.rsample`` (with "relaxed", z itself is
     the relaxation) and "score-function", with two samples that are each other's baseline.
 
     A batch is (B, 1, 28, 28) in [0, 1], or a sequence that begins with that. Subclasses override
@@ -64,7 +63,6 @@ class DiscreteVAE(StepModule):
         gradient_clip: largest norm of the gradient; 0 for no limit.
         temperature_rate: r in τ = exp(-r step).
         min_temperature: lower limit of τ.
-        temperature_steps: steps between changes of τ.
         nll_samples: importance samples per image for test/nll; with fewer a test takes less time,
             and test/nll is larger.
         head_options: options of the head, such as ``amplitude`` for natural.
@@ -74,6 +72,7 @@ class DiscreteVAE(StepModule):
             with the same results. None: wherever that is possible.
     """
 
+    temperature_steps = 1000  # between changes of τ
     _options_not_used: ClassVar[tuple[str, ...]] = ()  # for subclasses: kept out of hparams
 
     def __init__(
@@ -88,7 +87,6 @@ class DiscreteVAE(StepModule):
         gradient_clip: float = 1.0,
         temperature_rate: float = 3e-5,
         min_temperature: float = 0.5,
-        temperature_steps: int = 1000,
         nll_samples: int = 512,
         head_options: dict[str, Any] | None = None,
         estimator: Estimator = "gumbel",
@@ -103,7 +101,6 @@ class DiscreteVAE(StepModule):
             lr_decay=lr_decay,
             lr_decay_steps=lr_decay_steps,
             min_temperature=min_temperature,
-            temperature_steps=temperature_steps,
             nll_samples=nll_samples,
         )
         require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
@@ -124,7 +121,6 @@ class DiscreteVAE(StepModule):
         self.temperature = DeviceScalar(1.0)  # τ; a function of the step, so not in checkpoints
         self.temperature_rate = temperature_rate
         self.min_temperature = min_temperature
-        self.temperature_steps = temperature_steps
         self.nll_samples = nll_samples
         self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
         shapes: dict[str, tuple[int, ...]] = {"elbo": (), "kl": ()}
@@ -140,25 +136,13 @@ class DiscreteVAE(StepModule):
 
     def images(self, batch: Any) -> Tensor:
         """The images of a batch, itself or the first of a sequence, in the dtype of the weights."""
-        if isinstance(batch, Mapping):
-            raise TypeError(
-                "a batch must be images, or a sequence with the images first, got the keys "
-                f"{', '.join(map(str, batch))}; the loader's collate_fn can make such batches"
-            )
         x: Tensor = batch if isinstance(batch, Tensor) else batch[0]
         return x.to(self.dtype)
 
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores: Tensor = self.encoder(self.images(batch))
-        size = scores.shape[1:].numel()
-        N, S = self.num_latents, self.head.num_scores
-        if size != N * S:
-            raise ValueError(
-                f"the encoder gives {size} scores for an image; {N} latents of {S} scores each "
-                f"need {N * S}"
-            )
-        return scores.reshape(-1, N, S)
+        return scores.flatten(1).unflatten(1, (self.num_latents, -1))
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
@@ -211,7 +195,9 @@ class DiscreteVAE(StepModule):
         return self.loss(batch, self(batch))
 
     def logged_settings(self) -> dict[str, float]:
-        """The temperature, logged beside the loss."""
+        """The temperature, logged beside the loss; the score function has none."""
+        if self.estimator == "score-function":
+            return {}
         return {"train/temperature": float(self.temperature)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -230,8 +216,6 @@ class DiscreteVAE(StepModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One sample per image."""
-        if not len(self.images(batch)):
-            return  # this rank's share of the last batch is empty
         self._check(batch, batch_idx)
         with self.evaluation_noise(batch_idx):
             q = self(batch)
@@ -244,8 +228,6 @@ class DiscreteVAE(StepModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``nll_samples`` samples per image."""
-        if not len(self.images(batch)):
-            return  # this rank's share of the last batch is empty
         self._check(batch, batch_idx)
         scores = self.scores(batch)
         q = self.head(scores)
@@ -289,55 +271,36 @@ class DiscreteVAE(StepModule):
         return means
 
     def _check(self, batch: Any, batch_idx: int) -> None:
-        """Raise a ValueError for images of another size, or that are not probabilities of pixels.
+        """Raise a ValueError for images that are not probabilities of pixels.
 
         On the CPU every batch is checked. On another device the first one of each epoch is, because
         the host has to wait for the device. A subclass with a :meth:`reconstruction` of its own may
-        take other images.
+        take other images. A rank's share of the last batch may be empty.
         """
         x = self.images(batch)
         is_skipped = batch_idx > 0 and x.device.type != "cpu"
         takes_others = type(self).reconstruction is not DiscreteVAE.reconstruction
         if is_skipped or takes_others or not len(x):
             return
-        is_our_network = type(self).make_networks.__module__.startswith("catnat.")
-        if is_our_network and x.shape[1:] != (1, 28, 28):
-            raise ValueError(
-                f"images must have the shape (B, 1, 28, 28), got {tuple(x.shape)}; a subclass with "
-                "a make_networks of its own may take others"
-            )
         low, high = (float(limit) for limit in x.aminmax())
         if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
             raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
 
-    # -- pictures --------------------------------------------------------------------------
+    # -- pictures, in eval mode ----------------------------------------------------------------
 
+    @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
         """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
-        with evaluating(self):
-            return self._mean_pixels(self(x).probs.argmax(-1))
+        return self._mean_pixels(self(x).probs.argmax(-1))
 
+    @torch.no_grad()
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
         shape = (n, self.num_latents)
-        with evaluating(self):
-            return self._mean_pixels(
-                torch.randint(self.head.num_categories, shape, device=self.device)
-            )
+        z = torch.randint(self.head.num_categories, shape, device=self.device)
+        return self._mean_pixels(z)
 
     def _mean_pixels(self, z: Tensor) -> Tensor:
         """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
         one_hot = F.one_hot(z, self.head.num_categories)
-        return self.decode(one_hot.to(self.temperature().dtype)).sigmoid()
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode inside the block, without gradients."""
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(was_training)
+        return self.decode(one_hot.to(self.dtype)).sigmoid()

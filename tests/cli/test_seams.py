@@ -80,14 +80,6 @@ def test_a_subclass_that_optimizes_by_hand_is_told_why_it_is_not_replayed(data):
         make_trainer(2).fit(VAEByHand(capture=True), datamodule=images(data))
 
 
-def test_a_model_that_would_never_optimize_is_told(data):
-    """Its run would never end: no step is ever counted."""
-    model = DiscreteVAE()
-    model.automatic_optimization = False
-    with pytest.raises(ValueError, match="VAE sets automatic_optimization to False, and has no"):
-        make_trainer(2).fit(model, datamodule=images(data))
-
-
 def test_a_model_that_was_replayed_may_be_trained_without_that(without_cuda, data):  # noqa: F811
     model = DiscreteVAE(num_latents=2, num_categories=3)
     for capture in (None, False):

@@ -50,7 +50,6 @@ def test_every_head_trains(head, estimator, workspace, capfd):
     ("line", "reason"),
     [
         ("--estimator local", "'score_function', 'local_expectation'"),
-        ("--theta_init [0.3,0.1]", "range within [0, 1], got 0.3, 0.1"),
         ("--num_nodes 5", "--num_nodes follows from --data.communities"),
         ("--batch_size 5000", "more than the 160 items to train on"),
         ("--val_check_interval 0", "val_check_interval must be at least 1"),

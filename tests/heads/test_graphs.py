@@ -102,10 +102,11 @@ def test_the_loss_has_unbiased_gradients(head, repeats):
             num_nodes=3,
             in_features=3,
             num_samples=6,
-            flip_samples=4,
-            theta_init=(0.1, 0.9),
             estimator=estimator,
-        ).double()
+        )
+        model.flip_samples = 4
+        model.edge_scores.data = model.initial_scores(0.1, 0.9)
+        model.double()
         score = expected_score(model((x, y)).probs[..., 1], all_graphs(3), model.predictor, x, y)
         exact = torch.autograd.grad(score, [model.edge_scores, model.predictor.weight])
         for wanted, result in zip(exact, gradients(model, (x, y), repeats), strict=True):

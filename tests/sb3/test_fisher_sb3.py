@@ -90,7 +90,7 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
 def test_the_sampled_masses_are_those_of_fisher_monitor(head):
     monitor = Kept(num_samples=4, seed=7)
     model, rows = run(head, monitor=monitor, steps=64)
-    history = HeadHistory(model.policy.heads[0], 4, [0.0, 0.0], "7 heads.0")
+    history = HeadHistory(model.policy.heads[0], "/", 4, [0.0, 0.0], "7 heads.0")
     for (states, weights), (step, row) in zip(monitor.seen, rows.items(), strict=True):
         model.policy.load_state_dict(weights)
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_head_that_fails_or_is_too_large_does_not_end_a_run(monkeypatch):
 
     monkeypatch.setattr(SoftmaxHead, "step_fishers", lambda *_: 1 / 0)
     with pytest.warns(UserWarning, match="not be computed: ZeroDivisionError") as warned:
-        assert tags() == {tag for tag in TAGS if "sampled" in tag} | {"train/entropy"}
+        assert tags() == {"train/entropy"}
     assert sum("not be computed" in str(x.message) for x in warned) == 1
     monkeypatch.setattr(fisher_diagnostics, "LARGEST", 1)
     assert tags() == {"train/entropy"}
