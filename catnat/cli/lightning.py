@@ -22,11 +22,12 @@ from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least, require_positive
 from catnat.cli.end_of_run import write_hparams_of
 from catnat.cli.folder import begin
-from catnat.cli.options import DATA, DATA_DEFAULTS, DATA_OF, LENGTHS, MODELS, load
-from catnat.cli.run import RunCLI, arguments, short_names
+from catnat.cli.options import DATA, load
+from catnat.cli.run import RunCLI
 from catnat.lit_modules.step_module import StepModule
 
-_OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule", "psi_learning_rate"}
+_RATES = {"learning_rate", "psi_learning_rate"}
+_OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule"} | _RATES
 _BATCH_LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
 # The least values of options of the Trainer, which it does not check itself.
 _LEAST = {
@@ -53,34 +54,19 @@ class CatnatCLI(RunCLI):
 
     # -- from words to objects -----------------------------------------------------------------
 
-    def find_classes(self) -> None:
-        """Find the classes of model and data; a subclass of one of our models has its defaults."""
+    def find_groups(self) -> dict[str, Any]:
+        """The classes of model, data and Trainer, and of our callbacks."""
         line = self.line
-        model = load(line.model_path, "--model")
-        base_models = {load(MODELS[name]): name for name in DATA_OF}
-        bases = [base_models[base] for base in getattr(model, "__mro__", ()) if base in base_models]
-        if bases and line.data is None:
-            line.data = DATA[DATA_OF[bases[0]][0]]
-        self.groups = {"model": model}
+        groups: dict[str, Any] = {"model": self.model_type}
+        if line.data is None and self.recipe.data:
+            line.data = DATA[self.recipe.data[0]]
         if line.data:
-            self.groups["data"] = load(line.data, "--data")
-        self.groups |= {"fisher": FisherMonitor, "checkpoint": BestCheckpoint, "trainer": Trainer}
-        data = self.groups.get("data")
-        self.model_defaults = of_model = arguments(model)
-        of_data = arguments(data) if data else {}
-        # An option of the model follows from one of the data: which one, and by which function.
-        derived = {name: (name, None) for name in of_data} | getattr(data, "derived_options", {})
-        follows = of_model.keys() & set(getattr(model, "options_of_data", ()))
-        self.links = {name: derived[name] for name in follows & derived.keys()}
-        links = {target: source for target, (source, _) in self.links.items()}
-        self.full_names = short_names(of_model, of_data, arguments(Trainer), links)
-        self.lengths = next((LENGTHS[name] for name in bases if name in LENGTHS), LENGTHS["vae"])
-        defaults = DATA_DEFAULTS.get(bases[0], {}) if bases else {}
-        self.data_defaults = {name: x for name, x in defaults.items() if name[5:] in of_data}
-
-    def defaults(self) -> dict[str, Any]:
-        """Defaults of the data, where they differ for this model."""
-        return self.data_defaults
+            groups["data"] = load(line.data, "--data")
+        return groups | {
+            "fisher": FisherMonitor,
+            "checkpoint": BestCheckpoint,
+            "trainer": Trainer,
+        }
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add our own options, and those that follow from others."""
@@ -102,38 +88,27 @@ class CatnatCLI(RunCLI):
         for name in _BATCH_LIMITS:  # 1 is one batch, 1.0 all of them; some parsers make 1.0 of both
             if str(typed_options.get(f"trainer.{name}")).isdecimal():
                 config.trainer[name] = int(str(typed_options[f"trainer.{name}"]))
-        options: Any = config.model.get("init_args") or {}
-        for name in self.links:
-            value = self.line.in_files.get(f"model.{name}", options[name])
-            if value != options[name]:
-                raise ValueError(f"model.{name} {value} contradicts the data: {options[name]}")
         max_steps = config.trainer.max_steps
         if self.line.command == "fit" and 0 <= max_steps < self.began:
             raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
         if config.lr_scheduler and not config.optimizer:
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
-        if not config.optimizer or not issubclass(self.groups["model"], StepModule):
+        if not config.optimizer or not issubclass(self.model_type, StepModule):
             return
-        optimizer_options = config.optimizer.init_args
-        if "lr" in optimizer_options and "learning_rate" in options:
-            names = {"optimizer.lr", "model.learning_rate"}
-            if len({float(str(typed_options[name])) for name in names & typed_options.keys()}) > 1:
-                raise ValueError("--learning_rate and --optimizer.lr differ: give one of them")
-            chosen_names = names & typed_options.keys() or names & self.chosen_options.keys()
-            if chosen_names == {"model.learning_rate"}:
-                optimizer_options.lr = options.learning_rate
-            options.learning_rate = optimizer_options.lr
-            self.changeable = {"optimizer.lr"}
+        options = config.model.init_args
+        chosen_options = typed_options if self.line.record else self.chosen_options
         for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
-            saved_rate = self.line.in_files.get("model.learning_rate")  # as psi_learning_rate
-            rates = (options.get("learning_rate"), saved_rate)
-            if options[name] not in (self.model_defaults[name], *rates):
+            is_chosen = f"model.{name}" in chosen_options
+            if is_chosen and options[name] != self.page.get_default(f"model.{name}"):
                 raise ValueError(
-                    f"--{name} {options[name]} is for the optimizer of the model itself, "
-                    f"not for --optimizer {config.optimizer.class_path}"
+                    f"--{name} {options[name]} is for the optimizer of the model itself, not for "
+                    f"--optimizer {config.optimizer.class_path}, which has --optimizer.lr"
                 )
-        if "psi_learning_rate" in options:
-            options.psi_learning_rate = options.learning_rate
+        rate = config.optimizer.init_args.get("lr")
+        if rate is not None:  # the record says the rate that is used
+            for name in _RATES.intersection(options.keys()):
+                options[name] = rate
+            self.changeable = {"optimizer.lr"}
 
     # -- the Trainer ---------------------------------------------------------------------------
 

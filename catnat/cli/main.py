@@ -51,7 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             return run_command(words[0], words[1:])
-        _main(words)
+        if "--version" in words:
+            print(f"catnat {__version__}")
+        elif not words or words in (["-h"], ["--help"]):
+            print(_PAGE)
+        else:
+            command_line(words)
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except SystemExit as stop:
@@ -61,24 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         return _say(error, error.code)
     return 0
-
-
-def _main(words: list[str]) -> None:
-    if "--version" in words:
-        print(f"catnat {__version__}")
-        return
-    if not words or words in (["-h"], ["--help"]):
-        print(_PAGE)
-        return
-    line = _read(words)
-    typed_names = [name.rpartition(".")[2] for name, _ in line.options]
-    if ("help", None) in line.options:
-        print(_PAGE)
-    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first_rank and not {"help", "print_config"}.intersection(typed_names):
-        head = f" with {line.head}" if line.head else ""
-        print(f"{line.command} {line.model}{head}: loading PyTorch ...", flush=True)
-    _run(line, "end")
 
 
 def command_line(words: list[str], until: str = "end") -> Any:
@@ -92,27 +79,28 @@ def command_line(words: list[str], until: str = "end") -> Any:
     Raises:
         UsageError: a ValueError of one line.
     """
-    return _run(_read(words), until)
-
-
-def _read(words: list[str]) -> CommandLine:
     try:
-        return read_command_line(words)
-    except ValueError as error:
+        line = read_command_line(words)
+        if until == "end":
+            _announce(line)
+        if line.model in RL_MODELS:
+            cli = import_module("catnat.cli.rl").RLCLI
+        else:
+            cli = import_module("catnat.cli.lightning").CatnatCLI
+    except (ValueError, ModuleNotFoundError) as error:
         raise UsageError(error) from error
+    return cli(line, until)
 
 
-def _run(line: CommandLine, until: str) -> Any:
-    if line.model in RL_MODELS:
-        return _module("catnat.cli.rl").RLCLI(line, until)
-    return _module("catnat.cli.lightning").CatnatCLI(line, until)
-
-
-def _module(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise UsageError(error) from error
+def _announce(line: CommandLine) -> None:
+    """Say what will be done, before imports take seconds."""
+    typed_names = {name for name, _ in line.options}
+    if "help" in typed_names:
+        print(_PAGE)
+    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first_rank and not typed_names & {"help", "print_config"}:
+        head = f" with {line.head}" if line.head else ""
+        print(f"{line.command} {line.model}{head}: loading PyTorch ...", flush=True)
 
 
 def _say(message: object, code: int) -> int:

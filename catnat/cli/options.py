@@ -13,38 +13,47 @@ from catnat.checks import did_you_mean, require_choice
 
 COMMANDS = ("fit", "validate", "test", "predict")
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
-MODELS = {
-    "vae": "catnat.lit_modules.DiscreteVAE",
-    "mlp-vae": "catnat.lit_modules.MLPDiscreteVAE",
-    "gsl": "catnat.lit_modules.GraphStructureLearner",
-    "ppo": "catnat.cli.rl.PPO",
-    "a2c": "catnat.cli.rl.A2C",
-}
-RL_MODELS = ("ppo", "a2c")
 DATA = {
     "mnist": "catnat.datamodules.MNISTDataModule",
     "fashion-mnist": "catnat.datamodules.FashionMNISTDataModule",
     "kmnist": "catnat.datamodules.KMNISTDataModule",
     "community-graph": "catnat.datamodules.CommunityGraphDataModule",
 }
-# The data that a model can learn from; the first is the default.
 IMAGES = ("mnist", "fashion-mnist", "kmnist")
-DATA_OF = {"vae": IMAGES, "mlp-vae": IMAGES, "gsl": ("community-graph",)}
-# Defaults of a run for which nobody gives a length, by model and device.
-_GRAPHS = {"trainer.max_steps": 5_000}
-_GAMES = {"accelerator": {"trainer.total_steps": 8_000_000}, "cpu": {"trainer.total_steps": 30_000}}
-LENGTHS: dict[str, dict[str, dict[str, Any]]] = {
-    "vae": {
-        "accelerator": {"trainer.max_steps": 60_000},
-        "cpu": {"trainer.max_steps": 2_000, "model.nll_samples": 64},
-    },
-    "gsl": {"accelerator": _GRAPHS, "cpu": _GRAPHS},
-    "ppo": _GAMES,
-    "a2c": _GAMES,
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What belongs to a model.
+
+    Args:
+        path: of its class.
+        data: names of data that it can learn from; the first is the default.
+        steps: the length of a run for which nobody gives one.
+        steps_on_cpu: the same on a CPU.
+        defaults: options that differ from the defaults of the classes.
+    """
+
+    path: str
+    data: tuple[str, ...] = ()
+    steps: int = 60_000
+    steps_on_cpu: int = 2_000
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+MODELS = {
+    "vae": Recipe("catnat.lit_modules.DiscreteVAE", IMAGES),
+    "mlp-vae": Recipe(
+        "catnat.lit_modules.MLPDiscreteVAE",
+        IMAGES,
+        defaults={"data.variant": "stochastic", "data.batch_size": 128},
+    ),
+    "gsl": Recipe("catnat.lit_modules.GraphStructureLearner", ("community-graph",), 5_000, 5_000),
+    "ppo": Recipe("catnat.cli.rl.PPO", (), 8_000_000, 30_000),
+    "a2c": Recipe("catnat.cli.rl.A2C", (), 8_000_000, 30_000),
 }
-# Other defaults of the options of data, by model.
-DATA_DEFAULTS = {"mlp-vae": {"data.variant": "stochastic", "data.batch_size": 128}}
-# Options that name what a run consists of, by every name they have.
+RL_MODELS = ("ppo", "a2c")
+# Options that say what a run consists of, by every name they have.
 _CHOICES = {
     "model": "model.class_path",
     "head": "model.head",
@@ -63,7 +72,7 @@ class CommandLine:
         command: one of ``COMMANDS``.
         model: a name of ``MODELS``, or the path of a class.
         head: its name; None for the model's default.
-        data: the path of a class; None for the model's default.
+        data: a name of ``DATA``, or the path of a class; None for the model's default.
         root: the folder of all runs.
         ckpt_path: the checkpoint to resume or to test.
         record: the options of the run that the checkpoint belongs to, a file.
@@ -84,11 +93,6 @@ class CommandLine:
     imports: list[str] = field(default_factory=list)
     options: list[tuple[str, str | None]] = field(default_factory=list)
     in_files: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model_path(self) -> str:
-        """The path of the model's class."""
-        return MODELS.get(self.model, self.model)
 
 
 def read_command_line(argv: list[str]) -> CommandLine:
@@ -111,25 +115,19 @@ def read_command_line(argv: list[str]) -> CommandLine:
             line.imports.append(str(value))
         else:
             line.options.append((name, value))
-    files = [read_options(path) for path in line.configs]
-    choices = _merge(*files, typed_choices)
-    if wanted := choices.get("ckpt_path"):
-        model = _short_name(choices.get("model.class_path", line.model))
-        home = Path(choices.get("trainer.default_root_dir") or line.root, model)
-        line.ckpt_path = find_checkpoint(home, choices.get("model.head"), wanted)
-        line.record = record_of(line.ckpt_path)
-        if line.record:
-            files.insert(0, read_options(str(line.record)))
-            choices = _merge(*files, typed_choices)
-    line.in_files = _merge(*files)
-    for options in files:
-        modules = options.get("import") or []
-        line.imports += [modules] if isinstance(modules, str) else modules
-    line.model = _short_name(choices.get("model.class_path", line.model))
-    line.head = choices.get("model.head")
-    line.root = choices.get("trainer.default_root_dir") or line.root
+    for path in line.configs:
+        line.in_files |= read_options(path)
+    _choose(line, line.in_files | typed_choices)
+    if wanted := typed_choices.get("ckpt_path") or line.in_files.get("ckpt_path"):
+        line.ckpt_path = find_checkpoint(Path(line.root, line.model), line.head, wanted)
+        record = line.ckpt_path.parent.parent / "config.yaml"
+        if line.ckpt_path.parent.name == "checkpoints" and record.is_file():
+            line.record = record
+            line.in_files = read_options(str(record)) | line.in_files
+            _choose(line, line.in_files | typed_choices)
+    modules = line.in_files.get("import") or []
+    line.imports += [modules] if isinstance(modules, str) else modules
     _check_names(line)
-    line.data = _data_path(choices.get("data.class_path"), line.model)
     return line
 
 
@@ -147,45 +145,33 @@ def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
         else:
             raise ValueError(f"unrecognized arguments: {word}")
     for name, typed_value in pairs:
-        if not typed_value and name.rpartition(".")[2] not in _WITHOUT_VALUE:
+        if not typed_value and name not in _WITHOUT_VALUE:
             raise ValueError(f"--{name} needs a value")
     return pairs
 
 
-def _merge(*options: dict[str, Any]) -> dict[str, Any]:
-    """Options of several files, of which later ones count."""
-    return {name: value for each_file in options for name, value in each_file.items()}
-
-
-def _short_name(path: str) -> str:
-    """The short name of a model, where it has one."""
-    return next((name for name in MODELS if MODELS[name] == path), path)
+def _choose(line: CommandLine, choices: dict[str, Any]) -> None:
+    """Set what the run consists of; folders and records have no alias of a head."""
+    path = choices.get("model.class_path", line.model)
+    line.model = next((name for name in MODELS if MODELS[name].path == path), path)
+    line.head = (choices.get("model.head") or "").removeprefix("catnat-") or None
+    line.data = choices.get("data.class_path")
+    line.root = choices.get("trainer.default_root_dir") or line.root
 
 
 def _check_names(line: CommandLine) -> None:
-    """Check the names of model and head; heads that are defined elsewhere are not known yet."""
+    """Check the names of model, head and data; heads that modules define are not known yet."""
     if "." not in line.model:
         require_choice((*MODELS, "or my_module.MyVAE"), model=line.model)
     defined_elsewhere = line.imports or line.model not in MODELS or "torch" in sys.modules
     if line.head and not defined_elsewhere:
-        require_choice(HEADS, head=line.head.removeprefix("catnat-"))
-
-
-def _data_path(data: str | None, model: str) -> str | None:
-    """The path of the data's class; names of data are checked."""
-    if model in RL_MODELS:
-        if data is not None:
-            raise ValueError(f"--data {data}: {model} plays in environments; see --env")
-        return None
-    if data is not None and "." not in data:
-        require_choice((*DATA_OF.get(model, tuple(DATA)), "or my_module.MyData"), data=data)
-    return DATA.get(data or "", data)
-
-
-def record_of(ckpt_path: Path) -> Path | None:
-    """The config.yaml of the run that a checkpoint file belongs to, None if it belongs to none."""
-    record = ckpt_path.parent.parent / "config.yaml"
-    return record if ckpt_path.parent.name == "checkpoints" and record.is_file() else None
+        require_choice(HEADS, head=line.head)
+    if line.data and line.model in RL_MODELS:
+        raise ValueError(f"--data {line.data}: {line.model} plays in environments; see --env")
+    if line.data and "." not in line.data:
+        names = MODELS[line.model].data if line.model in MODELS else tuple(DATA)
+        require_choice((*names, "or my_module.MyData"), data=line.data)
+        line.data = DATA[line.data]
 
 
 def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
@@ -200,10 +186,9 @@ def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
         if not Path(wanted).is_file():
             raise ValueError(f"there is no checkpoint {wanted!r}; give a file, last or best")
         return Path(wanted)
-    folder = head.removeprefix("catnat-") if head else "*"  # folders have no alias
-    checkpoints = list(home.glob(f"{folder}/version_*/checkpoints/{wanted}.ckpt"))
+    checkpoints = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
     if not checkpoints:
-        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / folder}")
+        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / (head or '*')}")
     return max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -215,15 +200,9 @@ def read_options(path: str) -> dict[str, Any]:
         config = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or isinstance(config.get("model"), str):
         raise ValueError(f"--config {path} should read like what --print_config prints")
-    options = flat(config)
-    for group, paths in (("model", MODELS), ("data", DATA)):
-        if name := options.pop(group, None):
-            if name in paths:
-                raise ValueError(f"config files need class_path: {paths[name]}, not {name}")
-            options[f"{group}.class_path"] = name
-    return options
+    return flat(config)
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -247,7 +226,7 @@ def command_words() -> str:
     return "catnat" if Path(sys.argv[0]).stem == "catnat" else "python train.py"
 
 
-def load(path: str, option: str = "") -> Any:
+def load(path: str, option: str) -> Any:
     """The object behind a path such as my_module.MyVAE, also in the working directory.
 
     Args:
@@ -255,8 +234,6 @@ def load(path: str, option: str = "") -> Any:
         option: that asks for it, for the message where there is none.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"{option} {path}: give the path of a class, such as my_module.{name}")
     module = import_module(module_name, f"{option} {path}")
     if not hasattr(module, name):
         close = did_you_mean(name, vars(module))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
-from inspect import signature
 from traceback import extract_tb
 from typing import Any, ClassVar, TypedDict
 
@@ -33,8 +32,8 @@ from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.folder import begin
-from catnat.cli.options import LENGTHS, load
-from catnat.cli.run import RunCLI, arguments, short_names
+from catnat.cli.options import Recipe
+from catnat.cli.run import RunCLI
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 from catnat.sb3.algorithms import load_state
@@ -208,21 +207,14 @@ class RLCLI(RunCLI):
 
     # -- from words to objects -----------------------------------------------------------------
 
-    def find_classes(self) -> None:
-        """Find the class of the algorithm."""
-        self.algorithm: type[Algorithm] = load(self.line.model_path, "--model")
-        self.groups = {
-            "model": self.algorithm,
+    def find_groups(self) -> dict[str, Any]:
+        """The algorithm, and what makes environments, training and monitor."""
+        return {
+            "model": self.model_type,
             "data": make_env,
             "trainer": Training,
             "fisher": FisherMonitorSB3,
         }
-        of_model = arguments(self.algorithm, _UNUSED)
-        of_data = arguments(make_env, _RUN_ARGUMENTS)
-        self.full_names = short_names(of_model, of_data, arguments(Training))
-        self.full_names |= dict.fromkeys(("max_steps", "trainer.max_steps"), "trainer.total_steps")
-        self.full_names["net_arch"] = "model.policy_kwargs.net_arch"
-        self.lengths = LENGTHS[self.line.model]
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the groups of options."""
@@ -231,24 +223,12 @@ class RLCLI(RunCLI):
         parser.add_class_arguments(Training, "trainer")
         parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
-    def show_help(self, group: str, path: str | None = None) -> None:
-        """Print the options of a group, or of all, and the defaults by environment."""
-        recipes = {"Atari games": self.algorithm.atari, "other games": self.algorithm.not_atari}
-        for games, recipe in recipes.items():
-            if recipe:
-                values = ", ".join(f"{name} {value}" for name, value in recipe.items())
-                print(f"\nDefaults for {games}, in place of those below: {values}")
-        print("Evaluations sample actions in Atari games, elsewhere they take the likeliest.")
-        super().show_help(group, path)
-
     def defaults(self) -> dict[str, Any]:
         """Defaults that depend on the environment."""
-        algorithm = self.algorithm
-        default_env = signature(make_env).parameters["env"].default
-        atari = is_atari(self.chosen_options.get("data.env", default_env))
+        algorithm = self.model_type
+        atari = is_atari(self.chosen_options.get("data.env", self.page.get_default("data.env")))
         if not atari:
-            length = {"trainer.total_steps": 50_000}
-            self.lengths = {"accelerator": length, "cpu": length}
+            self.recipe = Recipe(self.recipe.path, steps=50_000, steps_on_cpu=50_000)
         recipe = algorithm.atari if atari else algorithm.not_atari
         options = {f"model.{name}": value for name, value in recipe.items()}
         options["trainer.eval_deterministic"] = not atari
@@ -265,22 +245,34 @@ class RLCLI(RunCLI):
         options = config.model.init_args
         require_at_least(1, total_steps=config.trainer.total_steps)
         rollout = max(options.n_steps * config.data.num_envs, 1)
+        if self.line.command == "fit" and config.trainer.total_steps <= self.began - rollout:
+            raise ValueError(
+                f"the checkpoint has {self.began} steps already, more than --total_steps "
+                f"{config.trainer.total_steps}"
+            )
         if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
-        if self.algorithm.every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
+        every = self.model_type.every
+        if every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
             tenth = config.trainer.total_steps // rollout // 10
-            config.fisher.every_n_rollouts = max(1, min(self.algorithm.every, tenth))
+            config.fisher.every_n_rollouts = max(1, min(every, tenth))
 
     def build(self) -> None:
         """Make environments, model and callbacks."""
-        objects = self.parser.instantiate(self.config)
+        config = self.config
+        objects = self.parser.instantiate(config)
         self.training = training = objects.trainer
         self.fisher = objects.fisher
-        self.seed = self.config.seed_everything
-        self._check_seed_and_length()
+        self.seed = config.seed_everything
+        atari = is_atari(config.data.env)
+        if isinstance(self.seed, bool):
+            raise ValueError("--seed false: a run needs a seed")
+        if atari:  # the emulator's seeds have 31 bits; refused now, not when everything is trained
+            largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, config.data.num_envs)
+            require_within(0, largest, "[)", seed=self.seed)
         options = yaml.safe_load(self.options)
         self.hparams = options["model"]["init_args"] | options["data"]
-        self.title += f" on {self.config.data.env}"
+        self.title += f" on {config.data.env}"
         self.env = self._environments()
         if isinstance(self.env.observation_space, spaces.Dict):
             policy = "MultiInputPolicy"
@@ -306,14 +298,14 @@ class RLCLI(RunCLI):
             load_state(self.model, self.checkpoint)
             self.fisher.load_state_dict(self.checkpoint["fisher"])
             self.env.seed(self.seed + self.step)  # not the games that the run began with
-        env_kwargs = dict(self.config.data.env_kwargs or {})
-        is_limited = is_atari(self.config.data.env) or self.env.env_is_wrapped(TimeLimit)[0]
+        env_kwargs = dict(config.data.env_kwargs or {})
+        is_limited = atari or self.env.env_is_wrapped(TimeLimit)[0]
         if not is_limited:
             env_kwargs["max_episode_steps"] = _LONGEST_GAME
         num_envs = min(training.eval_games, _MOST_EVALUATED)
         eval_env = self._environments(num_envs=num_envs, env_kwargs=env_kwargs)
         self.eval_env = OnPolicyAlgorithm._wrap_env(eval_env, 0)  # as the model wraps its own
-        save_every = self.config.save_every
+        save_every = config.save_every
         if save_every is None:
             save_every = max(25_000, steps // 100)
         require_at_least(1, save_every=save_every)
@@ -336,20 +328,6 @@ class RLCLI(RunCLI):
             self.callback.best_mean_reward = self.checkpoint["best"]
             self.callback.evaluated_step = self.checkpoint.get("evaluated", self.began)
         self.callback.model = self.model
-
-    def _check_seed_and_length(self) -> None:
-        """Refuse what would fail, or do nothing, when everything is trained."""
-        if isinstance(self.seed, bool):
-            raise ValueError("--seed false: a run needs a seed")
-        if is_atari(self.config.data.env):  # the emulator's seeds have 31 bits
-            largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, self.config.data.num_envs)
-            require_within(0, largest, "[)", seed=self.seed)
-        rollout = self.config.model.init_args.n_steps * self.config.data.num_envs
-        if self.line.command == "fit" and self.training.total_steps <= self.began - rollout:
-            raise ValueError(
-                f"the checkpoint has {self.began} steps already, more than --total_steps "
-                f"{self.training.total_steps}"
-            )
 
     def _environments(self, **changes: Any) -> VecEnv:
         """Environments with the options of the command line; with changes, for evaluations."""
@@ -383,7 +361,7 @@ class RLCLI(RunCLI):
             model.learn(
                 max(training.total_steps - model.num_timesteps, 0),
                 CallbackList(callbacks),
-                log_interval=self.algorithm.every,
+                log_interval=self.model_type.every,
                 reset_num_timesteps=False,
                 progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
             )

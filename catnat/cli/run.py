@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,20 +17,29 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.files import load_checkpoint
 from catnat.callbacks.signals import Stopped
+from catnat.checks import require_choice
 from catnat.cli.end_of_run import show_metrics, silence
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
-from catnat.cli.options import DATA, MODELS, CommandLine, command_words, flat, import_module, load
+from catnat.cli.options import (
+    MODELS,
+    CommandLine,
+    Recipe,
+    command_words,
+    flat,
+    import_module,
+    load,
+)
 from catnat.head import REGISTRY
-from catnat.heads import head_names, head_option_names, make_head
+from catnat.heads import head_names
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_str(kind.value))
 
 Until = Literal["options", "objects", "end"]
 
-_LENGTHS = ("max_steps", "total_steps", "max_epochs", "max_time")
-_NO_LENGTH = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
+# Options that give a run its length, and their values where another one gives it.
+_LENGTHS = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
 # Options that a resumed run cannot change.
 _FIXED = (
     "model.class_path.",
@@ -64,32 +73,35 @@ class RunCLI(LightningCLI):
 
     in_checkpoints: ClassVar[set[str]]  # names that every checkpoint has
     cli_options: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
-    groups: dict[str, Any]  # classes and functions that have the options of a group
     hidden: ClassVar[dict[str, set[str]]] = {}  # arguments that are not options, by group
-    full_names: dict[str, str]  # of options, by their short ones
-    lengths: dict[str, dict[str, Any]]  # defaults of a run without a length, by device
     in_batches = False  # whether everything is built, and batches are computed
 
     def __init__(self, line: CommandLine, until: Until = "end") -> None:
         self.line = line
         self.until = until
-        self.full_names = {}
         self.metrics: dict[str, Any] = {}
+        self.remark = ""
         self.changeable: set[str] = set()  # options that a resumed run can change nevertheless
+        self.full_names: dict[str, str] = {}  # of options, by their short ones
+        self.option_names: set[str] = set()  # full ones
         try:
             silence()
             for module in line.imports:
                 import_module(module)
             self.checkpoint = load_checkpoint(line.ckpt_path) if line.ckpt_path else {}
             self.began = self.checkpoint.get("global_step", 0)
-            self.find_classes()
-            self.typed_options = full_options(line.options, self.full_names)
+            path = MODELS[line.model].path if line.model in MODELS else line.model
+            self.model_type = load(path, "--model")
+            self.recipe = self._find_recipe(path)
+            self.groups = self.find_groups()
+            self._add_names()
+            self.typed_options = [(self._full_name(*option), option[1]) for option in line.options]
             self.chosen_options = line.in_files | dict(self.typed_options)
             super().__init__(
                 save_config_callback=None,
                 seed_everything_default=0,
                 parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
-                args=self._words(),
+                args=self._words(path),
                 run=False,
                 load_from_checkpoint_support=False,
                 **self.cli_options,
@@ -99,20 +111,21 @@ class RunCLI(LightningCLI):
         except Exception as error:
             if self.in_batches or isinstance(error, BrokenPipeError):
                 raise
-            raise UsageError(error, self._option_names(), self.full_names) from error
+            names = [*self.full_names, *self.option_names]
+            raise UsageError(error, names, self.full_names) from error
         finally:
             if until == "end":
                 self.close()
 
     # -- what a subclass says ------------------------------------------------------------------
 
-    def find_classes(self) -> None:
-        """Find the classes that the names of the command line mean."""
+    def find_groups(self) -> dict[str, Any]:
+        """The classes and functions that have the options of a group."""
         raise NotImplementedError
 
     def defaults(self) -> dict[str, Any]:
         """Defaults of this model and these data, by full name."""
-        return {}
+        return self.recipe.defaults
 
     def complete_options(self) -> None:
         """Set options that follow from others, in ``config``."""
@@ -124,28 +137,89 @@ class RunCLI(LightningCLI):
 
     # -- from words to options -----------------------------------------------------------------
 
-    def _words(self) -> list[str]:
+    def _find_recipe(self, path: str) -> Recipe:
+        """The recipe of the model, or of the nearest of our models that it is a subclass of."""
+        recipes = {recipe.path.rpartition(".")[2]: recipe for recipe in MODELS.values()}
+        for base in getattr(self.model_type, "__mro__", ()):
+            if base.__name__ in recipes and base.__module__.startswith("catnat."):
+                return recipes[base.__name__]
+        return Recipe(path)
+
+    def _add_names(self) -> None:
+        """Find the names of all options, for the page of help, too."""
+        self.page = ArgumentParser(usage=f"{command_words()} --model MODEL ...", add_help=False)
+        short_names: dict[str, dict[str, str]] = {"model": {}, "data": {}, "trainer": {}}
+        for group, kind in self.groups.items():
+            add: Any = self.page.add_class_arguments
+            if not isinstance(kind, type):
+                add = self.page.add_function_arguments
+            names = add(kind, group, fail_untyped=False, skip=self.hidden.get(group))
+            short_names[group] = {name.partition(".")[2]: name for name in names}
+            self.option_names.update(names)
+        of_model = short_names["model"]
+        of_data = short_names["data"]
+        # An option of the model follows from one of the data: which one, and by which function.
+        derived = {name: (name, None) for name in of_data}
+        derived |= getattr(self.groups.get("data"), "derived_options", {})
+        followers = of_model.keys() & getattr(self.model_type, "options_of_data", ())
+        self.links = {name: derived[name] for name in followers & derived.keys()}
+        self.full_names = {"max_steps": "trainer.total_steps"} | short_names["trainer"]
+        self.full_names |= of_model | of_data | {"seed": "seed_everything"}
+        for name in (of_model.keys() & of_data.keys()) - self.links.keys():
+            del self.full_names[name]  # of two options: write one in full
+
+    def _full_name(self, name: str, value: str | None) -> str:
+        first, dot, option = name.partition(".")
+        first, plus, _ = first.partition("+")
+        # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
+        if first == "optimizer" and (dot or not str(value).islower()):
+            return name
+        return self.full_names.get(first, first) + plus + dot + option
+
+    def _words(self, model_path: str) -> list[str]:
         """Defaults, files and options, in this order, with full names."""
         line = self.line
-        classes = [("model", line.model_path)]
+        classes = [("model", model_path)]
         if line.data:
             classes.append(("data", line.data))
-        typed_names = [name for name, _ in self.typed_options]
         files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
+        typed_names = {name for name, _ in self.typed_options}
         if line.record:
             # A list on the command line replaces that of the resumed run, a length its length.
-            lists = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
-            if set(_NO_LENGTH).intersection(typed_names):
-                lists |= _NO_LENGTH
-            files = [("config", line.record), *lists.items(), *files]
+            replaced = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
+            if typed_names & _LENGTHS.keys():
+                replaced |= _LENGTHS
+            files = [("config", line.record), *replaced.items(), *files]
+        for name, (source, _) in self.links.items():
+            if f"model.{name}" in self.chosen_options:
+                raise ValueError(f"--model.{name} follows from --data.{source}: set that")
         names: list[tuple[str, Any]] = [
             ("trainer.default_root_dir", line.root),
             ("import", json.dumps(line.imports)),
         ]
         if line.head:
-            names.append(("model.head", canonical_head(line.head)))
-        pairs = [*classes, *self.defaults().items(), *files, *classes, *self.typed_options, *names]
+            names.append(("model.head", line.head))
+        defaults = self.defaults() | self._length()
+        defaults = {name: defaults[name] for name in defaults if name in self.option_names}
+        self.page.set_defaults(defaults)
+        pairs = [*classes, *defaults.items(), *files, *classes, *self.typed_options, *names]
         return [f"--{name}" if value is None else f"--{name}={value}" for name, value in pairs]
+
+    def _length(self) -> dict[str, Any]:
+        """The default length, shorter on a CPU, where nobody gives one."""
+        name = "total_steps" if "trainer.total_steps" in self.option_names else "max_steps"
+        lengths = {f"trainer.{name}", *_LENGTHS}
+        if self.line.record or any(self.chosen_options.get(x) is not None for x in lengths):
+            return {}
+        recipe = self.recipe
+        options = self.chosen_options
+        device = options.get("trainer.accelerator") or options.get("trainer.device")
+        if device != "cpu" and torch.accelerator.is_available():
+            return {f"trainer.{name}": recipe.steps}
+        if recipe.steps_on_cpu != recipe.steps:
+            recipe_steps = f"the recipe: --{name} {recipe.steps}"
+            self.remark = f", --{name} {recipe.steps_on_cpu} on this CPU; {recipe_steps}"
+        return {f"trainer.{name}": recipe.steps_on_cpu, "model.nll_samples": 64}
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has."""
@@ -155,46 +229,23 @@ class RunCLI(LightningCLI):
         parser.add_argument("--ckpt_path", type=str | None, default=None, help=checkpoint)
         steps = "steps between checkpoints"
         parser.add_argument("--save_every", type=int | None, default=None, help=steps)
+        self.option_names.update(name.lstrip("-") for name in parser._option_string_actions)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the words, or show the page of help that they ask for."""
-        for name, value in self.typed_options:
-            group, _, last = name.rpartition(".")
-            if last == "help" and group in ("", *self.groups):
-                self.show_help(group, value)
-                raise SystemExit(0)
+        """Parse the words, or show the page of help."""
+        if ("help", None) in self.typed_options:
+            print(re.sub(r".*Path to a configuration file\.\n", "", self.page.format_help()))
+            raise SystemExit(0)
         self.config = parser.parse_args(args)
 
-    def _option_names(self) -> list[str]:
-        names = [*self.full_names, *self.full_names.values()]
-        if hasattr(self, "parser"):
-            names += [name.lstrip("-") for name in self.parser._option_string_actions]
-        return names
-
-    def show_help(self, group: str, path: str | None = None) -> None:
-        """Print the options of a group, or of all.
-
-        Args:
-            group: its name; empty: all groups.
-            path: of another class.
-        """
-        page = ArgumentParser(usage=f"{command_words()} --model MODEL ...", add_help=False)
-        for name in [group] if group else self.groups:
-            kind = self.groups[name]
-            if path:
-                kind = load({**MODELS, **DATA}.get(path, path), f"--{group}.help")
-            add_arguments(page, kind, name, self.hidden.get(name))
-        lines = page.format_help().splitlines()
-        print("\n".join(line for line in lines if not line.endswith("a configuration file.")))
-
     def before_instantiate_classes(self) -> None:
-        """Set the length and the folder; check the run that is resumed."""
+        """Check the options, and the run that is resumed; make the folder of a new run."""
         line = self.line
-        self.remark = self._set_length()
         self.complete_options()
-        self.head = (self.config.model.get("init_args") or {}).get("head")
+        model_options = self.config.model.get("init_args") or {}
+        self.head = model_options.get("head")
         if self.head:
-            check_head_options(self.head, self.config.model.init_args.get("head_options"))
+            check_head_options(self.head, model_options.get("head_options") or {})
         home = Path(line.root, line.model, self.head or "no_head")
         self.folder = RunFolder(home, line.ckpt_path, line.command == "fit")
         self.config.ckpt_path = None  # how the run began, not where it was resumed
@@ -213,32 +264,6 @@ class RunCLI(LightningCLI):
     def build(self) -> None:
         """Build model, data and trainer."""
         super().instantiate_classes()
-
-    def _set_length(self) -> str:
-        """Set the default length, shorter on a CPU; a remark about that."""
-        trainer = self.config.trainer
-        lengths = [name for name in _LENGTHS if trainer.get(name) not in (None, -1)]
-        typed_lengths = {f"trainer.{name}" for name in _LENGTHS} & dict(self.typed_options).keys()
-        if lengths or typed_lengths or self.line.record:
-            return ""
-        device = trainer.get("accelerator") or trainer.get("device")
-        on_cpu = device == "cpu" or not torch.accelerator.is_available()
-        shorter = {}
-        recipe = {}
-        for name, value in self.lengths["cpu" if on_cpu else "accelerator"].items():
-            group, _, option = name.partition(".")
-            options = self.config[group].get("init_args", self.config[group])
-            if option in _LENGTHS or (option in options and name not in self.chosen_options):
-                shorter[option] = value
-                recipe[option] = self.lengths["accelerator"].get(name, options[option])
-                options[option] = value
-        if shorter == recipe or trainer.get("fast_dev_run"):
-            return ""
-        words = [
-            " ".join(f"--{name} {x}" for name, x in options.items())
-            for options in (shorter, recipe)
-        ]
-        return f", {words[0]} on this CPU; the recipe: {words[1]}"
 
     def _changes(self) -> str:
         """A remark about options that differ from those that the resumed run began with.
@@ -318,93 +343,11 @@ class RunCLI(LightningCLI):
             self.folder.close(stepped=self.step > self.began)
 
 
-def canonical_head(name: str) -> str:
-    """The registered name of a head, which may be given by an alias such as catnat-natural."""
-    return name if name in head_names() else make_head(name, 4).name
-
-
-def check_head_options(name: str, options: dict[str, Any] | None) -> None:
+def check_head_options(head: str, options: dict[str, Any]) -> None:
     """Raise an error if an option of a head has a wrong type; the head checks names and ranges."""
+    require_choice(head_names(), head=head)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--mix", type=float)
-    parser.add_class_arguments(REGISTRY[name], fail_untyped=False, skip={"num_categories", "order"})
-    known_options = parser.get_defaults().keys() & (options or {}).keys()
-    parser.parse_object({option: (options or {})[option] for option in known_options})
-
-
-# -- options ---------------------------------------------------------------------------------------
-
-
-def add_arguments(
-    parser: ArgumentParser, of: Any, group: str | None = None, skip: set[str] | None = None
-) -> list[str]:
-    """Add the arguments of a class or a function to a parser, without some; their names."""
-    add: Any = parser.add_class_arguments if isinstance(of, type) else parser.add_function_arguments
-    return list(add(of, group, fail_untyped=False, skip=skip))
-
-
-def arguments(of: Any, skip: set[str] | None = None) -> dict[str, Any]:
-    """Names and defaults of the options of a class or a function, without some."""
-    parser = ArgumentParser()
-    return {name: parser.get_default(name) for name in add_arguments(parser, of, skip=skip)}
-
-
-def short_names(
-    of_model: Iterable[str],
-    of_data: Iterable[str],
-    of_trainer: Iterable[str],
-    links: Mapping[str, str] = {},
-) -> dict[str, str]:
-    """Full names of options by their short ones: max_steps is trainer.max_steps.
-
-    An option of the model or of its data comes before one of the Trainer. A name that both have
-    must be written in full.
-
-    Args:
-        of_model: options of the model.
-        of_data: options of the data.
-        of_trainer: options of the Trainer.
-        links: options of the model that follow from one of the data, by name.
-    """
-    of_model = set(of_model) - links.keys()
-    of_data = set(of_data)
-    full_names = {name: f"trainer.{name}" for name in of_trainer}
-    if "head_options" in of_model:
-        full_names |= {name: f"model.head_options.{name}" for name in head_option_names()}
-    full_names |= {name: f"model.{name}" for name in of_model - of_data}
-    full_names |= {name: f"data.{name}" for name in of_data - of_model}
-    full_names |= {name: f"model.{name} or --data.{name}" for name in of_model & of_data}
-    for target, source in links.items():
-        full_names |= dict.fromkeys((target, f"model.{target}"), f"data.{source}")
-    return full_names | {"seed": "seed_everything"}
-
-
-def full_options(
-    typed_options: list[tuple[str, str | None]], full_names: dict[str, str]
-) -> list[tuple[str, str | None]]:
-    """Options with their full names.
-
-    Raises:
-        ValueError: a name is one of model and data, or follows from another option.
-    """
-    options: dict[str, str | None] = {}
-    pairs = []
-    for typed_name, value in typed_options:
-        name, plus, _ = typed_name.partition("+")
-        is_long = name in full_names or name.startswith("optimizer.")
-        first = name if is_long else name.partition(".")[0]
-        # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
-        if first in full_names and (first != "optimizer" or str(value).islower()):
-            full_name = full_names[first]
-            if " or " in full_name:
-                raise ValueError(f"--{name} is an option of model and data: write --{full_name}")
-            if full_name.startswith("data.") and full_name[5:] != first.removeprefix("model."):
-                raise ValueError(f"--{name} follows from --{full_name}: set that")
-            if name.startswith("model.") and options.get(full_name, value) != value:
-                raise ValueError(
-                    f"--{name} {value} follows from --{full_name} {options[full_name]}"
-                )
-            name = full_name + name.removeprefix(first)
-        options[name] = value
-        pairs.append((name + plus, value))
-    return pairs
+    parser.add_class_arguments(REGISTRY[head], fail_untyped=False, skip={"num_categories", "order"})
+    names = parser.get_defaults().keys() & options.keys()
+    parser.parse_object({name: options[name] for name in names})

@@ -50,7 +50,8 @@ def test_every_head_trains(head, estimator, workspace, capfd):
     ("line", "reason"),
     [
         ("--estimator local", "'score_function', 'local_expectation'"),
-        ("--num_nodes 5", "--num_nodes follows from --data.communities"),
+        ("--model.out_features 1", "follows from --data.out_features: set that"),
+        ("--num_nodes 5", "--model.num_nodes follows from --data.communities"),
         ("--batch_size 5000", "more than the 160 items to train on"),
         ("--val_check_interval 0", "val_check_interval must be at least 1"),
     ],
@@ -62,7 +63,7 @@ def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
 
 
 def test_dimensions_of_data_and_model_are_one(workspace, capsys):
-    options = ["--in_features=3", "--model.out_features=1"]
+    options = ["--in_features=3", "--out_features=1"]
     assert run(*workspace, *options) == 0
     assert last(0)["edge_scores"].shape == (12, 12, 1)
     assert last(0)["predictor.weight"].shape == (3, 1)
@@ -109,10 +110,8 @@ def test_a_resume_that_fails_at_once_leaves_the_record_as_it_was(workspace, monk
 
 OPTIMIZERS = {  # options, and the rate that is used and recorded
     "--optimizer=AdamW": 1e-3,
-    "--optimizer=AdamW --learning_rate=0.5": 0.5,
     "--optimizer=AdamW --optimizer.lr=0.25 --lr_scheduler=StepLR --lr_scheduler.step_size=1": 0.25,
-    "--optimizer=SGD --optimizer.lr=0.25 --learning_rate=0.25": 0.25,
-    "--optimizer=AdamW --optimizer.lr=0.25 --learning_rate=0.5": "differ",
+    "--optimizer=AdamW --learning_rate=0.5": "--learning_rate 0.5 is for the optimizer of the",
     "--optimizer=AdamW --lr_schedule=linear": "--lr_schedule linear is for the optimizer of the",
     "--optimizer=AdamW --psi_learning_rate=0.3": "--psi_learning_rate 0.3 is for the optimizer",
     "--lr_scheduler=StepLR --lr_scheduler.step_size=1": "needs an --optimizer CLASS",
@@ -136,7 +135,7 @@ def test_the_learning_rate_of_the_record_is_used_or_the_option_refused(line, wor
     assert record["optimizer"]["init_args"]["lr"] == rate
     assert record["model"]["init_args"]["learning_rate"] == rate
     assert torch.load(path)["hyper_parameters"]["learning_rate"] == rate
-    assert run("--ckpt_path=last", "--max_steps=7", f"--learning_rate={2 * rate}") == 0
+    assert run("--ckpt_path=last", "--max_steps=7", f"--optimizer.lr={2 * rate}") == 0
     (group,) = torch.load(path)["optimizer_states"][0]["param_groups"]
     assert group["lr"] == pytest.approx(2 * rate)
 

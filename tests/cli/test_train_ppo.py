@@ -58,7 +58,7 @@ WRONG = {
     "--learning_rate 0": "learning_rate must be positive, got 0",
     "--vf_coef .nan": "vf_coef must lie in [0, inf), got nan",
     "--n_steps 0": "n_steps must be at least 1",
-    "--net_arch foo": "Expected a list",
+    "--policy_kwargs.net_arch foo": "Expected a list",
     "--env_kwargs.foo 3": "unexpected keyword argument 'foo'",
     "--batch_size 1": "batch_size",
     "--clip_range -1": "clip_range must be positive, got -1",
@@ -75,12 +75,12 @@ WRONG = {
     "--policy_kwargs {head:\u00a0softmax}": "Unexpected keys: {'head'}",
     "--policy_kwargs.head_options {}": "Unexpected keys: {'head_options'}",
     "--env Breakout --seed 1147483647": "seed must lie in",
-    "--net_arch [0]": "0 does not conform",
-    "--net_arch [-3]": "-3 does not conform",
-    "--net_arch [a]": "base 10: 'a'",
-    "--net_arch [8.5]": "8.5 not an integer",
-    "--net_arch {pi:\u00a0[8],qf:\u00a0[8]}": "Unexpected keys: {'qf'}",
-    "--net_arch {vf:\u00a0abc}": "got abc",
+    "--policy_kwargs.net_arch [0]": "0 does not conform",
+    "--policy_kwargs.net_arch [-3]": "-3 does not conform",
+    "--policy_kwargs.net_arch [a]": "base 10: 'a'",
+    "--policy_kwargs.net_arch [8.5]": "8.5 not an integer",
+    "--policy_kwargs.net_arch {pi:\u00a0[8],qf:\u00a0[8]}": "Unexpected keys: {'qf'}",
+    "--policy_kwargs.net_arch {vf:\u00a0abc}": "got abc",
     "--policy_kwargs.activation_fn torch.nn.ReLo": "'torch.nn' has no attribute 'ReLo'",
     "--target_kl -1": "target_kl must be positive, got -1",
     "--tensorboard_log x": "unrecognized arguments: --tensorboard_log",
@@ -131,7 +131,7 @@ def test_defaults_depend_on_the_environment(capsys):
 
 @pytest.mark.parametrize(
     "option",
-    ["--total_steps=1000", "--max_steps=1000", "--max-steps=1000", "--trainer.max_steps 1000"],
+    ["--total_steps=1000", "--max_steps=1000", "--max-steps=1000", "--trainer.total_steps 1000"],
 )
 def test_steps_go_by_two_names(option, capsys):
     assert run(*option.split(), "--env=CartPole-v1", "--print_config") == 0
@@ -162,7 +162,7 @@ def test_every_head_trains(head, model, capfd):
 def test_options_that_stable_baselines_has(capfd):
     more = [
         "--env_kwargs.sutton_barto_reward=true",
-        "--net_arch={pi: [8, 8], vf: [4]}",
+        "--policy_kwargs.net_arch={pi: [8, 8], vf: [4]}",
         "--target_kl=0.01",
         "--policy_kwargs.ortho_init=false",
         "--policy_kwargs.activation_fn=torch.nn.ReLU",
