@@ -267,27 +267,25 @@ def label_claims() -> Iterator[Claim]:
         numbers = [mean(values(runs, metric)) for metric in ("val/perplexity", "test/perplexity")]
         yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
     numbers = []
-    for text, output, rate in (
-        ("words", "hybrid-4096", "0.008"),
-        ("words", "softmax", "0.008"),
-        ("docs", "hybrid-1024", "0.001"),
-        ("docs", "softmax", "0.0005"),
-        ("words", "adaptive-1", "0.008"),
-        ("docs", "adaptive-2", "0.001"),
+    for text, output, steps in (
+        ("words", "hybrid-4096", 1000),
+        ("words", "softmax", 1000),
+        ("docs", "hybrid-1024", 800),
+        ("docs", "softmax", 800),
+        ("words", "adaptive-1", 1000),
+        ("docs", "adaptive-2", 800),
+        ("docs", "softmax", 427),
     ):
-        where = f"text={text} output={output} rate={rate} steps=1000|800"
-        numbers.append(mean(values(by_seed("language_model/outputs.csv", where), "test")))
+        numbers.append(mean(values(wider.at_best_rate(text, output, steps), "test")))
     text = (
         "Its test perplexity is {} where softmax has {} (32,768 words), and {} where softmax has {}"
     )
     yield Claim("../README.md", text + " (131,072 words).", numbers[:4])
-    yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:])
-    shorter = values(
-        by_seed("language_model/outputs.csv", "text=docs output=softmax steps=427"), "test"
-    )
+    yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:6])
     text = "In the same training time softmax reaches {} there"
-    yield Claim("../README.md", text, [mean(shorter)])
-    step_times = [float(row["ms"]) for row in select("language_model/step_times_h200.csv")]
+    yield Claim("../README.md", text, numbers[6:])
+    times = select("language_model/step_times_h200.csv", text="docs")
+    step_times = [float(row["ms"]) for row in times]
     yield Claim(page, "with the GPU to itself ({}, {} and {} ms)", step_times)
     rows = select("speed/output_layer_frequent_h200.csv", "targets=zipf commit=b6f92d5+")
     faster = {row["layer"]: float(row["times faster"]) for row in rows}

@@ -40,11 +40,6 @@ from scipy import stats
 SOFTMAX = "softmax"
 
 UNTIL = (2500, 5000, 10000)  # steps: the losses of without_noise.yaml are softmax's after these
-EQUAL_TIME = {  # steps that each output does in the time of the fastest one
-    ("docs", "softmax"): "427",
-    ("docs", "adaptive-2"): "646",
-    ("docs", "hybrid-1024"): "800",
-}
 GAMES = ("Asterix", "Breakout", "Seaquest", "SpaceInvaders")
 MODELS = (  # encoder, decoder
     *(("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense")),
@@ -262,33 +257,45 @@ def breakout_and_seaquest() -> Iterator[Claim]:
 
 
 def outputs() -> Iterator[Claim]:
-    """Test perplexity of output layers, each at its best rate by the validation of seed 0."""
+    """Output layers at equal steps; and at equal time, by the milliseconds of a training step."""
     path = "language_model/outputs.csv"
-    for text, steps in (("words", 1000), ("docs", 800)):
-        tuned: dict[str, Row] = {}
-        for row in select(path, f"text={text} steps={steps} seed=0"):
-            best = tuned.get(row["output"], row)
-            tuned[row["output"]] = min(best, row, key=lambda run: float(run["val"]))
-        softmax = 0.0
-        for output, tuned_row in tuned.items():
-            rate = tuned_row["rate"]
-            runs = by_seed(path, f"text={text} steps={steps} output={output} rate={rate}")
-            test = mean(values(runs, "test"))
-            softmax = softmax or test  # the first one
-            numbers = [len(runs), test, 100 * (test / softmax - 1)]
-            numbers += [mean(values(runs, "test_frequent"))]
-            numbers += [round(mean(values(runs, "test_rare")))]
-            cells = " | ".join(["{}"] * len(numbers))
-            sentence = f"| {text} | rate {rate} | {output} | {cells} |"
-            yield Claim("language_model/README.md", sentence, numbers)
-            tests = [
-                float(row["test"])
-                for row in select(path, f"text={text} output={output} rate={rate}")
-                if row["steps"] == EQUAL_TIME.get((text, output))
-            ]
-            if tests:
-                sentence = f"| {text} | equal time | {output} | {{}} | {{}} |"
-                yield Claim("language_model/README.md", sentence, [len(tests), mean(tests)])
+    for text, steps in (("words", 1000), ("pairs", 1000), ("docs", 800)):
+        names = dict.fromkeys(row["output"] for row in select(path, text=text))
+        yield from at_best_rates(text, text, dict.fromkeys(names, steps))
+        times = {
+            row["output"]: float(row["ms"])
+            for row in select("language_model/step_times_h200.csv", text=text)
+        }
+        fewer_steps = {name: int(steps * min(times.values()) / times[name]) for name in times}
+        yield from at_best_rates(text, f"{text}, equal time", fewer_steps)
+
+
+def at_best_rate(text: str, output: str, steps: int) -> Runs:
+    """All seeds of an output, at the rate with the best validation of seed 0."""
+    path = "language_model/outputs.csv"
+    setting = f"text={text} output={output} steps={steps}"
+    first_seed = select(path, f"{setting} seed=0")
+    if not first_seed:
+        return {}
+    best = min(first_seed, key=lambda run: float(run["val"]))
+    return by_seed(path, f"{setting} rate={best['rate']}")
+
+
+def at_best_rates(text: str, label: str, steps_of: dict[str, int]) -> Iterator[Claim]:
+    """Test perplexity, each output at its best rate; softmax first."""
+    softmax = 0.0
+    for output, steps in steps_of.items():
+        runs = at_best_rate(text, output, steps)
+        if not runs:
+            continue
+        rate = runs["0"]["rate"]
+        test = mean(values(runs, "test"))
+        softmax = softmax or test
+        numbers = [len(runs), test, 100 * (test / softmax - 1)]
+        numbers += [mean(values(runs, "test_frequent")), round(mean(values(runs, "test_rare")))]
+        cells = " | ".join(["{}"] * len(numbers))
+        sentence = f"| {label} | {steps} steps, rate {rate} | {output} | {cells} |"
+        yield Claim("language_model/README.md", sentence, numbers)
 
 
 def minatar_returns(head: str, new: bool) -> Returns:

@@ -263,7 +263,7 @@ class Comparison:
         yield from self.tune(searches)
         at_equal_time: Searches = {}
         for output, steps in self.steps_in_equal_time().items():
-            if not self.rates_to_try(output, *searches[output]):
+            if steps < options.steps and not self.rates_to_try(output, *searches[output]):
                 rate = self.best(output, options.steps)  # shorter runs may want a higher one
                 at_equal_time[output] = steps, [rate, 2 * rate]
         yield from self.tune(at_equal_time)
