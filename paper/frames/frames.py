@@ -14,7 +14,7 @@ from catnat.datamodules.loader import InMemoryDataModule
 from catnat.datamodules.mnist import ImageLoader
 from catnat.lit_modules import DiscreteVAE
 
-CHANNELS = (16, 32, 64, 128)  # at 32 x 32, 16 x 16, 8 x 8 and 4 x 4 pixels
+CHANNELS = (8, 16, 32, 64)  # at 32 x 32, 16 x 16, 8 x 8 and 4 x 4 pixels
 FEATURES = CHANNELS[-1] * 4 * 4
 
 torch.backends.cudnn.benchmark = True  # all steps have the same shapes

@@ -1,12 +1,12 @@
-"""Make frames.npz: Atari games that trained agents play, 64 x 64 gray, for the plan frames.
+"""Make frames.npz: frames of Breakout, 64 x 64 gray, for the plan frames.
 
-    python train.py --model ppo --head softmax --env Breakout --num_envs 64 --total_steps 1000000
-    python paper/frames/make_frames.py data/frames.npz runs/ppo/softmax/version_0 --sheet sheet.png
+    python paper/frames/make_frames.py data/frames.npz --sheet sheet.png  # three minutes
 
-Agents sample their actions. One frame in six is kept (24 frames of the emulator), the latest one of
-those that the agent sees, scaled from 84 x 84. Games, not frames, are split into train, val and
-test (8 : 1 : 1 of the games in the order of their beginnings). The seed of games and actions is
-fixed; the frames depend on the agents, and so on the machine that trained them.
+The games are played by a rule, not by a trained agent, so that everyone can make the same data: the
+paddle follows the ball, whose place is read from the console's memory. It aims at another part of
+the paddle after each hit, and sometimes moves at random, so that games differ and are lost. One
+frame in 24 of the emulator is kept and scaled from 210 x 160. Games, not frames, are split into
+train, val and test (8 : 1 : 1). The seeds of the games are their numbers.
 """
 
 from __future__ import annotations
@@ -14,80 +14,93 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import ale_py
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
+from ale_py import Action, ALEInterface, roms
 from PIL import Image
 
-from catnat.datamodules.atari import make_atari_vec_env
-from catnat.sb3 import HeadPPO
-
 SIZE = 64
-NUM_ENVS = 16
-KEPT_EVERY = 6  # steps of the agent
-SEED = 1
-SHOWN = 32  # frames of a part on the sheet
+KEPT_EVERY = 24  # frames of the emulator
+ACTION_FRAMES = 2
+LONGEST = 18_000  # frames of a game: five minutes
 PARTS = ("test", "val", *["train"] * 8)  # of games 0 to 9, 10 to 19, ...
+SHOWN = 32  # frames of a part on the sheet
+BALL_X, BALL_Y, PADDLE_X = 99, 101, 72  # places in the memory; BALL_Y is 0 if there is no ball
+PADDLE_CENTER = 8  # from PADDLE_X
+AIM = 4  # largest distance from the paddle's center
+NEAR = 3  # the paddle rests if the ball is as near as that
+RANDOM = 0.01  # share of actions that begin some random ones, up to LAPSE of them
+LAPSE = 20
+MOVES = (Action.NOOP, Action.LEFT, Action.RIGHT)
+
+
+def play(seed: int) -> tuple[np.ndarray, int]:
+    """Frames of a game, (n, 210, 160), and its score."""
+    emulator = ALEInterface()
+    emulator.setInt("random_seed", seed)
+    emulator.setFloat("repeat_action_probability", 0.0)
+    emulator.loadROM(roms.get_rom_path("breakout"))
+    rng = np.random.default_rng(seed)
+    frames = []
+    score = 0
+    aim = 0
+    num_random = 0  # random actions to come
+    action = Action.NOOP
+    for frame in range(0, LONGEST, ACTION_FRAMES):
+        if emulator.game_over():
+            break
+        memory = emulator.getRAM().astype(int)
+        distance = memory[BALL_X] + aim - memory[PADDLE_X] - PADDLE_CENTER
+        if num_random > 0:
+            num_random -= 1
+        elif rng.random() < RANDOM:
+            num_random = int(rng.integers(LAPSE))
+            action = MOVES[rng.integers(len(MOVES))]
+        elif memory[BALL_Y] == 0:
+            action = Action.FIRE
+        else:
+            direction = 0 if abs(distance) <= NEAR else np.sign(distance)
+            action = (Action.NOOP, Action.RIGHT, Action.LEFT)[direction]
+        reward = sum(emulator.act(action) for _ in range(ACTION_FRAMES))
+        score += reward
+        if reward > 0 or memory[BALL_Y] == 0:
+            aim = int(rng.integers(-AIM, AIM + 1))
+        if frame % KEPT_EVERY == 0:
+            frames.append(emulator.getScreenGrayscale())
+    return np.stack(frames), score
 
 
 def scale(frames: np.ndarray) -> np.ndarray:
-    """Frames (n, 84, 84) to (n, 64, 64)."""
+    """Frames (n, 210, 160) to (n, 64, 64)."""
     images = torch.from_numpy(frames)[:, None].float()
     scaled = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear", antialias=True)
     return scaled[:, 0].round().clamp(0, 255).byte().numpy()
-
-
-def play(run: Path, num_frames: int) -> tuple[np.ndarray, np.ndarray]:
-    """Frames of the games of one agent, (n, 64, 64), and the number of the game of each."""
-    game = yaml.safe_load((run / "config.yaml").read_text())["data"]["env"]
-    agent = HeadPPO.load(run / "checkpoints" / "last.zip", device="cpu")
-    agent.set_random_seed(SEED)
-    env = make_atari_vec_env(game, NUM_ENVS, seed=SEED)
-    observations = env.reset()
-    playing = np.arange(NUM_ENVS)  # the number of the game of each environment
-    num_games = NUM_ENVS
-    scores = []
-    frames: list[np.ndarray] = []
-    games: list[np.ndarray] = []
-    while len(frames) * NUM_ENVS < num_frames:
-        for _ in range(KEPT_EVERY):
-            actions, _ = agent.predict(observations, deterministic=False)
-            observations, _, _, infos = env.step(actions)
-            for i, info in enumerate(infos):
-                if "episode" in info:  # the observation is the first one of the next game
-                    scores.append(info["episode"]["r"])
-                    playing[i] = num_games
-                    num_games += 1
-        frames.append(scale(observations[:, -1]))
-        games.append(playing.copy())
-    env.close()
-    print(f"{game}: {num_games} games, {len(scores)} of them to the end", end="")
-    print(f" with a mean score of {np.mean(scores):.1f}" if scores else "")
-    return np.concatenate(frames)[:num_frames], np.concatenate(games)[:num_frames]
 
 
 def main() -> None:
     """Write the file, and a sheet of frames to look at."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, an agent each")
-    parser.add_argument("--frames", type=int, default=12000, help="of all agents together")
+    parser.add_argument("--games", type=int, default=140, help="at least 10")
     parser.add_argument("--sheet", type=Path, help="a picture of some frames of each part")
     args = parser.parse_args()
+    if args.games < len(PARTS):
+        parser.error(f"--games {args.games}: expected at least {len(PARTS)}, for all parts")
+    ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # it would print its version
     images: dict[str, list[np.ndarray]] = {part: [] for part in sorted(set(PARTS))}
-    for run in args.runs:
-        frames, games = play(run, args.frames // len(args.runs))
-        part_of_frame = np.array(PARTS)[games % len(PARTS)]
-        for part in images:
-            images[part].append(frames[part_of_frame == part])
-    parts = {part: np.concatenate(lists) for part, lists in images.items()}
-    if min(map(len, parts.values())) < SHOWN:
-        parser.error(f"{args.frames} frames are too few: a part has less than {SHOWN}")
+    scores = []
+    for number in range(args.games):
+        frames, score = play(number)
+        images[PARTS[number % len(PARTS)]].append(scale(frames))
+        scores.append(score)
+    parts = {part: np.concatenate(games) for part, games in images.items()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(args.output, **parts)
     for part, frames in parts.items():
-        print(f"{part}: {len(frames)} frames")
+        print(f"{part}: {len(images[part])} games, {len(frames)} frames")
+    print(f"scores from {min(scores)} to {max(scores)}, mean {np.mean(scores):.1f}")
     if args.sheet:
         shown = [frames[:: len(frames) // SHOWN][:SHOWN] for frames in parts.values()]
         rows = [np.concatenate(list(row), 1) for part in shown for row in np.split(part, 2)]

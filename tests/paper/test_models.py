@@ -167,44 +167,14 @@ def test_the_vae_agrees_with_the_one_in_plain_torch():
         assert metrics["test/elbo"] == pytest.approx(elbo, abs=0.2)
 
 
-class CountedGames:
-    """Two environments; games last 9 or 13 steps, and their number is the gray of their frames."""
-
-    def reset(self):
-        self.steps = 0
-        self.games = np.array([0, 1])
-        return self.observations()
-
-    def observations(self):
-        return np.broadcast_to(self.games[:, None, None, None], (2, 4, 84, 84)).astype(np.uint8)
-
-    def step(self, actions):
-        self.steps += 1
-        infos = [{}, {}]
-        for i, length in enumerate((9, 13)):
-            if self.steps % length == 0:
-                infos[i] = {"episode": {"r": 1.0}}
-                self.games[i] = self.games.max() + 1
-        return self.observations(), None, None, infos
-
-    def close(self):
-        pass
-
-
 def test_frames_of_a_game_are_in_one_part_and_a_vae_takes_them(monkeypatch, tmp_path):
     program = runpy.run_path(str(PAPER / "frames" / "make_frames.py"))
-    agent = types.SimpleNamespace(
-        set_random_seed=lambda seed: None, predict=lambda *_, **__: (None, None)
-    )
-    stubs = {
-        "NUM_ENVS": 2,
-        "HeadPPO": types.SimpleNamespace(load=lambda *_, **__: agent),
-        "make_atari_vec_env": lambda *_, **__: CountedGames(),
-    }
-    for name, stub in stubs.items():
-        monkeypatch.setitem(program["play"].__globals__, name, stub)
-    (tmp_path / "config.yaml").write_text("data: {env: Breakout}")
-    words = ["make_frames.py", str(tmp_path / "frames.npz"), str(tmp_path), "--frames", "400"]
+
+    def short_game(number):  # its frames have its number as their gray
+        return np.full((2 + number % 3, 210, 160), number, np.uint8), 1
+
+    monkeypatch.setitem(program["main"].__globals__, "play", short_game)
+    words = ["make_frames.py", str(tmp_path / "frames.npz"), "--games", "40"]
     monkeypatch.setattr(sys, "argv", words)
     program["main"]()
 
@@ -212,12 +182,18 @@ def test_frames_of_a_game_are_in_one_part_and_a_vae_takes_them(monkeypatch, tmp_
     data = module["Frames"](str(tmp_path), batch_size=20)
     data.setup()
     games = {part: set(images.unique().tolist()) for part, images in data.images.items()}
-    assert sum(map(len, data.images.values())) == 400
-    assert len(set.union(*games.values())) == sum(map(len, games.values())) > 80
-    for part, remainders in (("test", {0}), ("val", {1}), ("train", set(range(2, 10)))):
-        assert {game % 10 for game in games[part]} == remainders
+    assert games["test"] == {0, 10, 20, 30} and games["val"] == {1, 11, 21, 31}
+    assert games["train"] == set(range(40)) - games["test"] - games["val"]
 
     model = module["FrameVAE"]("sigmoid", 3, 4)
     batch = next(iter(data.train_dataloader()))
     assert batch.shape == model.reconstruct(batch).shape == (20, 1, 64, 64)
     assert model.step_loss(batch).isfinite()
+
+
+def test_the_player_of_the_frames_follows_the_ball(monkeypatch):
+    program = runpy.run_path(str(PAPER / "frames" / "make_frames.py"))
+    monkeypatch.setitem(program["play"].__globals__, "LONGEST", 2400)
+    frames, score = program["play"](2)
+    assert frames.shape == (100, 210, 160)
+    assert score > 8  # random play has 1 to 2 in a whole game
