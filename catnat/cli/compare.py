@@ -134,15 +134,10 @@ def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
     """Draw the mean curve of each group, and one standard deviation around it."""
     from catnat.sweeps import figures
 
-    figure, (axes,) = figures.panels([""], 5.0, 3.5)
-    for number, (key, rows) in enumerate(groups.items()):
+    panel: figures.Panel = {}
+    for key, rows in groups.items():
         if any("folder" not in row.about for row in rows):
             raise ValueError("--plot needs folders of runs; rows have no curves")
-        curves = [figures.read_curve(Path(row.about["folder"]), tag) for row in rows]
         label = ", ".join(map(" ".join, zip(names, key, strict=True)))
-        figures.draw_curves(axes, curves, label, f"C{number}")
-    if not axes.lines:
-        raise ValueError(f"no run has curves of {tag}")
-    axes.set(xlabel="step", ylabel=tag)
-    axes.legend(frameon=False)
-    figures.save(figure, path)
+        panel[label] = [figures.read_curve(Path(row.about["folder"]), tag) for row in rows]
+    figures.draw({"": panel}, tag, path)

@@ -6,7 +6,6 @@ catnat figures plan.yaml --tag val/elbo         # from the event files in the fo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from catnat.sweeps.sweep import Sweep, plan_parser
-from catnat.sweeps.tables import Cell, cells_of, words_of
+from catnat.sweeps.tables import cells_of, words_of
 
 COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
     "softmax": "#0072B2",
@@ -28,7 +26,6 @@ COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gra
     "sigmoid": "#009E73",
     "natural": "#D55E00",
 }
-_OTHER_COLORS = ("#CC79A7", "#56B4E9", "#000000", "#999999")
 _STYLE: dict[Any, Any] = {
     "font.size": 8.5,
     "axes.axisbelow": True,
@@ -39,6 +36,7 @@ _STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,  # text stays text
 }
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
+Panel = dict[str, list[Curve]]  # by label
 
 
 def main(words: list[str]) -> int:
@@ -49,71 +47,50 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     sweep = Sweep(args.plans[0], args)
     plan = sweep.plan
+    panels: dict[str, Panel] = {}
+    for cell in cells_of(plan, sweep.rows()):
+        common = {name: value for name, value in cell.options.items() if name != "head"}
+        head = str(cell.options.get("head", ""))
+        curves = [read_curve(sweep.folder / run.name, args.tag) for run in cell.runs]
+        panels.setdefault(words_of(plan, common), {})[head] = curves
     name = "_".join([*plan.label.split(", scale "), *args.tag.split("/")])
-    with plt.rc_context(_STYLE):
-        figure = draw(sweep, args.tag)
-        save(figure, args.out / f"{name}.png", args.out / f"{name}.pdf")
+    draw(panels, args.tag, args.out / f"{name}.png", args.out / f"{name}.pdf")
     return 0
 
 
-def draw(sweep: Sweep, tag: str) -> Figure:
-    """The curves of the final runs of a plan."""
-    plan = sweep.plan
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells_of(plan, sweep.rows()):
-        common = {name: x for name, x in cell.options.items() if name != "head"}
-        groups.setdefault(words_of(plan, common), []).append(cell)
-    figure, axes = panels(groups, 2.7, 2.3)
-    heads = [str(cell.options.get("head", "")) for cells in groups.values() for cell in cells]
-    for panel, cells in zip(axes, groups.values(), strict=True):
-        for cell in cells:
-            seeds = [] if cell.settings is None else plan.final_seeds
-            runs = [plan.run(cell.options, cell.settings or {}, seed, "final") for seed in seeds]
-            curves = [read_curve(sweep.folder / run.name, tag) for run in runs]
-            head = str(cell.options.get("head", ""))
-            draw_curves(panel, curves, head, color(head, heads))
-    if not any(panel.lines for panel in axes):
-        raise ValueError(f"no run of {plan.name} under {sweep.folder} has {tag}")
-    lines = {str(line.get_label()): line for panel in axes for line in panel.lines}
-    figure.legend(lines.values(), lines, loc="outside upper center", ncols=4, frameon=False)
-    figure.supxlabel("step")
-    figure.supylabel(tag)
-    return figure
-
-
-def save(figure: Figure, *paths: Path) -> None:
-    """Write a figure to files, and print their names."""
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
-        print(path)
-    plt.close(figure)
-
-
-def color(head: str, heads: Iterable[str] = ()) -> str:
-    """The color of a head; ``sigmoid-x`` has that of sigmoid, other heads get what is left."""
-    head = next((name for name in COLORS if head.startswith(f"{name}-")), head)
-    other_heads = [name for name in dict.fromkeys(heads) if name not in COLORS]
-    place = other_heads.index(head) if head in other_heads else 0
-    return COLORS.get(head) or _OTHER_COLORS[place % len(_OTHER_COLORS)]
-
-
-def panels(titles: Collection[str], width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each title, four in a row."""
-    columns = min(4, len(titles))
-    rows = math.ceil(len(titles) / columns)
-    size = (width * columns + 0.3, height * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for panel in axes.flat[len(titles) :]:
-        panel.set_visible(False)
-    used = list(axes.flat[: len(titles)])
-    for panel, title in zip(used, titles, strict=True):
-        panel.set_title(title)
-    return figure, used
+def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
+    """Draw panels with titles, four in a row, to files, and print the names of the files."""
+    labels = dict.fromkeys(label for panel in panels.values() for label in panel)
+    colors = {label: COLORS.get(label, f"C{i}") for i, label in enumerate(labels, 4)}
+    columns = min(4, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = (3 * columns + 0.3, 2.5 * rows + 0.5)
+    with plt.rc_context(_STYLE):
+        figure, grid = plt.subplots(
+            rows, columns, figsize=size, squeeze=False, layout="constrained"
+        )
+        lines: dict[str, Any] = {}
+        for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
+            axes.set_title(title)
+            for label, curves in panel.items():
+                draw_curves(axes, curves, label, colors[label])
+            lines |= {line.get_label(): line for line in axes.lines}
+        if not lines:
+            raise ValueError(f"no run has curves of {tag}")
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        figure.legend(lines.values(), lines, loc="outside upper center", ncols=columns)
+        figure.supxlabel("step")
+        figure.supylabel(tag)
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=200)
+            print(path)
+        plt.close(figure)
 
 
 def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None:
-    """The mean of those curves that have points, and one standard deviation around it."""
+    """Draw the mean of those curves that have points, and one standard deviation around it."""
     curves = [curve for curve in curves if len(curve[0])]
     if not curves:
         return
@@ -122,9 +99,9 @@ def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None
     grid = np.linspace(first, last, 200)
     values = np.stack([np.interp(grid, *curve) for curve in curves])
     mean = values.mean(0)
-    dashes = (0, (4, 2)) if label == "natural" else "-"  # shows sigmoid where both coincide
+    dashes = "--" if label == "natural" else "-"  # shows sigmoid where both coincide
     marker = "o" if first == last else ""
-    axes.plot(grid, mean, label=label, linewidth=1.4, marker=marker, color=color, linestyle=dashes)
+    axes.plot(grid, mean, label=label, marker=marker, color=color, linestyle=dashes)
     if len(curves) > 1:
         spread = values.std(0, ddof=1)
         axes.fill_between(grid, mean - spread, mean + spread, color=color, alpha=0.2)

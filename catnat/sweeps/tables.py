@@ -21,7 +21,7 @@ from typing import Any
 
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Options, Plan
-from catnat.sweeps.runs import Row, Rows
+from catnat.sweeps.runs import Row, Rows, Run
 from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
@@ -66,17 +66,17 @@ class Cell:
     Attributes:
         options: of the grid.
         settings: those selected; None while the search is not done.
-        rows: of its final runs, as far as there are any.
-        planned: the number of final runs of the plan.
+        runs: its final runs.
+        rows: of them, as far as there are any.
         notes: what should not be overlooked.
         bold: by metric, whether it is the best or not significantly different.
     """
 
     options: Options
     settings: Options | None
+    runs: list[Run]
     rows: list[Row]
-    planned: int
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     bold: dict[str, bool] = field(default_factory=dict)
 
     def values(self, metric: str) -> list[float]:
@@ -91,11 +91,9 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
     head_options = next((key.split() for key in plan.grid if "head" in key.split()), [])
     for options in plan.cells:
         settings = plan.table_settings(options, rows)
-        done: list[Row | None] = []
-        if settings is not None:
-            runs = [plan.run(options, settings, seed, "final") for seed in plan.final_seeds]
-            done = [rows.find(run) for run in runs]
-        cell = Cell(options, settings, [row for row in done if row], len(plan.final_seeds), [])
+        seeds = [] if settings is None else plan.final_seeds
+        runs = [plan.run(options, settings or {}, seed, "final") for seed in seeds]
+        cell = Cell(options, settings, runs, [row for row in map(rows.find, runs) if row])
         cell.notes += _notes(plan, cell, rows)
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
@@ -198,8 +196,8 @@ def long(plan: Plan, cells: list[Cell]) -> list[list[str]]:
         if cell.settings is None:
             text = MISSING
         count = f"{len(cell.rows)}"
-        if len(cell.rows) < cell.planned:
-            count += f" of {cell.planned}"
+        if len(cell.rows) < len(plan.final_seeds):
+            count += f" of {len(plan.final_seeds)}"
         values = map(str, cell.options.values())
         table.append([*values, *entries, text, count, "; ".join(cell.notes)])
     return table

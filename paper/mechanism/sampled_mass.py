@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import Logger
 from catnat.callbacks import FisherMonitor
 from catnat.datamodules import MNISTDataModule
 from catnat.lit_modules import DiscreteVAE
-from catnat.sweeps.figures import color
+from catnat.sweeps.figures import COLORS
 
 HEADS = ("softmax", "sigmoid", "natural")
 
@@ -77,11 +77,11 @@ def main() -> None:
         logged = train(head, args.steps, args.root)
         shares = logged["fim_sampled/off_diagonal_share"]
         exact = logged["fim/off_diagonal_mass"] ** 2
-        axis.plot(shares, color=color(head), lw=1, label="two draws a row")
+        axis.plot(shares, color=COLORS[head], lw=1, label="two draws a row")
         axis.plot(exact, color="black", lw=1, label="exact")
         axis.set(title=head)
         below.axhline(0, color="black", lw=1)
-        below.plot(shares - exact, color=color(head), lw=1)
+        below.plot(shares - exact, color=COLORS[head], lw=1)
         below.set(xlabel="step")
         print(f"{head:10} mean of sampled - exact {(shares - exact).mean():+.5f}")
     axes[0, 0].set_ylabel("off-diagonal share")
