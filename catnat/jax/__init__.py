@@ -1,4 +1,4 @@
-"""The heads in JAX: the same distributions and options as in torch, as stateless objects.
+"""The heads in JAX: the same distributions as in torch, as stateless objects.
 
 >>> import jax, jax.numpy as jnp
 >>> from catnat.jax import make_head
@@ -15,20 +15,13 @@ float32, in bfloat16 (computed in float32) and, where JAX is told to use it, in 
 """
 
 from catnat.jax.distribution import Categorical
-from catnat.jax.flat_heads import MixedHead, SoftmaxHead, SparsemaxHead, head_names, make_head
+from catnat.jax.flat_heads import head_names, make_head
 from catnat.jax.head import CategoricalHead
-from catnat.jax.tree_heads import CatnatHead, NaturalHead, SigmoidHead
 from catnat.jax.tree_linear import TreeLinear
 
 __all__ = [
     "Categorical",
     "CategoricalHead",
-    "CatnatHead",
-    "MixedHead",
-    "NaturalHead",
-    "SigmoidHead",
-    "SoftmaxHead",
-    "SparsemaxHead",
     "TreeLinear",
     "head_names",
     "make_head",

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-
-if TYPE_CHECKING:
-    from catnat.jax.head import CategoricalHead
-
-_INTEGERS = (int, np.integer)
-_Shape = int | tuple[int, ...]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scores"], meta_fields=["head"])
@@ -29,7 +22,7 @@ class Categorical:
 
     Args:
         scores: (*, S); infinite ones stand for a mask, see ``CategoricalHead.masked``.
-        head: the head that turns the scores into probabilities.
+        head: the :class:`CategoricalHead` that turns the scores into probabilities.
 
     >>> from catnat.jax import make_head
     >>> make_head("natural", 4)(jnp.zeros(3)).entropy().round(4)
@@ -37,16 +30,7 @@ class Categorical:
     """
 
     scores: Array
-    head: CategoricalHead
-    event_shape = ()  # a sample is an index
-    dtype = jnp.dtype(jnp.int32)
-
-    __iter__ = None  # indexing an array beyond its end gives its last entry, and so never ends
-
-    def __getitem__(self, index: Any) -> Categorical:
-        """Some of the distributions: ``index`` is that of an array of the batch shape."""
-        index = index if isinstance(index, tuple) else (index,)
-        return Categorical(self.scores[(*index, slice(None))], self.head)
+    head: Any
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -67,29 +51,23 @@ class Categorical:
         """Log-probability of the categories ``value``, (*)."""
         return self.head.log_prob(self.scores, value)
 
-    def prob(self, value: Array) -> Array:
-        """Probability of the categories ``value``, (*)."""
-        return jnp.exp(self.log_prob(value))
-
-    def sample(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
+    def sample(self, *, seed: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32.
 
         Args:
-            seed: a key of ``jax.random``, or an integer to make one of.
+            seed: a key of ``jax.random``.
             sample_shape: the shape of the draws from every distribution of the batch.
         """
-        key = jax.random.key(int(seed)) if isinstance(seed, _INTEGERS) else seed
-        shape = (sample_shape,) if isinstance(sample_shape, _INTEGERS) else tuple(sample_shape)
-        return self.head.sample(key, self.scores, tuple(int(n) for n in shape))
+        return self.head.sample(seed, self.scores, sample_shape)
 
     def sample_and_log_prob(
-        self, *, seed: Array | int, sample_shape: _Shape = ()
+        self, *, seed: Array, sample_shape: tuple[int, ...] = ()
     ) -> tuple[Array, Array]:
         """:meth:`sample`, and the log-probability of the draws."""
         value = self.sample(seed=seed, sample_shape=sample_shape)
         return value, self.log_prob(value)
 
-    def rsample_straight_through(self, *, seed: Array | int, sample_shape: _Shape = ()) -> Array:
+    def rsample_straight_through(self, *, seed: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """:meth:`sample` as one-hot vectors, (*sample_shape, *, K), with the gradient of probs."""
         value = self.sample(seed=seed, sample_shape=sample_shape)
         p = self.probs
@@ -109,15 +87,7 @@ class Categorical:
     def kl_divergence(self, other: Categorical) -> Array:
         """KL(self || other), (*): finite, with log 0 at its floor, even where q_k = 0 < p_k."""
         log_p = self.logits
-        return (jnp.exp(log_p) * (log_p - self._like(other).logits)).sum(-1)
-
-    def _like(self, other: Categorical) -> Categorical:
-        """``other``, which has as many categories as this distribution."""
-        K = self.head.num_categories
-        other_K = other.head.num_categories
-        if other_K != K:
-            raise ValueError(f"distributions over {K} and {other_K} categories cannot be compared")
-        return other
+        return (jnp.exp(log_p) * (log_p - other.logits)).sum(-1)
 
     def path_entropy(self, value: Array) -> Array:
         r"""An estimate of :meth:`entropy` from one category, (*), in O(log K); tree heads alone.
@@ -138,13 +108,15 @@ class Categorical:
         in the scores of both distributions with the means of the exact ones. It is never negative.
 
         Args:
-            other: of a tree head over the same tree: as many categories, in the same order.
+            other: of a tree head with as many categories.
             value: samples of this distribution.
         """
+        K = self.head.num_categories
+        other_K = other.head.num_categories
+        if other_K != K:
+            raise ValueError(f"distributions over {K} and {other_K} categories cannot be compared")
         left, right, bits = self.head.path_logs(self.scores, value)
-        other_left, other_right, _ = self._like(other).head.path_logs(other.scores, value)
-        if getattr(self.head, "order", None) != getattr(other.head, "order", None):
-            raise ValueError("path_kl needs two distributions with the same order of categories")
+        other_left, other_right, _ = other.head.path_logs(other.scores, value)
         of_left = jnp.exp(left) * (left - other_left)
         of_right = jnp.exp(right) * (right - other_right)
         divergences = jnp.maximum(of_left + of_right, 0)  # rounding may go below 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -47,14 +47,7 @@ def make_head(name: str, num_categories: int, mix: float = 0.0, **options: Any) 
     """
     full_name = _ALIASES.get(name, name)
     require_choice(head_names(), head=full_name)
-    cls = _HEADS[full_name]
-    choices = [*[option.name for option in fields(cls) if option.init][1:], "mix"]
-    unknown = sorted(set(options) - set(choices))
-    if unknown:
-        raise ValueError(
-            f"head {name!r} has no option {unknown[0]!r}; its options: {', '.join(choices)}"
-        )
-    head = cls(num_categories, **options)
+    head = _HEADS[full_name](num_categories, **options)
     return MixedHead(head, mix) if mix else head
 
 
@@ -65,18 +58,13 @@ class SoftmaxHead(CategoricalHead):
     Its Fisher matrix diag(p) - p p^T is dense and singular: shifting all scores changes nothing.
     """
 
-    name: str = field(init=False, repr=False, default="softmax")
+    name = "softmax"
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
         out = jax.nn.log_softmax(self._checked(scores), -1)
         lowest = -largest_score(out.dtype)
         return jnp.where(out == -jnp.inf, LOG_ZERO, jnp.where(out < lowest, lowest, out))
-
-    def inverse(self, probs: Array) -> Array:
-        """log p, floored where p = 0."""
-        out: Array = safe_log(self._checked_probs(probs))
-        return out
 
 
 @dataclass(frozen=True)
@@ -87,24 +75,16 @@ class SparsemaxHead(CategoricalHead):
     in a little of the uniform distribution.
     """
 
-    name: str = field(init=False, repr=False, default="sparsemax")
+    name = "sparsemax"
 
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
-        out: Array = safe_log(self.probs(scores))
-        return out
+        return safe_log(self.probs(scores))
 
     def probs(self, scores: Array) -> Array:
         """Probabilities, (*, K) -> (*, K); exactly 0 outside the support."""
         out: Array = _project(self._checked(scores))
         return out
-
-    def inverse(self, probs: Array) -> Array:
-        """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""
-        p = self._checked_probs(probs)
-        p = p / p.sum(-1, keepdims=True)
-        K, eps = self.num_categories, float(jnp.finfo(p.dtype).eps)
-        return jnp.where(p <= 0, -K * eps * (1 + K * eps), p)
 
 
 @jax.custom_jvp
@@ -179,21 +159,6 @@ class MixedHead(CategoricalHead):
         n = allowed.sum(-1, keepdims=True).astype(log_p.dtype)
         mixed = jnp.logaddexp(log_p + math.log1p(-self.mix), math.log(self.mix) - jnp.log(n))
         return jnp.where(allowed, mixed, log_p)
-
-    def inverse(self, probs: Array) -> Array:
-        """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
-
-        A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
-        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
-        reach: NaN.
-        """
-        q = self._checked_probs(probs)
-        allowed = ~(q <= 0)  # NaN passes
-        share = self.mix / allowed.sum(-1, keepdims=True).astype(q.dtype)
-        low = allowed & (q < share * (1 - 32 * float(jnp.finfo(q.dtype).eps)))
-        p = jnp.where(allowed, jnp.maximum(q - share, 0.0), 0.0)
-        p = jnp.where(low.any(-1, keepdims=True), jnp.nan, p / p.sum(-1, keepdims=True))
-        return self.inner._filled(self.inner.inverse(p), allowed)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
         return self.inner._masked(scores, mask, before)

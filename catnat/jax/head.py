@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ class CategoricalHead(ABC):
         scores (*, S); probabilities (*, K); Fisher matrices (*, S, S).
     """
 
+    name: ClassVar[str]
     num_categories: int
-    name: str = field(init=False, repr=False, default="")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,10 +53,6 @@ class CategoricalHead(ABC):
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, S) -> (*, K): finite for every finite score."""
 
-    @abstractmethod
-    def inverse(self, probs: Array) -> Array:
-        """Scores that give these probabilities, (*, K) -> (*, S)."""
-
     def __call__(self, scores: Array, mask: Array | None = None) -> Categorical:
         """The distribution these scores stand for, over the categories that the mask allows."""
         scores = self._checked(scores) if mask is None else self.masked(scores, mask)
@@ -72,8 +68,7 @@ class CategoricalHead(ABC):
         J^T diag(1/p) J with the Jacobian J of the probabilities.
         """
         scores = self._checked(scores)
-        rows = jax.vmap(jax.jacrev(self.probs))(scores.reshape(-1, self.num_scores))
-        jacobian = rows.reshape(*scores.shape[:-1], *rows.shape[1:])
+        jacobian = jnp.vectorize(jax.jacrev(self.probs), signature="(s)->(k,s)")(scores)
         p = self.probs(scores)
         weight = jnp.where(p <= 0, 0.0, 1 / jnp.where(p <= 0, 1.0, p))[..., None]
         return jnp.einsum("...ki,...kj->...ij", jacobian, weight * jacobian, precision="highest")
@@ -88,13 +83,9 @@ class CategoricalHead(ABC):
 
         NaN for a value that is not a category.
         """
-        value, is_category = self._checked_value(value)
+        value, is_category = checked_value(value, self.num_categories)
         log_prob = pick(self.log_probs(scores), value[..., None])[..., 0]
         return jnp.where(is_category, log_prob, jnp.nan)
-
-    def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
-        """What a tree head knows of the nodes above categories; other heads have no paths."""
-        raise ValueError(f"{type(self).__name__} has no paths; take a tree head without mix")
 
     def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Categories drawn at random, (*sample_shape, *) in int32; -1 where the scores are NaN.
@@ -125,15 +116,11 @@ class CategoricalHead(ABC):
             raise TypeError(f"mask must be an array of bool, True = allowed, got {mask.dtype}")
         before = self.allowed(scores)
         mask = mask & before
-        is_possible = mask.any(-1, keepdims=True)
-        return jnp.where(is_possible, self._masked(scores, mask, before), jnp.nan)
+        filled = self._masked(scores, mask, before)
+        return jnp.where(mask.any(-1, keepdims=True), filled, jnp.nan)
 
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
         """Scores under this mask, which is part of the mask that they had before."""
-        return self._filled(scores, mask)
-
-    def _filled(self, scores: Array, mask: Array) -> Array:
-        """Scores with infinite ones where the mask decides."""
         return jnp.where(mask, scores, -jnp.inf)
 
     def allowed(self, scores: Array) -> Array:
@@ -141,26 +128,15 @@ class CategoricalHead(ABC):
         return self._checked(scores) != -jnp.inf
 
     def _checked(self, scores: Array) -> Array:
-        """Scores in float32 or float64, after checking their shape and dtype."""
-        scores = _array("scores", scores, self.num_scores)
-        if not jnp.issubdtype(scores.dtype, jnp.floating):
-            raise ValueError(f"scores must be floating point, got {scores.dtype}")
-        return at_least_float32(scores)
+        """Scores in float32 or float64, after checking their shape."""
+        return at_least_float32(_array("scores", scores, self.num_scores))
 
-    def _checked_probs(self, probs: Array) -> Array:
-        """Probabilities in float32 or float64; rows with wrong signs or sums are NaN."""
-        probs = _array("probs", probs, self.num_categories)
-        wide = at_least_float32(probs)
-        far = jnp.abs(wide.sum(-1) - 1) > 1e-3 + 16 * float(jnp.finfo(probs.dtype).eps)
-        return jnp.where((far | (wide < 0).any(-1))[..., None], jnp.nan, wide)
 
-    def _checked_value(self, value: Array) -> tuple[Array, Array]:
-        """Categories as int32, and which of them are in 0..K-1; the others are replaced by 0."""
-        value = jnp.asarray(value)
-        if not jnp.issubdtype(value.dtype, jnp.integer):
-            raise ValueError(f"value must hold integers, got {value.dtype}")
-        is_category = (value >= 0) & (value < self.num_categories)
-        return jnp.where(is_category, value, 0).astype(jnp.int32), is_category
+def checked_value(value: Array, num_categories: int) -> tuple[Array, Array]:
+    """Categories as int32, and which of them are in 0..K-1; the others are replaced by 0."""
+    value = jnp.asarray(value)
+    is_category = (value >= 0) & (value < num_categories)
+    return jnp.where(is_category, value, 0).astype(jnp.int32), is_category
 
 
 def _array(name: str, x: Any, size: int) -> Array:

@@ -10,18 +10,15 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 LOG_ZERO = -1000.0
 """Log-probability of an impossible category: finite, and ``exp`` of it is exactly 0."""
-FAR_LOG = math.log(np.finfo(np.float64).tiny) * 1.25
-"""Where an inverse needs the logarithm of 0: finite, and ``exp`` of it is 0 even in float64."""
 
 
 def at_least_float32(x: Array) -> Array:
@@ -51,10 +48,10 @@ def floored_sums(sums: Array) -> Array:
     return jnp.where(sums < log_never(sums.dtype) / 2, floor, sums)
 
 
-def safe_log(x: Any, at_zero: float = LOG_ZERO, xp: Any = jnp) -> Any:
+def safe_log(x: Array) -> Array:
     """``log x`` for ``x >= 0``; at 0 a finite number with zero gradient. NaN stays NaN."""
     zero = x <= 0
-    return xp.where(zero, at_zero, xp.log(xp.where(zero, 1.0, x)))
+    return jnp.where(zero, LOG_ZERO, jnp.log(jnp.where(zero, 1.0, x)))
 
 
 def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -68,12 +65,10 @@ def uniform(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.minimum(high + low * eps, 1 - eps / 2)
 
 
+@partial(jnp.vectorize, signature="(s),(h)->(h)")
 def pick(x: Array, index: Array) -> Array:
     """``x[..., index]`` row by row: x (*, S), index (*, H), batch shapes broadcast, -> (*, H)."""
-    ndim = max(x.ndim, index.ndim)
-    x = x.reshape((1,) * (ndim - x.ndim) + x.shape)
-    index = index.reshape((1,) * (ndim - index.ndim) + index.shape)
-    return jnp.take_along_axis(x, index, -1)
+    return x[index]
 
 
 Pair = tuple[Array, Array]

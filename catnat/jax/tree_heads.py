@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,16 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from catnat.checks import checked_order, require_finite, require_tail, require_within
-from catnat.jax.head import CategoricalHead
+from catnat.checks import require_tail, require_within
+from catnat.jax.head import CategoricalHead, checked_value
 from catnat.jax.numerics import (
-    FAR_LOG,
     LOG_ZERO,
     floored_sums,
     largest_score,
     log_never,
     pick,
-    safe_log,
     uniform,
 )
 
@@ -45,25 +43,12 @@ class CatnatHead(CategoricalHead):
     A subclass says how a score divides the probability of its node. The ``constants`` of the nodes
     are (R, S), or (R, 1) where all nodes have the same center C; x is s - C.
 
+    Each node has the center with which zero scores give the uniform distribution. Class k is at
+    leaf k.
+
     Args:
         num_categories: K, at least 2.
-        center: the paper's C, added to every node's center.
-        uniform_at_zero: give each node a center such that zero scores give the uniform distribution
-            for every K; otherwise they do only if K is a power of two.
-        order: the leaf of every class, a permutation of 0..K-1; None for class k at leaf k.
     """
-
-    _: KW_ONLY
-    center: float = 0.0
-    uniform_at_zero: bool = True
-    order: tuple[int, ...] | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_finite(center=self.center)
-        self._set(center=float(self.center), uniform_at_zero=bool(self.uniform_at_zero))
-        if self.order is not None:
-            self._set(order=checked_order(self.order, self.num_categories))
 
     @property
     def num_scores(self) -> int:
@@ -76,7 +61,7 @@ class CatnatHead(CategoricalHead):
 
     @abstractmethod
     def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
-        """x for which 1 - a : a is left : right, by jax.numpy or numpy; finite where one is 0."""
+        """x for which 1 - a : a is left : right, both above 0, by jax.numpy or numpy."""
 
     @abstractmethod
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
@@ -85,7 +70,7 @@ class CatnatHead(CategoricalHead):
     def log_probs(self, scores: Array) -> Array:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
         sums = path_sums(*self._log_activation(self._checked(scores)))[1]
-        return self._by_class(floored_sums(sums))
+        return floored_sums(sums)
 
     def log_prob(self, scores: Array, value: Array) -> Array:
         """Log-probability of the categories ``value`` in O(log K): along their paths alone.
@@ -93,7 +78,11 @@ class CatnatHead(CategoricalHead):
         The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
         scores = self._checked(scores)
-        left, right, bits = self.path_logs_by(lambda node: pick(scores, node), value)
+        return self.log_prob_by(lambda node: pick(scores, node), value)
+
+    def log_prob_by(self, scores_at: Callable[[Array], Array], value: Array) -> Array:
+        """As :meth:`log_prob`, for scores that a function gives for the indices of nodes."""
+        left, right, bits = self.path_logs_by(scores_at, value)
         return floored_sums(jnp.where(bits, right, left).sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -113,17 +102,14 @@ class CatnatHead(CategoricalHead):
 
         An impossible step has the logarithm ``log_never``: see :func:`floored_sums`.
         """
-        value, is_category = self._checked_value(value)
-        leaf = value if self.order is None else jnp.asarray(np.array(self.order))[value]
+        leaf, is_category = checked_value(value, self.num_categories)
         child = leaf[..., None] + self.num_categories >> jnp.arange(self.num_scores.bit_length())
         has_parent = child > 1  # heap numbers, from the leaf up; the root has no parent
         node = jnp.where(has_parent, (child >> 1) - 1, 0)
         left, right = self._log_activation(scores_at(node), node)
-        left = jnp.where(has_parent, left, 0.0)
-        right = jnp.where(has_parent, right, LOG_ZERO)
-        is_category = is_category[..., None]
-        left = jnp.where(is_category, left, jnp.nan)
-        right = jnp.where(is_category, right, jnp.nan)
+        no_category = jnp.where(is_category, 0.0, jnp.nan)[..., None]
+        left = jnp.where(has_parent, left, 0.0) + no_category
+        right = jnp.where(has_parent, right, LOG_ZERO) + no_category
         return left, right, has_parent & (child & 1 == 1)
 
     def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
@@ -152,14 +138,7 @@ class CatnatHead(CategoricalHead):
             bit = (u < jnp.exp(jnp.minimum(left, right))) == (right < left)
             place = jnp.where(is_inner, 2 * place + bit, place)
             is_nan |= is_inner & jnp.isnan(left)
-        leaf = place - K
-        if self.order is not None:
-            leaf = jnp.asarray(np.argsort(self.order).astype(np.int32))[leaf]
-        return jnp.where(is_nan, -1, leaf)
-
-    def node_probs(self, scores: Array) -> Array:
-        """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
-        return jnp.exp(path_sums(*self._log_activation(self._checked(scores)))[0])
+        return jnp.where(is_nan, -1, place - K)
 
     def information(self, scores: Array) -> Array:
         """Fisher information a'^2 / (a (1 - a)) of each node alone, (*, S) -> (*, S).
@@ -173,56 +152,41 @@ class CatnatHead(CategoricalHead):
 
     def fisher_diagonal(self, scores: Array) -> Array:
         """P(node) a'^2 / (a (1 - a)) (the paper's Theorem), (*, S) -> (*, S) in O(S)."""
-        return self.node_probs(scores) * self.information(scores)
+        log_node_probs = path_sums(*self._log_activation(self._checked(scores)))[0]
+        return jnp.exp(log_node_probs) * self.information(scores)
 
     def fisher(self, scores: Array) -> Array:
         """The diagonal matrix of :meth:`fisher_diagonal`."""
         diagonal = self.fisher_diagonal(scores)[..., None]
         return jnp.where(jnp.eye(self.num_scores, dtype=bool), diagonal, 0.0)
 
-    def inverse(self, probs: Array) -> Array:
-        """The score of every node from the probabilities of its two subtrees; 0 if both are 0.
-
-        If one of the two is 0, the nearest representable score.
-        """
-        left, right = subtree_sums(self._by_leaf(self._checked_probs(probs)))
-        scores = self.split_at(left, right) + _centers(self).astype(left.dtype)
-        return jnp.where(left + right <= 0, 0.0, self._settled(scores, left, right))
-
-    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
-        """Scores that rounding has not moved off an edge."""
-        return scores
-
     def _masked(self, scores: Array, mask: Array, before: Array) -> Array:
         """A node with one empty side goes to the other; a node without leaves is never reached.
 
-        With ``uniform_at_zero`` the other nodes get the centers at which zero scores give the
-        uniform distribution over the allowed categories, in place of those they had before.
+        The other nodes get the centers at which zero scores give the uniform distribution over the
+        allowed categories, in place of those they had before.
         """
-        if self.uniform_at_zero:
-            center = self._at_shares(mask, scores.dtype)
-            center_before = self._at_shares(before, scores.dtype)
-            scores = scores + (center - center_before)  # exactly 0 where the mask changes nothing
-        return self._filled(scores, mask)
-
-    def _at_shares(self, allowed: Array, dtype: Any) -> Array:
-        """x at which a node divides as its allowed leaves do; as halves if a side has none."""
-        left, right = subtree_sums(self._by_leaf(allowed.astype(dtype)))
-        is_split = (left > 0) & (right > 0)
-        center: Array = self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
-        return center
-
-    def _filled(self, scores: Array, mask: Array) -> Array:
-        left, right = subtree_sums(self._by_leaf(mask.astype(scores.dtype)))
+        left, right, center = self._shares(mask, scores.dtype)
+        _, _, center_before = self._shares(before, scores.dtype)
+        scores = scores + (center - center_before)  # exactly 0 where the mask changes nothing
         one_sided = jnp.where(left > 0, -jnp.inf, jnp.where(right > 0, jnp.inf, 0.0))
         is_split = (left > 0) & (right > 0)
         return jnp.where(is_split, scores, one_sided.astype(scores.dtype))
 
+    def _shares(self, allowed: Array, dtype: Any) -> tuple[Array, Array, Array]:
+        """Allowed leaves on both sides of each node, and x that divides as they do.
+
+        Where a side has none, x divides into halves.
+        """
+        left, right = subtree_sums(allowed.astype(dtype))
+        is_split = (left > 0) & (right > 0)
+        center = self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
+        return left, right, center
+
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         scores = self._checked(scores)
-        forbidden = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] > 0
-        return self._by_class(~forbidden)
+        return path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] == 0
 
     def _log_activation(self, scores: Array, node: Array | None = None) -> tuple[Array, Array]:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
@@ -238,14 +202,6 @@ class CatnatHead(CategoricalHead):
         right = jnp.where(scores == -jnp.inf, never, right)
         return left, right
 
-    def _by_class(self, leaves: Array) -> Array:
-        """Values of leaves in the order of classes, (*, K)."""
-        return leaves if self.order is None else leaves[..., np.array(self.order)]
-
-    def _by_leaf(self, classes: Array) -> Array:
-        """Values of classes in the order of leaves, (*, K)."""
-        return classes if self.order is None else classes[..., np.argsort(self.order)]
-
 
 @dataclass(frozen=True)
 class SigmoidHead(CatnatHead):
@@ -254,7 +210,7 @@ class SigmoidHead(CatnatHead):
     Scores beyond :func:`~catnat.jax.numerics.largest_score` count as that score, with slope 0.
     """
 
-    name: str = field(init=False, repr=False, default="sigmoid")
+    name = "sigmoid"
 
     def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
@@ -264,8 +220,8 @@ class SigmoidHead(CatnatHead):
         return -jnp.logaddexp(x, 0.0), -jnp.logaddexp(-x, 0.0)
 
     def split_at(self, left: Any, right: Any, xp: Any = jnp) -> Any:
-        """log(right / left); far out where one of them is 0."""
-        return safe_log(right, FAR_LOG, xp) - safe_log(left, FAR_LOG, xp)
+        """log(right / left)."""
+        return xp.log(right) - xp.log(left)
 
     def node_constants(self, center: np.ndarray, dtype: Any) -> np.ndarray:
         """The centers themselves, (1, S)."""
@@ -288,17 +244,13 @@ class NaturalHead(CatnatHead):
 
     Args:
         num_categories: K, at least 2.
-        center: C.
-        uniform_at_zero: as in :class:`CatnatHead`.
-        order: as in :class:`CatnatHead`.
         amplitude: A, the width of the region in which a(s) moves; 2 pi gives the sigmoid's slope
             at 0.
         tail: probability of the rarer side at which the tail begins, 0 (no tail, the paper's head)
             or 1e-30 <= tail < 1/2.
     """
 
-    name: str = field(init=False, repr=False, default="natural")
-    _: KW_ONLY
+    name = "natural"
     amplitude: float = 2 * math.pi
     tail: float = 0.0
 
@@ -351,8 +303,8 @@ class NaturalHead(CatnatHead):
         likely = xp.maximum(left, right)
         d = xp.arctan2(xp.sqrt(rare), xp.sqrt(likely)) * (2 / self.rate)
         if self.tail:
-            share = rare / xp.where(rare + likely <= 0, 1.0, rare + likely)
-            log = safe_log(share, FAR_LOG, xp) - math.log(self.tail)
+            share = rare / (rare + likely)
+            log = xp.log(share) - math.log(self.tail)
             d = xp.where(share <= self.tail, self.joint + log / self.steepness, d)
         return xp.where(left < right, self.amplitude / 2 - d, d - self.amplitude / 2)
 
@@ -363,18 +315,6 @@ class NaturalHead(CatnatHead):
             high = edge.astype(dtype)
             rows += [high, (edge - high.astype(np.float64)).astype(dtype)]
         return np.stack(rows)
-
-    def _settled(self, scores: Array, left: Array, right: Array) -> Array:
-        """The score of an impossible bit is on its edge, or next to it if the edge is inside."""
-        if self.tail:
-            return scores
-        constants = constants_of(self, scores.dtype)
-        up = left <= 0
-        edge = jnp.where(up, constants[0], constants[2])
-        outward = jnp.where(up, jnp.inf, -jnp.inf).astype(edge.dtype)
-        inside = ~(self._distance(edge, constants)[0] <= 0)
-        edge = jnp.where(inside, jnp.nextafter(edge, outward), edge)
-        return jnp.where(up ^ (right <= 0), edge, scores)
 
     def _distance(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
         """Distance to the nearer edge, negative outside, and whether that is the upper edge.
@@ -397,19 +337,14 @@ class NaturalHead(CatnatHead):
 
 
 @lru_cache(maxsize=64)
-def _centers(head: CatnatHead) -> np.ndarray:
-    """The center C of every node, (S,) in float64, or (1,) where all nodes have the same."""
-    K = head.num_categories
-    if not head.uniform_at_zero or K & (K - 1) == 0:
-        return np.array([head.center])
-    shares = right_shares(K)
-    return np.asarray(head.center - head.split_at(1 - shares, shares, np))
-
-
-@lru_cache(maxsize=64)
 def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
     """``head.node_constants``, (R, S), or (R, 1) where all nodes are alike."""
-    return head.node_constants(_centers(head), dtype)
+    K = head.num_categories
+    centers = np.zeros(1)
+    if K & (K - 1):  # not a power of two
+        shares = right_shares(K)
+        centers = -head.split_at(1 - shares, shares, np)
+    return head.node_constants(centers, dtype)
 
 
 @jax.jit
@@ -458,9 +393,8 @@ def right_shares(num_categories: int) -> np.ndarray:
     >>> right_shares(3).round(2).tolist()
     [0.33, 0.5]
     """
-    K = num_categories
-    heap = np.arange(K, 2 * K)  # the leaves, then their ancestors
-    levels = (np.bincount(heap >> up, minlength=2 * K) for up in range(K.bit_length() + 1))
-    below = sum(levels, start=np.zeros(2 * K))  # leaves below every heap number
-    share: np.ndarray = below[3::2] / below[1:K]
+    leaves = np.ones(2 * num_categories)  # below every heap number
+    for node in range(num_categories - 1, 0, -1):
+        leaves[node] = leaves[2 * node] + leaves[2 * node + 1]
+    share: np.ndarray = leaves[3::2] / leaves[1:num_categories]
     return share

@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 
 from catnat.checks import checked_categories, checked_order, require_at_least, require_within
-from catnat.jax.flat_heads import make_head
-from catnat.jax.numerics import at_least_float32, floored_sums, pick, uniform
+from catnat.jax.flat_heads import SoftmaxHead, make_head
+from catnat.jax.head import checked_value
+from catnat.jax.numerics import at_least_float32
 from catnat.jax.tree_heads import CatnatHead
 
 Parameters = Mapping[str, Array]
@@ -76,27 +77,22 @@ class TreeLinear:
         for prefix, count in rows.items():
             for name, shape in (("weight", (count, in_features)), ("bias", (count,))):
                 key, part = jax.random.split(key)
-                parameters[prefix + name] = jax.random.uniform(
-                    part, shape, minval=-bound, maxval=bound
-                )
+                numbers = jax.random.uniform(part, shape, minval=-bound, maxval=bound)
+                parameters[prefix + name] = numbers
         return parameters
 
     def log_prob(self, parameters: Parameters, hidden: Array, value: Array) -> Array:
         """Log-probabilities of classes, (*, D), (*) -> (*), along their paths; NaN for others."""
-        value = jnp.asarray(value)
-        is_class = (value >= 0) & (value < self.num_categories)
-        place = jnp.where(is_class, value, 0)
+        place, is_class = checked_value(value, self.num_categories)
         if self.order is not None:
             place = jnp.asarray(np.array(self.order))[place]
         leaf = jnp.maximum(place - self.frequent, 0)
-        scores_at = _scores_at(parameters, hidden)
-        left, right, bits = self.tree.path_logs_by(scores_at, leaf)
-        log_prob = floored_sums(jnp.where(bits, right, left).sum(-1))
+        log_prob = self.tree.log_prob_by(_scores_at(parameters, hidden), leaf)
         if self.frequent:
-            block = self._block(parameters, hidden)
-            column = jnp.minimum(place, self.frequent)[..., None]
+            column = jnp.minimum(place, self.frequent)
             log_prob = jnp.where(place < self.frequent, 0.0, log_prob)
-            log_prob = log_prob + pick(block, column)[..., 0]
+            scores = self._shortlist_scores(parameters, hidden)
+            log_prob = log_prob + SoftmaxHead(self.frequent + 1).log_prob(scores, column)
         return jnp.where(is_class, log_prob, jnp.nan)
 
     def sample(
@@ -110,22 +106,20 @@ class TreeLinear:
         leaf = self.tree.sample_by(tree_key, _scores_at(parameters, hidden), shape, dtype)
         place = jnp.where(leaf < 0, -1, leaf + self.frequent)
         if self.frequent:
-            block = self._block(parameters, hidden)
-            u = uniform(block_key, (*shape, self.frequent + 1), block.dtype)
-            column = (jnp.log(-jnp.log1p(-u)) - block).argmin(-1).astype(jnp.int32)
-            place = jnp.where(column < self.frequent, column, place)
-            place = jnp.where(jnp.isnan(block).any(-1), -1, place)
+            scores = self._shortlist_scores(parameters, hidden)
+            column = SoftmaxHead(self.frequent + 1).sample(block_key, scores, sample_shape)
+            place = jnp.where(column < self.frequent, column, place)  # -1 where a score is NaN
         if self.order is None:
             return place
         classes = jnp.asarray(np.argsort(self.order).astype(np.int32))
         return jnp.where(place < 0, -1, classes[place])
 
-    def _block(self, parameters: Parameters, hidden: Array) -> Array:
-        """Log-probabilities of the frequent classes and of "rare", (*, D) -> (*, F+1)."""
+    def _shortlist_scores(self, parameters: Parameters, hidden: Array) -> Array:
+        """Scores of the frequent classes and of "rare", (*, D) -> (*, F+1)."""
         scores = at_least_float32(hidden @ parameters["shortlist.weight"].T)
         if "shortlist.bias" in parameters:
             scores = scores + parameters["shortlist.bias"]
-        return jax.nn.log_softmax(scores, -1)
+        return scores
 
 
 def _scores_at(parameters: Parameters, hidden: Array) -> Any:

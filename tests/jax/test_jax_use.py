@@ -71,20 +71,20 @@ def test_the_distribution_is_a_pytree(name):
     theirs = other(torch.tensor(np.asarray(q.scores)))
     flat = other(torch.zeros(1, head.num_scores))
     assert isinstance(q, Categorical)
-    assert (q.batch_shape, q.event_shape, q.dtype) == ((len(q.scores),), (), np.int32)
-    assert q[2:, ...].batch_shape == (len(q.scores) - 2,) and q[0].batch_shape == ()
+    assert q.batch_shape == (len(q.scores),)
 
     @jax.jit
     def compute(p, q, key):
-        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, q.prob(q.mode())
+        likeliest = jnp.exp(q.log_prob(q.mode()))
+        numbers = q.kl_divergence(p), p.kl_divergence(q), q.entropy(), q.probs, likeliest
         again = jax.tree.map(lambda x: 2 * x, q)
         draws = (
-            *q.sample_and_log_prob(seed=3, sample_shape=7),
+            *q.sample_and_log_prob(seed=key, sample_shape=(7,)),
             q.sample(seed=key, sample_shape=(7,)),
         )
         return numbers, again, jax.vmap(lambda q: q.entropy())(q), draws
 
-    numbers, again, entropies, (drawn, log_prob, same) = compute(p, q, jax.random.key(3))
+    numbers, again, entropies, (drawn, log_prob, drawn_again) = compute(p, q, jax.random.key(3))
     wanted = (
         torch.distributions.kl_divergence(theirs, flat),
         torch.distributions.kl_divergence(flat, theirs),
@@ -99,9 +99,9 @@ def test_the_distribution_is_a_pytree(name):
     assert difference(entropies, numbers[2]) < 1e-6
 
     assert drawn.shape == log_prob.shape == (7, len(q.scores))
-    assert np.array_equal(drawn, same)
-    each = theirs.log_prob(torch.tensor(np.asarray(drawn), dtype=torch.int64))
-    assert difference(log_prob, each) < 2e-6
+    assert np.array_equal(drawn, drawn_again)
+    their_log_prob = theirs.log_prob(torch.tensor(np.asarray(drawn), dtype=torch.int64))
+    assert difference(log_prob, their_log_prob) < 2e-6
 
 
 PATHS = [("sigmoid", {}, {}), ("natural", {"tail": 0.05}, {}), ("natural", {}, {"mask": True})]
@@ -128,12 +128,11 @@ def test_path_estimates_have_the_exact_mean_and_are_never_negative(name, options
 
     @jax.jit
     def compute(q_scores, p_scores):
-        both_scores = (q_scores, p_scores)
-        estimates = jax.value_and_grad(mean_kl, (0, 1))(*both_scores)
+        estimates = jax.value_and_grad(mean_kl, (0, 1))(q_scores, p_scores)
         exact = jax.value_and_grad(lambda a, b: head(a).kl_divergence(other(b)), (0, 1))
         entropy = jax.value_and_grad(mean_entropy)(q_scores)
         exact_entropy = jax.value_and_grad(lambda a: head(a).entropy())(q_scores)
-        return (estimates, entropy), (exact(*both_scores), exact_entropy)
+        return (estimates, entropy), (exact(q_scores, p_scores), exact_entropy)
 
     near = head(q.scores * (1 + 1e-7), mask)
     assert bool((q.path_kl(near, every) >= 0).all()), "in spite of rounding"
@@ -150,12 +149,12 @@ def test_straight_through_samples_have_the_gradient_of_the_probabilities(name):
     @jax.jit
     def compute(scores):
         def surrogate(s):
-            drawn = head(s).rsample_straight_through(seed=0)
+            drawn = head(s).rsample_straight_through(seed=jax.random.key(0))
             return (drawn @ weight).sum(), drawn
 
         gradient, drawn = jax.grad(surrogate, has_aux=True)(scores)
         want = jax.grad(lambda s: (head.probs(s) @ weight).sum())(scores)
-        return gradient, want, drawn, head(scores).sample(seed=0)
+        return gradient, want, drawn, head(scores).sample(seed=jax.random.key(0))
 
     gradient, want, drawn, category = map(np.asarray, compute(scores))
     assert np.array_equal(drawn.argmax(-1), category)
@@ -233,50 +232,50 @@ def test_the_output_layer_is_that_of_torch():
     assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 1e-4
 
     plain = TreeLinear(30)
-    made = plain.init(jax.random.key(1), in_features=4)
-    total = jnp.exp(plain.log_prob(made, states, jnp.arange(30)[:, None])).sum(0)
+    drawn_parameters = plain.init(jax.random.key(1), in_features=4)
+    total = jnp.exp(plain.log_prob(drawn_parameters, states, jnp.arange(30)[:, None])).sum(0)
     assert difference(total, np.ones(30)) < 2e-6
     with pytest.raises(ValueError, match="needs a tree head"):
         TreeLinear(30, "softmax")
 
 
 def test_a_million_categories_take_a_path():
-    head = make_head("natural", 10**6, uniform_at_zero=False)
+    head = make_head("natural", 10**6)
     scores = jnp.zeros(head.num_scores)
     drawn = head.sample(jax.random.key(0), scores, (3,))
     text = str(jax.make_jaxpr(head.log_prob)(scores, drawn))
     assert len(text.splitlines()) < 200 and "1000000]" not in text
-    assert difference(head.log_prob(scores, drawn), np.full(3, -20 * math.log(2))) < 0.06
+    assert difference(head.log_prob(scores, drawn), np.full(3, -6 * math.log(10))) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "said"),
+    ("arguments", "options", "message"),
     [
         (("softmx", 4), {}, "unknown head 'softmx'; choose from softmax, sparsemax"),
-        (("softmax", 4), {"tail": 0.1}, "'softmax' has no option 'tail'; its options: mix"),
         (("natural", 4), {"tail": 0.5}, "tail must be 0 or lie in [1e-30, 0.5), got 0.5"),
-        (("natural", 4), {"order": [0, 1, 1, 2]}, "order must be a permutation of 0..3, got [0, 1"),
     ],
 )
-def test_wrong_options_are_named(arguments, options, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_wrong_options_are_named(arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make_head(*arguments, **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tail'"):
+        make_head("softmax", 4, tail=0.1)
 
 
 def test_wrong_arrays_are_named():
     head = make_head("natural", 5)
-    q, other = head(jnp.zeros(4)), make_head("natural", 5, order=[1, 0, 2, 3, 4])(jnp.zeros(4))
-    for call, error, said in (
+    q = head(jnp.zeros(4))
+    other = make_head("natural", 6)(jnp.zeros(5))
+    for call, error, message in (
         (lambda: head(jnp.zeros((2, 7))), ValueError, r"scores must have 4 .* got shape \(2, 7\)"),
         (lambda: head(jnp.zeros(4), jnp.ones(5)), TypeError, "array of bool, .* got float32"),
-        (lambda: q.path_kl(other, 0), ValueError, "same order"),
+        (lambda: q.path_kl(other, 0), ValueError, "over 5 and 6 categories"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             call()
-    assert np.isnan(head.inverse(jnp.ones(5))).all()
     outside = jax.jit(head.log_prob)(jnp.zeros(4), jnp.array([4, 5, -1]))
     assert np.isnan(outside).tolist() == [False, True, True]
 
