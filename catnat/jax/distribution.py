@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+if TYPE_CHECKING:
+    from catnat.jax.head import CategoricalHead
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scores"], meta_fields=["head"])
@@ -30,7 +33,7 @@ class Categorical:
     """
 
     scores: Array
-    head: Any
+    head: CategoricalHead
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -96,7 +99,8 @@ class Categorical:
         has the mean sum_i P(node i) H(a_i), the entropy, and its gradient in the scores has the
         mean of the entropy's gradient. It is never negative, and varies much less than -log p.
         """
-        left, right, bits = self.head.path_logs(self.scores, value)
+        tree: Any = self.head
+        left, right, bits = tree.path_logs(self.scores, value)
         entropies = -(jnp.exp(left) * left + jnp.exp(right) * right)
         return _path_sum(entropies, jnp.where(bits, right, left))
 
@@ -111,12 +115,12 @@ class Categorical:
             other: of a tree head with as many categories.
             value: samples of this distribution.
         """
-        K = self.head.num_categories
-        other_K = other.head.num_categories
-        if other_K != K:
-            raise ValueError(f"distributions over {K} and {other_K} categories cannot be compared")
-        left, right, bits = self.head.path_logs(self.scores, value)
-        other_left, other_right, _ = other.head.path_logs(other.scores, value)
+        tree: Any = self.head
+        other_tree: Any = other.head
+        left, right, bits = tree.path_logs(self.scores, value)
+        if other_tree.num_scores != tree.num_scores:
+            raise ValueError(f"path_kl needs two trees of one size, got {tree} and {other_tree}")
+        other_left, other_right, _ = other_tree.path_logs(other.scores, value)
         of_left = jnp.exp(left) * (left - other_left)
         of_right = jnp.exp(right) * (right - other_right)
         divergences = jnp.maximum(of_left + of_right, 0)  # rounding may go below 0

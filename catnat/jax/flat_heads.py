@@ -145,7 +145,7 @@ class MixedHead(CategoricalHead):
     def __post_init__(self) -> None:
         require_within(0, 1, "()", mix=self.mix)
         inner = self.inner
-        self._set(mix=float(self.mix), num_categories=inner.num_categories, name=inner.name)
+        self._set(num_categories=inner.num_categories, name=inner.name)
 
     @property
     def num_scores(self) -> int:

@@ -186,7 +186,8 @@ class CatnatHead(CategoricalHead):
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
         scores = self._checked(scores)
-        return path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1] == 0
+        forbidden: Array = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1]
+        return forbidden == 0
 
     def _log_activation(self, scores: Array, node: Array | None = None) -> tuple[Array, Array]:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
@@ -258,7 +259,6 @@ class NaturalHead(CatnatHead):
         super().__post_init__()
         require_within(1e-15, 1e15, amplitude=self.amplitude)  # float32 has no room for others
         require_tail(self.tail)
-        self._set(amplitude=float(self.amplitude), tail=float(self.tail))
 
     @property
     def rate(self) -> float:
