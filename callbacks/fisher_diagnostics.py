@@ -62,8 +62,8 @@ def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
         condition = condition_of_spectrum(exact)
     else:
         G = matrix_of(head, diagnostics)
-        mass = off_diagonal_mass(G, "fro")
-        mass_l1 = off_diagonal_mass(G)
+        mass = off_diagonal_mass(G)
+        mass_l1 = off_diagonal_mass(G, "l1")
         condition = condition_number(G)
     values = {"fim/off_diagonal_mass": mass, "fim/saturated": saturated / free.clamp_min(1e-30)}
     if head.num_scores > 1:  # otherwise these are constant
@@ -83,7 +83,7 @@ def sampled_sums(pairs: Tensor) -> Tensor:
     products = one * other
     total = products.sum((-2, -1))
     off = total - products.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return torch.stack((off_diagonal_mass((one + other) / 2), off, total), -1)
+    return torch.stack((off_diagonal_mass((one + other) / 2, "l1"), off, total), -1)
 
 
 def sampled_row(sums: list[float], mass_l1: float, off: float, total: float) -> Row:

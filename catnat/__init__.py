@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from catnat import estimators, fisher, losses
-    from catnat.distributions import HeadCategorical, HeadOneHotCategorical
+    from catnat.distributions import HeadCategorical
     from catnat.flat_heads import SoftmaxHead, SparsemaxHead
     from catnat.head import CategoricalHead
     from catnat.heads import head_names, make_head
@@ -30,7 +30,6 @@ __all__ = [
     "CategoricalHead",
     "CatnatHead",
     "HeadCategorical",
-    "HeadOneHotCategorical",
     "HeadProbe",
     "MixedHead",
     "NaturalHead",
@@ -45,7 +44,7 @@ __all__ = [
     "make_head",
 ]
 _HOMES = {
-    "distributions": ("HeadCategorical", "HeadOneHotCategorical"),
+    "distributions": ("HeadCategorical",),
     "flat_heads": ("SoftmaxHead", "SparsemaxHead"),
     "head": ("CategoricalHead",),
     "heads": ("head_names", "make_head"),

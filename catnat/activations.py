@@ -16,7 +16,7 @@ function. All are plain differentiable torch; the fused kernels of :mod:`catnat.
 formulas of sigmoid and natural again. ``node_constants`` makes the constants of all nodes, (R, S),
 from their centers, (S,) in float64. The other methods get scores (*, S) and these constants in the
 dtype and on the device of the scores, None where every C is 0. ``is_fused`` says that the kernels
-know the formula, ``is_symmetric`` that a(0) is exactly 1/2.
+know the formula, and that a(0) is exactly 1/2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class SigmoidActivation:
     """
 
     is_fused: ClassVar[bool] = True
-    is_symmetric: ClassVar[bool] = True
 
     def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
         """The centers C themselves, (1, S)."""
@@ -91,7 +90,6 @@ class NaturalActivation:
     """
 
     is_fused: ClassVar[bool] = True
-    is_symmetric: ClassVar[bool] = True
 
     amplitude: float = 2 * math.pi
     tail: float = 0.0
@@ -218,7 +216,6 @@ class CustomActivation:
     """
 
     is_fused: ClassVar[bool] = False
-    is_symmetric: ClassVar[bool] = False
 
     function: Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -67,25 +68,16 @@ def checked_categories(num_categories: Any) -> int:
 
 
 def checked_order(order: Any, num_categories: int) -> tuple[int, ...]:
-    """The leaves of the classes as integers, after checking that every leaf occurs once."""
+    """The leaf of each class, after checking that every leaf occurs once."""
     leaves = order.tolist() if hasattr(order, "tolist") else order
-    is_list = isinstance(leaves, Sequence) and all(
-        hasattr(kind, "__index__") for kind in set(map(type, leaves))
-    )
-    integers = tuple(map(int, leaves)) if is_list else ()
-    if len(integers) != num_categories or set(integers) != set(range(num_categories)):
-        raise ValueError(
-            f"order must be a permutation of 0..{num_categories - 1}, got {shown_order(leaves)}"
-        )
+    try:
+        integers = tuple(map(operator.index, leaves))
+    except TypeError:
+        integers = ()
+    if sorted(integers) != list(range(num_categories)):
+        shown = reprlib.repr(leaves)
+        raise ValueError(f"order must be a permutation of 0..{num_categories - 1}, got {shown}")
     return integers
-
-
-def shown_order(order: Any) -> str:
-    """The first few leaves of an order."""
-    if not isinstance(order, (list, tuple)):
-        return repr(order)
-    first = ", ".join(str(leaf) for leaf in order[:8])
-    return f"[{first}{', ...' if len(order) > 8 else ''}]"
 
 
 def require_tail(tail: float) -> None:

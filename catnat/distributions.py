@@ -1,4 +1,4 @@
-"""The distribution that a head returns, over categories and over one-hot vectors."""
+"""The distribution that a head returns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    Categorical,
-    Distribution,
-    OneHotCategorical,
-    OneHotCategoricalStraightThrough,
-    constraints,
-)
+from torch.distributions import Categorical, Distribution
 from torch.distributions.kl import kl_divergence, register_kl
 from torch.distributions.utils import lazy_property
 
@@ -38,7 +32,7 @@ FLOAT32_LIMIT = 2**16
 class PathHead(Protocol):
     """A head whose distribution asks for single categories, and for all of them only when needed.
 
-    Every head has these methods; those of a tree look at the O(log K) nodes of a path alone. Scores
+    The methods of a tree look at the O(log K) nodes of a path alone. Scores
     (*, S) are checked, in float32 or float64, and values int64.
     """
 
@@ -56,10 +50,10 @@ class PathHead(Protocol):
     ) -> Tensor:
         """Random categories, (*sample_shape, *)."""
 
-    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
 
-        From the category up. None where categories are not reached by binary steps.
+        From the category up.
         """
 
 
@@ -90,7 +84,7 @@ class HeadCategorical(Categorical):
     tensor(1.3863)
     """
 
-    arg_constraints = {"logits": constraints.real_vector}
+    scores: Tensor  # that the head was called with, after masks; from a head alone
     # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
     _source: tuple[PathHead, Tensor] | None = None
 
@@ -104,41 +98,33 @@ class HeadCategorical(Categorical):
     ) -> None:
         if source is not None:
             head, scores = source
-            # A copy makes this the distribution of the moment: parameters change in place later.
-            self._source = head, scores.clone()
+            parameter = scores.clone()  # of the moment: parameters change in place later
+            self._source = head, parameter
             self._num_events = head.num_categories
-            parameter = self._source[1]
-            normalized = True
-        elif log_probs is None or log_probs.ndim == 0 or log_probs.shape[-1] == 0:
-            shape = None if log_probs is None else tuple(log_probs.shape)
-            raise ValueError(f"log_probs need categories last, got shape {shape}")
         else:
+            assert log_probs is not None
             parameter = at_least_float32(log_probs)
-            self._num_events = log_probs.shape[-1]
+            self._num_events = parameter.shape[-1]
             self.logits = parameter if normalized else finite_log_probs(parameter)
-        self._batch_shape = parameter.shape[:-1]
         if validate_args is None:
             validate_args = Distribution._validate_args and can_branch_on(parameter)
-        broken = validate_args and bool(parameter.isnan().any())
-        if broken:
-            _ = self.logits  # torch checks, and reports, log-probabilities that are there already
-        Distribution.__init__(self, self._batch_shape, validate_args=broken)
-        self._validate_args = validate_args
-        if validate_args and not normalized:
+        if validate_args and bool(parameter.isnan().any()):
+            raise ValueError("scores and log-probabilities must be numbers, got nan")
+        if validate_args and log_probs is not None and not normalized:
             sums = self.probs.detach().sum(-1)
-            assert log_probs is not None
             wrong = (sums - 1).abs() > 1e-3 + 16 * torch.finfo(log_probs.dtype).eps
             if bool(wrong.any()):
                 raise ValueError(
                     "log_probs must be normalized, got probabilities that sum to "
                     f"{sums[wrong][0].item()}"
                 )
+        Distribution.__init__(self, parameter.shape[:-1], validate_args=False)
+        self._validate_args = validate_args
 
     @lazy_property
     def logits(self) -> Tensor:
         """Log-probabilities, (*, K), finite."""
-        if self._source is None:
-            raise AttributeError("logits")
+        assert self._source is not None
         head, scores = self._source
         return head.log_probs(scores).expand(*self._batch_shape, self._num_events)
 
@@ -236,14 +222,14 @@ class HeadCategorical(Categorical):
         >>> q.path_kl(p, q.sample()), torch.distributions.kl_divergence(q, p)
         (tensor(0.1306), tensor(0.1306))
         """
-        value, is_category = self._checked_value(value)
+        value = checked_value(value, self._num_events)
         ours = self._path_logs(value)
         theirs = None
         if isinstance(other, HeadCategorical) and self._tree_id == other._tree_id:
             theirs = other._path_logs(value)
         if ours is None or theirs is None:
-            return _for_each(value, _kl(self, other), is_category)
-        return _for_each(value, path_kl(ours, theirs), is_category)
+            return self._for_each(value, _kl(self, other))
+        return self._for_each(value, path_kl(ours, theirs))
 
     def path_entropy(self, value: Tensor) -> Tensor:
         """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
@@ -251,16 +237,14 @@ class HeadCategorical(Categorical):
         The sum of the binary entropies along the path to each category: unbiased, with unbiased
         gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
         """
-        value, is_category = self._checked_value(value)
+        value = checked_value(value, self._num_events)
         logs = self._path_logs(value)
-        return _for_each(value, self.entropy() if logs is None else path_entropy(logs), is_category)
+        return self._for_each(value, self.entropy() if logs is None else path_entropy(logs))
 
-    def _checked_value(self, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Categories as int64, and which are categories; None where all were looked at."""
-        index = checked_value(value, self._num_events)
-        if can_branch_on(value):
-            return index, None
-        return index, (index >= 0) & (index < self._num_events)
+    def _for_each(self, value: Tensor, result: Tensor) -> Tensor:
+        """A number for each value; NaN for a value that is not a category."""
+        is_category = (value >= 0) & (value < self._num_events)
+        return torch.where(is_category, result, torch.nan)
 
     def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
         if self._source is None:
@@ -275,7 +259,7 @@ class HeadCategorical(Categorical):
     def rsample(
         self,
         sample_shape: Any = (),
-        estimator: str | None = None,
+        estimator: str = "",
         temperature: float | Tensor = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
@@ -290,10 +274,6 @@ class HeadCategorical(Categorical):
             temperature: of the two with Gumbel noise, > 0; towards 0 a relaxed sample is one-hot.
             generator: of the noise; None is torch's own.
         """
-        if estimator is None:
-            raise NotImplementedError(
-                f"a category has no derivative; choose an estimator from {', '.join(ESTIMATORS)}"
-            )
         require_choice(ESTIMATORS, estimator=estimator)
         if estimator in ("gumbel", "relaxed"):
             log_probs = self.logits.expand(torch.Size(sample_shape) + self.logits.shape)
@@ -304,52 +284,15 @@ class HeadCategorical(Categorical):
             return reinmax(self.logits, one_hot)
         return one_hot + (self.probs - self.probs.detach())  # plus exactly zero
 
-    def one_hot(self) -> HeadOneHotCategorical:
-        """The same distribution over one-hot vectors, with ``rsample``: for ``Independent``."""
-        return HeadOneHotCategorical(self)
-
-
-class HeadOneHotCategorical(OneHotCategoricalStraightThrough):
-    """The distribution of a :class:`~catnat.distributions.HeadCategorical` as one-hot vectors.
-
-    ``q.one_hot()`` makes one. It is torch's ``OneHotCategorical``, for ``Independent`` and the
-    like, with ``rsample``: a one-hot sample that has the gradient of the probabilities.
-
-    Args:
-        categorical: the distribution over the indices of the categories, with batch shape (*).
-
-    Shapes: values (*, K).
-
-    >>> from catnat import make_head
-    >>> q = make_head("natural", 4)(torch.zeros(32, 3)).one_hot()
-    >>> torch.distributions.Independent(q, 1).rsample().shape
-    torch.Size([32, 4])
-    """
-
-    _categorical: HeadCategorical
-
-    def __init__(self, categorical: HeadCategorical) -> None:
-        self._categorical = categorical
-        event_shape = torch.Size((categorical._num_events,))
-        Distribution.__init__(self, categorical.batch_shape, event_shape, validate_args=False)
-        self._validate_args = categorical._validate_args
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> HeadOneHotCategorical:
-        """The same distribution with a larger batch shape."""
-        return HeadOneHotCategorical(self._categorical.expand(batch_shape))
-
 
 def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
     """Categories as int64, after checking them where that does not wait for a device."""
     index = value.long()
-    if can_branch_on(value) and value.numel():
-        low, high = index.aminmax()
-        broken = value.is_floating_point() and bool((index != value).any())
-        if broken or low < 0 or high >= num_categories:
-            wrong = value[(index != value) | (index < 0) | (index >= num_categories)]
-            raise ValueError(
-                f"{name} must be a category from 0 to {num_categories - 1}, got {wrong[0].item()}"
-            )
+    if can_branch_on(value):
+        wrong = (index != value) | (index < 0) | (index >= num_categories)
+        if bool(wrong.any()):
+            got = value[wrong][0].item()
+            raise ValueError(f"{name} must be a category from 0 to {num_categories - 1}, got {got}")
     return index
 
 
@@ -375,20 +318,20 @@ def draw(
     below 3e-8. On CUDA the order of these sums is not fixed. Where algorithms have to be
     deterministic, a draw is the first of K exponential clocks with rates p to ring.
     """
-    batch = probs.shape[:-1]
+    shape = sample_shape + probs.shape[:-1]
     K = probs.shape[-1]
     rows = probs.reshape(-1, K)
     count = sample_shape.numel()
     if not count:
-        return probs.new_empty(sample_shape + batch, dtype=torch.long)
+        return probs.new_empty(shape, dtype=torch.long)
     if K > FLOAT32_LIMIT or count > 1:
         rows = rows.double()
     if count > 1 and rows.is_cuda and torch.are_deterministic_algorithms_enabled():
         clocks = rows.new_empty(count, *rows.shape).exponential_(generator=generator)
         drawn = (rows / clocks.clamp_min_(torch.finfo(rows.dtype).tiny)).argmax(-1)
-        return drawn.reshape(sample_shape + batch)
-    drawn = torch.multinomial(rows, count, True, generator=generator).T
-    return drawn.reshape(sample_shape + batch)
+    else:
+        drawn = torch.multinomial(rows, count, True, generator=generator).T
+    return drawn.reshape(shape)
 
 
 def path_kl(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
@@ -417,12 +360,6 @@ def _path_sum(terms: Tensor, steps: Tensor) -> Tensor:
     return (terms + below * (steps - steps.detach())).sum(-1)
 
 
-def _for_each(value: Tensor, result: Tensor, is_category: Tensor | None) -> Tensor:
-    """A number for each value; NaN for a value that is not a category."""
-    result = result.expand(common_shape(value.shape, result.shape))
-    return result if is_category is None else torch.where(is_category, result, torch.nan)
-
-
 def _kl(p: Categorical, q: Categorical) -> Tensor:
     """sum_k p_k (log p_k - log q_k); finite, with log 0 at its floor, even where q_k = 0 < p_k."""
     log_p = _log_probs(p)
@@ -444,16 +381,11 @@ def _log_probs(q: Categorical) -> Tensor:
     return at_least_float32(logs)
 
 
-def _kl_one_hot(p: OneHotCategorical, q: OneHotCategorical) -> Tensor:
-    return kl_divergence(p._categorical, q._categorical)
-
-
-_OURS = HeadCategorical(torch.zeros(1)).one_hot()
-_TORCHS = OneHotCategorical(logits=torch.zeros(1))
+_OURS = HeadCategorical(torch.zeros(1))
+_TORCHS = Categorical(logits=torch.zeros(1))
 _PAIRS = ((_OURS, _OURS), (_OURS, _TORCHS), (_TORCHS, _OURS))
 for _p, _q in _PAIRS:
-    register_kl(type(_p), type(_q))(_kl_one_hot)
-    register_kl(type(_p._categorical), type(_q._categorical))(_kl)
+    register_kl(type(_p), type(_q))(_kl)
 # torch looks up the KL function of a pair of classes at its first use, and torch.compile cannot
 # trace the look-up. So all pairs are used once here.
 for _p, _q in _PAIRS:

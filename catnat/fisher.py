@@ -54,7 +54,7 @@ def paired_mean_fishers(head: CategoricalHead, scores: Tensor, uniforms: Tensor)
 
     The first one comes from the first M // 2 draws, the second one from the others. Products of
     their entries estimate products of entries of the true matrix without bias, and so the square of
-    ``off_diagonal_mass(G, "fro")``; the square of one estimate would add the variance of its noise.
+    ``off_diagonal_mass(G)``; the square of one estimate would add the variance of its noise.
 
     Shapes: ``scores`` (*, B, S); ``uniforms`` (M, *, B), M >= 2, numbers in [0, 1) that decide the
     draws, in float64 where categories below 1e-7 matter; result (2, *, S, S).
@@ -112,15 +112,15 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
         return jacobian.transpose(-1, -2) @ fisher @ jacobian
 
 
-def off_diagonal_mass(fisher: Tensor, norm: str = "l1") -> Tensor:
+def off_diagonal_mass(fisher: Tensor, norm: str = "fro") -> Tensor:
     """Share of a matrix that lies off its diagonal, (*, S, S) -> (*), between 0 and 1.
 
-    ``l1``: sum_{i!=j} |G_ij| / sum_ij |G_ij|. For softmax this is 1/2 whatever the scores, because
-    the rows of its G sum to zero; so look at ``fro`` too, the same ratio of Frobenius norms.
-    A zero matrix has mass 0, and so has a 1 x 1 matrix.
+    ``fro``: the Frobenius norm off the diagonal over that of the whole matrix. ``l1``: the same
+    ratio of sums of |G_ij|. For softmax the latter is 1/2 whatever the scores, because the rows of
+    its G sum to zero. A zero matrix has mass 0, and so has a 1 x 1 matrix.
 
     >>> off_diagonal_mass(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
-    tensor(0.5000)
+    tensor(0.7071)
     """
     require_choice(("l1", "fro"), norm=norm)
     size = fisher.abs()
@@ -143,24 +143,14 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
     """
     fisher = at_least_float32(fisher)
     finite = fisher.isfinite().all(-1).all(-1)
-    largest = fisher.abs().amax((-2, -1))
-    usable = (finite & (largest > 0))[..., None, None]
-    scaled = torch.where(usable, fisher / largest[..., None, None], 0.0)
-    values = _eigenvalues(scaled.reshape(-1, *scaled.shape[-2:])).view(scaled.shape[:-1])
-    return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan), rtol)
-
-
-def _eigenvalues(matrices: Tensor) -> Tensor:
-    """Eigenvalues of finite symmetric matrices, (T, S, S) -> (T, S); NaN where none are found.
-
-    In float64, because in float32 LAPACK gives up on some matrices with many rows of zeros.
-    """
-    wide = matrices if matrices.device.type == "mps" else matrices.double()
-    try:
-        eigenvalues: Tensor = torch.linalg.eigvalsh(wide).to(matrices.dtype)
-        return eigenvalues
+    size = fisher.abs().amax((-2, -1))
+    usable = (finite & (size > 0))[..., None, None]
+    scaled = torch.where(usable, fisher / size[..., None, None], 0.0)
+    try:  # in float64: in float32 LAPACK gives up on some matrices with many rows of zeros
+        values = torch.linalg.eigvalsh(scaled.double()).to(fisher.dtype)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return torch.full_like(matrices[..., 0], torch.nan)
+        values = torch.full_like(scaled[..., 0], torch.nan)
+    return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan), rtol)
 
 
 def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:

@@ -30,6 +30,7 @@ from catnat.numerics import (
 
 REGISTRY: dict[str, type[CategoricalHead]] = {}
 ALIASES: dict[str, str] = {}
+_MAX_NUMBERS = 2**22  # of the matrices that mean_fisher holds at a time
 
 
 class CategoricalHead(nn.Module, ABC):
@@ -114,14 +115,7 @@ class CategoricalHead(nn.Module, ABC):
         Scores in half precision become float32.
         """
         scores = self._checked(scores)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask must be a tensor of bool, True = allowed, got {kind}")
-        if not mask.dim() or mask.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"mask must have {self.num_categories} categories in the last dimension, "
-                f"got shape {tuple(mask.shape)}"
-            )
+        _require_tensor(mask, "mask", self.num_categories)
         before = None
         if not (can_branch_on(scores) and math.isfinite(scores.detach().sum())):
             before = self.allowed(scores)  # of scores that were masked before
@@ -131,8 +125,7 @@ class CategoricalHead(nn.Module, ABC):
         if not can_branch_on(mask):
             return torch.where(has_category[..., None], filled, torch.nan)
         if not bool(has_category.all()):
-            row = tuple((~has_category).nonzero()[0].tolist())
-            raise ValueError(f"mask{f' of row {row}' if row else ''} allows no category")
+            raise ValueError("a row of the mask allows no category")
         return filled
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
@@ -181,9 +174,12 @@ class CategoricalHead(nn.Module, ABC):
             scores = self.masked(scores, mask)
         scores = self._checked(scores)
         if self._is_lazy:
-            return HeadCategorical(None, self.validate_args, source=(self, scores))
-        log_probs = self._finite_log_probs(scores)
-        return HeadCategorical(log_probs, self.validate_args, normalized=True)
+            q = HeadCategorical(None, self.validate_args, source=(self, scores))
+        else:
+            log_probs = self._finite_log_probs(scores)
+            q = HeadCategorical(log_probs, self.validate_args, normalized=True)
+        q.scores = scores
+        return q
 
     def _finite_log_probs(self, scores: Tensor) -> Tensor:
         """:meth:`log_probs`, finite also where a mask made scores infinite."""
@@ -196,7 +192,7 @@ class CategoricalHead(nn.Module, ABC):
         A value that is not a category is a ValueError on the CPU. Elsewhere, and under
         torch.compile and torch.func, its log-probability is NaN.
         """
-        return self.path_log_prob(self._checked(scores), self.checked_value(value))
+        return self.path_log_prob(self._checked(scores), checked_value(value, self.num_categories))
 
     def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """:meth:`log_prob` of checked scores and values."""
@@ -219,12 +215,9 @@ class CategoricalHead(nn.Module, ABC):
         """:meth:`sample` of checked scores."""
         return draw(self.probs(scores), sample_shape, generator)
 
-    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
-
-        None where categories are not reached by binary steps.
-        """
-        return None
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
+        raise NotImplementedError(f"{type(self).__name__} is not a tree")
 
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
@@ -235,10 +228,10 @@ class CategoricalHead(nn.Module, ABC):
         return self._mean_fisher(scores.reshape(-1, self.num_scores))
 
     def _mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over B rows, (B, S) -> (S, S) or (T, B, S) -> (T, S, S)."""
-        if scores.dim() > 2:
-            return torch.stack([self.mean_fisher(rows) for rows in scores])
-        return self.fisher(scores).mean(0)
+        """:meth:`fisher` averaged over B rows, a few rows at a time, (*, B, S) -> (*, S, S)."""
+        numbers = max(1, scores[..., :1, :].numel() * self.num_scores)  # in matrices of one row
+        parts = scores.split(max(1, _MAX_NUMBERS // numbers), -2)
+        return torch.stack([self.fisher(part).sum(-3) for part in parts]).sum(0) / scores.shape[-2]
 
     def step_fishers(self, scores: Tensor) -> Tensor:
         """Mean Fisher matrix over B rows at each of T steps, as vectors, (T, B, S) -> (T, S^2).
@@ -265,21 +258,18 @@ class CategoricalHead(nn.Module, ABC):
 
     def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
         """In float64: in float32 solvers give up on matrices with tiny entries."""
-        eps = torch.finfo(scores.dtype).eps
         fisher = self.fisher(scores.double())
-        column = grad.double()[..., None]
         broken = ~fisher.isfinite().all(-1).all(-1)[..., None]
         fisher = torch.where(broken[..., None], 0.0, fisher)
-        if damping:
-            damped = fisher + damping * torch.eye(self.num_scores).to(fisher)
-            solved = torch.cholesky_solve(column, torch.linalg.cholesky(damped))
-        else:
-            size = fisher.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
-            # An eigenvalue that should be 0 is above S eps where a category is nearly certain.
-            rtol = max(self.num_scores * eps, 1e-10)
-            inverse = torch.linalg.pinv(fisher / size, rtol=rtol, hermitian=True)
-            solved = (inverse @ column) / size
-        return torch.where(broken, torch.nan, solved[..., 0]).to(grad.dtype)
+        fisher = fisher + damping * torch.eye(self.num_scores).to(fisher)
+        size = fisher.abs().amax((-2, -1), keepdim=True).clamp_min(1e-300)
+        # An eigenvalue that should be 0 is above S eps where a category is nearly certain.
+        lowest = max(self.num_scores * torch.finfo(scores.dtype).eps, 1e-10)
+        rtol = 0.0 if damping else lowest
+        inverse = torch.linalg.pinv(fisher / size, rtol=rtol, hermitian=True)
+        solved = (inverse @ grad.double()[..., None] / size)[..., 0]
+        largest = torch.finfo(grad.dtype).max
+        return torch.where(broken, torch.nan, solved.clamp(-largest, largest)).to(grad.dtype)
 
     def saturated(self, scores: Tensor) -> Tensor:
         """Scores in a flat region, where they get no gradient, (*, S) -> (*, S) bool."""
@@ -306,49 +296,37 @@ class CategoricalHead(nn.Module, ABC):
 
     def _check(self, scores: Tensor) -> None:
         """Raise an error unless these are a tensor of scores, (*, S)."""
-        if not isinstance(scores, Tensor):
-            raise TypeError(
-                f"scores must be a torch tensor, got {type(scores).__name__}; "
-                "torch.as_tensor makes one"
-            )
-        if not scores.dim() or scores.shape[-1] != self.num_scores:
-            raise ValueError(
-                f"{type(self).__name__} over {self.num_categories} categories takes "
-                f"{self.num_scores} scores in the last dimension, got shape {tuple(scores.shape)}"
-            )
-        if not scores.is_floating_point():
-            raise ValueError(f"scores must be floating point, got {scores.dtype}")
-
-    def checked_value(self, value: Tensor, name: str = "value") -> Tensor:
-        """Categories as int64, after checking them where that does not wait for a device."""
-        return checked_value(value, self.num_categories, name)
+        _require_tensor(scores, "scores", self.num_scores)
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.
 
         Wrong ones are NaN where looking at the values would wait for a device.
         """
-        if not isinstance(probs, Tensor):
-            raise TypeError(f"probabilities must be a torch tensor, got {type(probs).__name__}")
-        if not probs.dim() or probs.shape[-1] != self.num_categories:
-            raise ValueError(
-                f"expected {self.num_categories} probabilities in the last dimension, "
-                f"got shape {tuple(probs.shape)}"
-            )
-        if not probs.is_floating_point():
-            raise ValueError(f"probabilities must be floating point, got {probs.dtype}")
+        _require_tensor(probs, "probabilities", self.num_categories)
         wide = probs.double()
         eps = torch.finfo(probs.dtype).eps
         lowest = wide.amin(-1, keepdim=True)
         total = wide.sum(-1, keepdim=True)
         wrong = (lowest < -eps) | ((total - 1).abs() > 1e-3 + 16 * eps)  # not where NaN
         if can_branch_on(probs) and bool(wrong.any()):
-            row = tuple(wrong[..., 0].nonzero()[0].tolist())
             raise ValueError(
-                f"probabilities must be >= 0 and sum to 1, got{f' in row {row}' if row else ''} "
-                f"the lowest {float(lowest[row]):g} and the sum {float(total[row]):g}"
+                "probabilities must be >= 0 and sum to 1, got a row with the lowest "
+                f"{lowest[wrong][0].item():g} and the sum {total[wrong][0].item():g}"
             )
         return torch.where(wrong, torch.nan, wide.clamp_min(0))
+
+
+def _require_tensor(x: object, name: str, size: int) -> None:
+    """Raise an error unless x is a tensor (*, size) of floating point, or of bool if a mask."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
+    if not x.dim() or x.shape[-1] != size:
+        raise ValueError(f"expected {size} {name} in the last dimension, got {tuple(x.shape)}")
+    is_right = x.dtype == torch.bool if name == "mask" else x.is_floating_point()
+    if not is_right:
+        kind = "bool, True = allowed" if name == "mask" else "floating point"
+        raise ValueError(f"{name} must be {kind}, got {x.dtype}")
 
 
 def _identity(cls: type) -> str:

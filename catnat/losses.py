@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from catnat.activations import DEFAULT_TAIL
 from catnat.checks import require_at_least, require_choice, require_within
+from catnat.distributions import checked_value
 from catnat.head import CategoricalHead
 from catnat.heads import make_head
 from catnat.numerics import at_least_float32, exp_of_log_probs, without_autocast
@@ -258,7 +259,7 @@ class HeadNLL(nn.Module):
             loss = -_weighted(q.logits * smooth, self.weight).sum(-1)
             return reduced(loss, None, self.reduction)
         ignored = target == self.ignore_index
-        label = self.head.checked_value(torch.where(ignored, 0, target), "target")
+        label = checked_value(torch.where(ignored, 0, target), K, "target")
         impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
         label = torch.where(impossible, 0, label)
         loss = torch.where(impossible, torch.nan, -q.log_prob(label))

@@ -22,20 +22,20 @@ class FisherOffDiagonalMass(Metric):
 
     Args:
         num_scores: S.
-        norm: ``"l1"`` or ``"fro"``, see :func:`catnat.fisher.off_diagonal_mass`.
+        norm: ``"fro"`` or ``"l1"``, see :func:`catnat.fisher.off_diagonal_mass`.
         kwargs: passed to ``torchmetrics.Metric``.
 
     >>> metric = FisherOffDiagonalMass(num_scores=2)
     >>> metric.update(torch.tensor([[0.25, -0.25], [-0.25, 0.25]]))
     >>> metric.compute()
-    tensor(0.5000)
+    tensor(0.7071)
     """
 
     full_state_update = False
 
     fisher_sum: Tensor
 
-    def __init__(self, num_scores: int, norm: str = "l1", **kwargs: Any) -> None:
+    def __init__(self, num_scores: int, norm: str = "fro", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         off_diagonal_mass(torch.zeros(1, 1), norm)  # an unknown norm fails here, not at the end
         self.norm = norm

@@ -13,8 +13,6 @@ from catnat.checks import require_within
 from catnat.head import CategoricalHead
 from catnat.numerics import can_branch_on, without_autocast
 
-_MAX_NUMBERS = 2**22  # numbers of the Jacobians that mean_fisher holds at a time
-
 
 class MixedHead(CategoricalHead):
     r"""q = (1 - mix) p + mix / n over the n allowed categories, with p from the inner head.
@@ -49,31 +47,22 @@ class MixedHead(CategoricalHead):
         return torch.where(allowed, self._mixed(inner, allowed.sum(-1, keepdim=True)), inner)
 
     def inverse(self, probs: Tensor) -> Tensor:
-        """Scores for which the inner head gives p = (q - mix / n) / (1 - mix).
+        """Scores for which the inner head gives p = (q - mix / K) / (1 - mix).
 
-        A probability of exactly 0 needs a mask: n is the number of the other probabilities, and
-        scores are infinite where the mask decides. What is above 0 and below mix / n is out of
-        reach and a ValueError; NaN where looking at the values would wait for a device.
+        What is below mix / K is out of reach and a ValueError; NaN where looking at the values
+        would wait for a device.
         """
         q = self._checked_probs(probs)
-        allowed = ~(q <= 0)  # NaN passes
-        share = self.mix / allowed.to(q.dtype).sum(-1, keepdim=True)
-        rounding = 32 * torch.finfo(probs.dtype).eps
-        low = allowed & (q < share * (1 - rounding))
+        share = self.mix / self.num_categories
+        low = q < share * (1 - 32 * torch.finfo(probs.dtype).eps)  # not where NaN
         if can_branch_on(probs) and bool(low.any()):
-            where = tuple(low.nonzero()[0].tolist())
             raise ValueError(
-                f"with mix={self.mix:g} a probability must be 0 or at least "
-                f"{float(share[where[:-1]]):.4g}, got {float(q[where]):.4g}"
+                f"with mix={self.mix:g} a probability must be at least {share:.4g}, "
+                f"got {q[low][0].item():.4g}"
             )
-        p = torch.where(allowed, (q - share).clamp_min(0), 0.0)
+        p = (q - share).clamp_min(0)
         p = torch.where(low.any(-1, keepdim=True), torch.nan, p / p.sum(-1, keepdim=True))
-        scores = self.inner.inverse(p.to(probs.dtype))
-        overrides = type(self.inner)._filled is not CategoricalHead._filled
-        maskable = self.num_scores == self.num_categories or overrides
-        if not maskable and (not can_branch_on(q) or bool(allowed.all())):
-            return scores
-        return self.inner._filled(scores, allowed)
+        return self.inner.inverse(p.to(probs.dtype))
 
     def fisher(self, scores: Tensor) -> Tensor:
         """(1 - mix)^2 J^T diag(1/q) J, (*, S) -> (*, S, S)."""
@@ -84,15 +73,6 @@ class MixedHead(CategoricalHead):
     def fisher_diagonal(self, scores: Tensor) -> Tensor:
         """Diagonal of :meth:`fisher`, (*, S) -> (*, S)."""
         return self._fisher_root(scores).square().sum(-2)
-
-    def _mean_fisher(self, scores: Tensor) -> Tensor:
-        """:meth:`fisher` averaged over B rows, a few rows at a time."""
-        if scores.dim() > 2:
-            return super()._mean_fisher(scores)
-        few = max(1, _MAX_NUMBERS // (self.num_categories * self.num_scores))
-        parts = [self._fisher_root(part).flatten(0, 1) for part in scores.split(few)]
-        with without_autocast(scores):
-            return torch.stack([part.mT @ part for part in parts]).sum(0) / len(scores)
 
     def saturated(self, scores: Tensor) -> Tensor:
         """As in the inner head: mixing gives no score a gradient."""

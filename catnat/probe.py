@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from catnat.distributions import HeadCategorical
 from catnat.head import CategoricalHead
 
 
@@ -47,7 +47,7 @@ class HeadProbe:
         if not self._handles:
             self.scores = {}
             self._handles = [
-                head.register_forward_hook(partial(self._remember, name), with_kwargs=True)
+                head.register_forward_hook(partial(self._remember, name))
                 for name, head in self.heads.items()
             ]
         return self
@@ -75,22 +75,9 @@ class HeadProbe:
         self.detach()
 
     def _remember(
-        self,
-        name: str,
-        head: nn.Module,
-        inputs: tuple[Tensor, ...],
-        named: dict[str, Tensor],
-        output: Any,
+        self, name: str, head: nn.Module, inputs: tuple[Tensor, ...], output: HeadCategorical
     ) -> None:
-        arguments = dict(zip(("scores", "mask"), inputs, strict=False)) | named
-        scores = arguments.get("scores")
-        mask = arguments.get("mask")
-        if not isinstance(scores, Tensor):
-            return
-        scores = scores.detach()
-        self.scores[name] = scores.clone()
-        if mask is not None:
-            self.scores[name] = self.heads[name].masked(scores, mask)
+        self.scores[name] = output.scores.detach().clone()
 
 
 def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +13,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import (
-    require_finite,
-    require_tail,
-    require_within,
-    shown_order,
-)
+from catnat.checks import checked_order, require_finite, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -29,7 +25,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import checked_leaves, inverse_order, path_sums, subtree_sums
+from catnat.tree import path_sums, subtree_sums
 
 _Leaves = tuple[Tensor, Tensor]
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
@@ -84,14 +80,14 @@ class CatnatHead(CategoricalHead):
         self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
-        self.order = tuple(leaves) or None
-        self.tree_id = (self.num_categories, hashlib.sha256(array("q", leaves)).digest())
+        self.order = None if order is None else checked_order(order, self.num_categories)
+        leaves = array("q", self.order or ())
+        self.tree_id = (self.num_categories, hashlib.sha256(leaves).digest())
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
         self._is_lazy = self._has_paths and self.activation.is_fused
         is_even = self.num_categories & (self.num_categories - 1) == 0 or not self.uniform_at_zero
-        self._is_centered = self.activation.is_symmetric and self.center == 0 and is_even
+        self._is_centered = self.activation.is_fused and self.center == 0 and is_even
         self._fill_cache()
 
     def _fill_cache(self) -> None:
@@ -112,10 +108,7 @@ class CatnatHead(CategoricalHead):
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
-        if not self.activation.is_fused:
-            raise NotImplementedError(f"{type(self).__name__} must override log_activation")
-        left, right = self.activation.log_activation(x, None)
-        return floored_sums(left), floored_sums(right)
+        raise NotImplementedError(f"{type(self).__name__} must override log_activation")
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K-1) -> (*, K)."""
@@ -179,10 +172,8 @@ class CatnatHead(CategoricalHead):
             return super().path_log_prob(scores, value)
         return tree_log_prob(scores, self._leaf_of(value), self.activation, self.constants(scores))
 
-    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each."""
-        if not self._has_paths:
-            return None
         leaf = self._leaf_of(value)
         taken, other = tree_path_logs(scores, leaf, self.activation, self.constants(scores))
         return floored_sums(taken), floored_sums(other)
@@ -219,7 +210,11 @@ class CatnatHead(CategoricalHead):
         left, right = subtree_sums(self._to_leaves(self._checked_probs(probs)))
         reached = ~(left + right <= 0)  # NaN passes
         scores = self.activation.inverse(left, right) + self._centers(probs)
-        return self._settled(torch.where(reached, scores, 0.0).to(probs.dtype), left, right)
+        scores = torch.where(reached, scores, 0.0).to(probs.dtype)
+        # The next number: rounding may leave the score of a certain split just inside an edge.
+        outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
+        is_certain = (left <= 0) ^ (right <= 0)
+        return torch.where(is_certain, torch.nextafter(scores, outward), scores)
 
     def fisher(self, scores: Tensor) -> Tensor:
         """The diagonal matrix of :meth:`fisher_diagonal`."""
@@ -241,15 +236,11 @@ class CatnatHead(CategoricalHead):
         divisor = self.fisher_diagonal(scores) + damping
         return torch.where(divisor == 0, 0.0, grad / divisor)
 
-    def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Hook of :meth:`inverse`: correct scores that rounding moved off the boundary."""
-        return scores
-
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
         options = f"center={self.center}, uniform_at_zero={self.uniform_at_zero}"
         if self.order is not None:
-            options += f", order={shown_order(self.order)}"
+            options += f", order={reprlib.repr(self.order)}"
         return f"{super().extra_repr()}, {options}"
 
     def _leaf_of(self, value: Tensor) -> Tensor:
@@ -270,8 +261,13 @@ class CatnatHead(CategoricalHead):
         """Leaves of the classes and classes of the leaves, on the device of x."""
         if self.order is None:
             return None, None
-        leaves = self._cached(x, "leaves", lambda device: torch.tensor(self.order, device=device))
-        return leaves, self._cached(x, "classes", lambda _: inverse_order(leaves))
+
+        def make(device: torch.device) -> _Leaves:
+            leaves = torch.tensor(self.order, device=device)
+            return leaves, leaves.argsort()
+
+        ordering: _Leaves = self._cached(x, "order", make)
+        return ordering
 
     def constants(self, scores: Tensor) -> Tensor | None:
         """``activation.node_constants`` in the dtype and on the device of the scores.
@@ -318,7 +314,7 @@ class CatnatHead(CategoricalHead):
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""
         x = self.activation.inverse(1 - shares, shares)
-        return torch.where(shares == 0.5, 0.0, x) if self.activation.is_symmetric else x
+        return torch.where(shares == 0.5, 0.0, x) if self.activation.is_fused else x
 
     def _cached(self, x: Tensor, key: object, make: Callable[[torch.device], Any]) -> Any:
         """What ``make`` derives from the options, kept for each device unless x is being traced."""
@@ -411,14 +407,6 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
         return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
-
-    def _settled(self, scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Move the score of an impossible bit onto the edge if rounding left it just inside."""
-        if self.tail:
-            return scores
-        outward = torch.where(left <= 0, torch.inf, -torch.inf).to(scores.dtype)
-        stuck = ((left <= 0) ^ (right <= 0)) & ~self.saturated(scores)
-        return torch.where(stuck, torch.nextafter(scores, outward), scores)
 
 
 def _shares(left: Tensor, right: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ for name in head_names():
     fisher = make_head(name, K).fisher(make_head(name, K).inverse(START))
     paths = [divergences(name, rate) for rate in RATES]
     needed[name] = [len(path) - 1 if path[-1] < 1e-6 else math.nan for path in paths]
-    mass = float(off_diagonal_mass(fisher, norm="fro"))
+    mass = float(off_diagonal_mass(fisher))
     taken = [f"over {args.steps}" if math.isnan(n) else n for n in needed[name]]
     steps = ", ".join(f"{n} at {rate:g}" for rate, n in zip(RATES, taken, strict=True))
     print(f"{name:10} off-diagonal mass {mass:.2f}, steps {steps}")

@@ -4,7 +4,7 @@ from typing import assert_type
 
 import torch
 
-from catnat import HeadCategorical, HeadOneHotCategorical, MixedHead, NaturalHead, make_head
+from catnat import HeadCategorical, MixedHead, NaturalHead, make_head
 from catnat.losses import HeadNLL
 
 head = make_head("natural", 4, mix=0.01)
@@ -22,7 +22,5 @@ assert_type(q.entropy(), torch.Tensor)
 assert_type(q.one_hot_sample(), torch.Tensor)
 assert_type(q.rsample(estimator="relaxed"), torch.Tensor)
 assert_type(q.rsample((2,), estimator="straight-through"), torch.Tensor)
-assert_type(q.one_hot(), HeadOneHotCategorical)
-assert_type(q.one_hot().rsample(), torch.Tensor)
 assert_type(q.expand((2,)), HeadCategorical)
 assert_type(HeadNLL("natural", 4, tail=0.05).head(scores), HeadCategorical)

@@ -205,7 +205,7 @@ def _matrices(names: tuple[str, ...]) -> Any:
     for axes, name in zip(panels[0], names, strict=True):
         head = make_head(name, K)
         fisher = head.fisher(head.inverse(probs))
-        mass = float(off_diagonal_mass(fisher, norm="fro"))
+        mass = float(off_diagonal_mass(fisher))
         shown = axes.imshow(fisher / fisher.abs().max(), cmap="RdBu_r", vmin=-1, vmax=1)
         axes.set(title=f"{name}: off-diagonal {mass:.2f}", xticks=[], yticks=[])
         axes.set_xlabel(f"{head.num_scores} scores")

@@ -1,4 +1,4 @@
-"""Distributions of heads: HeadCategorical, its paths, its estimators, and its one-hot vectors."""
+"""Distributions of heads: HeadCategorical, its paths and its estimators."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pickle
 import pytest
 import torch
 from cases import CATNAT, FUSED, GRID, HEADS, leaf_path, make, random_scores, slow
-from torch.distributions import Categorical, Independent, OneHotCategorical, kl_divergence
+from torch.distributions import Categorical, Independent, kl_divergence
 
-from catnat import HeadCategorical, HeadOneHotCategorical, make_head
+from catnat import HeadCategorical, make_head
 from catnat.distributions import ESTIMATORS
 from catnat.numerics import LOG_ZERO
 from catnat.tree_heads import CatnatHead
@@ -118,8 +118,6 @@ def test_a_value_that_is_not_a_category_is_an_error_or_nan(name):
             for bad in (wrong, torch.tensor(1.5)):
                 with pytest.raises(ValueError, match="from 0 to 3, got"):
                     estimate(bad)
-    with pytest.raises(ValueError, match="support"):
-        head(scores).one_hot().log_prob(torch.full((3, 4), 0.2))
     head.validate_args = False
     q = head(scores)
     for _ in range(2):
@@ -287,64 +285,22 @@ def test_rsample_offers_every_estimator_by_its_name(name):
             assert set(sample.unique().tolist()) == {0.0, 1.0}
         (grad,) = torch.autograd.grad((sample * torch.arange(5.0)).sum(), scores)
         assert grad.isfinite().all() and grad.any()
-    with pytest.raises(NotImplementedError, match="choose an estimator from gumbel"):
-        head(scores).rsample()
-    with pytest.raises(ValueError, match="unknown estimator 'st'; choose from gumbel"):
-        head(scores).rsample(estimator="st")
-
-
-def made(name: str, *batch: int, K: int = 5):
-    head = make_head(name, K)
-    scores = torch.randn(*batch, head.num_scores, dtype=torch.float64).requires_grad_()
-    return head(scores), scores
+    for options in ({}, {"estimator": "st"}):
+        with pytest.raises(ValueError, match=r"unknown estimator '.*'; choose from gumbel"):
+            head(scores).rsample(**options)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_its_gradient_is_that_of_the_probabilities(name):
-    q, scores = made(name, 4)
+    head = make_head(name, 5)
+    scores = torch.randn(4, head.num_scores, dtype=torch.float64, requires_grad=True)
+    q = head(scores)
     weight = torch.randn(7, 4, 5, dtype=torch.float64)
     (got,) = torch.autograd.grad(
         (weight * q.rsample((7,), estimator="straight-through")).sum(), scores, retain_graph=True
     )
     (want,) = torch.autograd.grad((weight.sum(0) * q.probs).sum(), scores)
     assert torch.allclose(got, want)
-
-
-@pytest.mark.parametrize("name", ["softmax", "natural"])
-def test_it_agrees_with_torch(name):
-    q, _ = made(name, 3, 2)
-    ours = q.one_hot()
-    theirs = OneHotCategorical(probs=q.probs)
-    assert isinstance(ours, HeadOneHotCategorical) and isinstance(ours, OneHotCategorical)
-    assert (ours.batch_shape, ours.event_shape) == (theirs.batch_shape, theirs.event_shape)
-    value = theirs.sample((7,))
-    for get in (
-        lambda d: d.mean,
-        lambda d: d.mode,
-        lambda d: d.variance,
-        lambda d: d.probs,
-        lambda d: d.entropy(),
-        lambda d: d.log_prob(value),
-        lambda d: d.log_prob(value[0, 0]),
-        lambda d: d.enumerate_support(),
-        lambda d: d.expand((4, 3, 2)).log_prob(value[:4]),
-    ):
-        assert torch.allclose(get(ours), get(theirs), atol=1e-6)
-    assert ours.expand((4, 3, 2)).rsample((2,)).shape == (2, 4, 3, 2, 5)
-    assert type(ours.expand((4, 3, 2))) is HeadOneHotCategorical
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_divergences(name):
-    (p, _) = made(name, 3)
-    (q, _) = made(name, 3)
-    want = kl_divergence(p, q)
-    assert torch.equal(kl_divergence(p.one_hot(), q.one_hot()), want)
-    plain = OneHotCategorical(logits=q.logits)
-    assert torch.allclose(kl_divergence(p.one_hot(), plain), want)
-    assert torch.allclose(kl_divergence(plain, p.one_hot()), kl_divergence(q, p), equal_nan=True)
-    total = kl_divergence(Independent(p.one_hot(), 1), Independent(q.one_hot(), 1))
-    assert torch.allclose(total, want.sum())
 
 
 @pytest.mark.parametrize("name", [n if n == "natural" else slow(n) for n in HEADS])
@@ -354,10 +310,12 @@ def test_latents_of_a_world_model(name):
     head = make_head(name, 8, mix=0.01)
 
     def loss(scores):
-        q = Independent(head(scores).one_hot(), 1)
-        z = q.rsample()
-        prior = Independent(head(torch.zeros_like(scores)).one_hot(), 1)
-        return z.flatten(1).square().sum(), q.entropy() + kl_divergence(q, prior), q.log_prob(z)
+        q = head(scores)
+        z = q.rsample(estimator="straight-through")
+        every = Independent(q, 1)
+        prior = Independent(head(torch.zeros_like(scores)), 1)
+        rate = every.entropy() + kl_divergence(every, prior)
+        return z.flatten(1).square().sum(), rate, every.log_prob(z.argmax(-1))
 
     scores = torch.randn(4, 32, head.num_scores, requires_grad=True)
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):

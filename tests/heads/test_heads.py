@@ -81,12 +81,12 @@ def test_a_subclass_registers_itself():
 @pytest.mark.parametrize("name", GRID)
 def test_wrong_scores_are_named(name):
     head = make(name, 5)
-    with pytest.raises(ValueError, match=rf"takes {head.num_scores} scores .* got shape \(2, 7\)"):
+    with pytest.raises(ValueError, match=rf"expected {head.num_scores} scores .* got \(2, 7\)"):
         head.log_probs(torch.zeros(2, 7))
     with pytest.raises(ValueError, match=r"floating point, got torch\.int64"):
         head.log_probs(torch.zeros(head.num_scores, dtype=torch.int64))
     for use in (head, head.log_probs, head.fisher, head.allowed):
-        with pytest.raises(TypeError, match="scores must be a torch tensor, got list; "):
+        with pytest.raises(TypeError, match="scores must be a torch tensor, got list"):
             use([0.0] * head.num_scores)
 
 
@@ -96,7 +96,7 @@ def test_the_inverse_refuses_what_is_not_a_probability_vector(name, mix):
     head = make_head(name, 3, mix=mix)
     for bad in ([-0.2, 0.7, 0.5], [0.2, 0.3, 0.4]):
         rows = torch.tensor([[0.2, 0.3, 0.5], bad])
-        with pytest.raises(ValueError, match=r"sum to 1, got in row \(1,\) the lowest"):
+        with pytest.raises(ValueError, match="sum to 1, got a row with the lowest"):
             head.inverse(rows)
         # Where values are not looked at, the scores are NaN.
         scores = torch.func.vmap(head.inverse)(rows)

@@ -44,12 +44,10 @@ def test_the_definition(name, K):
 @pytest.mark.parametrize("name", HEADS)
 def test_the_inverse(name):
     head = make_head(name, 5, mix=0.1)
-    scores = head.masked(random_scores(head, 20), random_mask(20, 5))
-    for q in (head.probs(random_scores(head, 20)), head.probs(scores)):
-        assert torch.allclose(head.probs(head.inverse(q)), q, atol=1e-12)
-        assert torch.allclose(head.probs(head.inverse(q.float())), q.float(), atol=1e-6)
-    assert torch.equal(head.allowed(head.inverse(head.probs(scores))), head.allowed(scores))
-    with pytest.raises(ValueError, match=r"must be 0 or at least 0\.02, got 0\.01"):
+    q = head.probs(random_scores(head, 20))
+    assert torch.allclose(head.probs(head.inverse(q)), q, atol=1e-12)
+    assert torch.allclose(head.probs(head.inverse(q.float())), q.float(), atol=1e-6)
+    with pytest.raises(ValueError, match=r"must be at least 0\.02, got 0\.01"):
         head.inverse(torch.tensor([0.01, 0.29, 0.2, 0.25, 0.25]))
 
 

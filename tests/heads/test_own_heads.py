@@ -59,7 +59,7 @@ def test_a_head_of_ones_own_takes_masks(make):
 
 
 def test_a_head_of_ones_own_is_checked_and_mixed():
-    with pytest.raises(ValueError, match=r"takes 3 scores in the last dimension, got shape \(2, 7"):
+    with pytest.raises(ValueError, match=r"expected 3 scores in the last dimension, got \(2, 7"):
         Sharp(3)(torch.zeros(2, 7))
     steep = Sharp(3)(torch.tensor([60000.0, 0, 0]).half())  # 2 s overflows in half precision
     assert steep.probs.tolist() == [1, 0, 0]

@@ -24,7 +24,7 @@ def observed(model, monitor=None, **flags):
 def assert_masses(logger, model, batches=None):
     """The mass of each step is that of its scores."""
     for step, scores in enumerate(batches or model.seen):
-        mass = float(off_diagonal_mass(model.head.mean_fisher(scores), "fro"))
+        mass = float(off_diagonal_mass(model.head.mean_fisher(scores)))
         assert logger.rows[step]["fim/off_diagonal_mass"] == pytest.approx(mass, rel=1e-5)
 
 
@@ -36,8 +36,8 @@ def test_every_step_gets_the_values_of_its_own_scores(head):
         mean = model.head.fisher(scores.double()).mean((0, 1))
         row = logger.rows[step]
         expected = {
-            "fim/off_diagonal_mass_l1": off_diagonal_mass(mean),
-            "fim/off_diagonal_mass": off_diagonal_mass(mean, "fro"),
+            "fim/off_diagonal_mass_l1": off_diagonal_mass(mean, "l1"),
+            "fim/off_diagonal_mass": off_diagonal_mass(mean),
             "fim_spectrum/condition_number": condition_number(mean),
             "fim/saturated": model.head.saturated(scores).double().mean(),
         }
@@ -150,7 +150,7 @@ def test_a_head_with_parameters_is_looked_at_in_its_step():
             self.head, self.masses = Tempered(), []
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
-            mass = off_diagonal_mass(self.head.mean_fisher(self.seen[-1]), "fro")
+            mass = off_diagonal_mass(self.head.mean_fisher(self.seen[-1]))
             self.masses.append(mass.item())
 
     logger = observed(model := Learns())
