@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +33,7 @@ from catnat.numerics import (
     exp_of_log_probs,
     floored_sums,
     uniform,
+    without_autocast,
 )
 from catnat.orders import checked_frequent
 from catnat.tree import checked_leaves, walk_down
@@ -204,20 +204,18 @@ class TreeLinear(nn.Module):
         if target.shape != hidden.shape[:-1]:
             shapes = f"{tuple(target.shape)} for hidden states {tuple(hidden.shape)}"
             raise ValueError(f"expected one target for each hidden state, got shape {shapes}")
-        rows = hidden.reshape(-1, self.in_features)
         target = target.flatten()
         counts = target != ignore_index
-        if can_branch_on(counts) and not bool(counts.all()):  # other rows are not even read
-            classes = checked_value(target[counts], self.num_categories, "target")
-            losses = -self._log_prob(rows[counts], classes)
-            losses = losses.new_zeros(counts.shape).masked_scatter(counts, losses)
-        else:
-            classes = checked_value(target, self.num_categories, "target")
-            losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
+        if can_branch_on(target):
+            checked_value(target[counts], self.num_categories, "target")
+        classes = torch.where(counts, target, -1)
+        rows = hidden.reshape(-1, self.in_features)
+        losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
         if reduction == "none":
             return losses.view(hidden.shape[:-1])
         return reduced(losses, counts, reduction)
 
+    @torch.no_grad()
     def sample(
         self,
         hidden: Tensor,
@@ -226,18 +224,24 @@ class TreeLinear(nn.Module):
     ) -> Tensor:
         """Random classes, (*, D) -> (*sample_shape, *), by a walk from the root to a leaf."""
         hidden = self._checked(hidden)
-        states = hidden.detach().reshape(-1, self.in_features)
+        states = hidden.reshape(-1, self.in_features)
         repeats = math.prod(sample_shape)
-        rows = torch.arange(len(states), device=states.device).repeat(repeats)
-        if self.shortlist is None:
-            place = self._walk(states, rows, generator)
-        else:
-            place = self._draw_places(states, rows, repeats, generator)
-        broken = place < 0
-        if can_branch_on(broken) and bool(broken.any()):
+        if self.shortlist is not None:
+            probs = self._block(states).exp()
+            is_nan = probs.isnan().any(-1)
+            probs = torch.where(is_nan[:, None], 1.0, probs)
+            column = draw(probs, torch.Size((repeats,)), generator).flatten()
+        leaf = self._draw_leaves(states, repeats, generator)
+        place = torch.where(leaf < 0, -1, leaf + self.num_frequent)
+        if self.shortlist is not None:
+            place = torch.where(column < self.num_frequent, column, place)
+            place = torch.where(is_nan.repeat(repeats), -1, place)
+        lost = place < 0
+        if can_branch_on(lost) and bool(lost.any()):
             raise ValueError("scores must be numbers to draw samples, got NaN")
-        classes = place if self.classes is None else self.classes[place.clamp_min(0)]
-        return torch.where(broken, -1, classes).view((*sample_shape, *hidden.shape[:-1]))
+        if self.classes is not None:
+            place = torch.where(lost, -1, self.classes[place.clamp_min(0)])
+        return place.view((*sample_shape, *hidden.shape[:-1]))
 
     def path_kl(
         self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
@@ -254,13 +258,11 @@ class TreeLinear(nn.Module):
             layer: of the other distribution, with the same order of classes; None: this one.
         """
         layer = layer or self
-        if layer.num_categories != self.num_categories:
-            sizes = f"{self.num_categories} and {layer.num_categories}"
-            raise ValueError(f"KL divergence between {sizes} classes")
         orders = [one.order for one in (self, layer) if one.order is not None]
         ordered_alike = len(orders) == 0 or (len(orders) == 2 and torch.equal(*orders))
-        if layer.num_frequent != self.num_frequent or not ordered_alike:
-            raise ValueError("path_kl needs two layers with the same order of classes")
+        sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
+        if sizes[0] != sizes[1] or not ordered_alike:
+            raise ValueError("path_kl needs two layers with the same order of the same classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)
         below = path_kl(ours[:2], theirs[:2])
@@ -324,9 +326,7 @@ class TreeLinear(nn.Module):
         size = max(64, _CHUNK // self.num_categories)
         with torch.no_grad():
             parts = [self.log_probs(part).topk(k, -1) for part in rows.split(size)]
-        shape = (*hidden.shape[:-1], k)
-        values = torch.cat([part.values for part in parts]).view(shape)
-        indices = torch.cat([part.indices for part in parts]).view(shape)
+        values, indices = (torch.cat(part).view(*hidden.shape[:-1], k) for part in zip(*parts))
         return torch.return_types.topk((values, indices))
 
     def scores(self, hidden: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class TreeLinear(nn.Module):
 
     def _linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear layer in the dtype of the hidden states, whatever autocast says."""
-        with _without_autocast(hidden):
+        with without_autocast(hidden):
             bias = None if bias is None else bias.to(hidden.dtype)
             return nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
 
@@ -457,7 +457,7 @@ class TreeLinear(nn.Module):
         place = self._places(target)
         leaf = place - self.num_frequent
         rare = leaf >= 0
-        if self.num_frequent and can_branch_on(rare):  # rows of frequent classes are not read
+        if can_branch_on(rare) and not bool(rare.all()):  # rows of other classes are not read
             steps = self._steps(hidden[rare], weight, bias, leaf[rare], sparse)[0]
             logs = steps.new_zeros(rare.shape).masked_scatter(rare, floored_sums(steps.sum(-1)))
         else:
@@ -480,60 +480,37 @@ class TreeLinear(nn.Module):
 
         head = self.head
         constants = head.constants(at_least_float32(hidden[:0]))
-        with _without_autocast(hidden):
+        with without_autocast(hidden):
             return path_logs(scores_at, leaf, head.num_categories, head.activation, constants)
 
-    def _draw_places(
-        self, states: Tensor, rows: Tensor, repeats: int, generator: torch.Generator | None
+    def _draw_leaves(
+        self, states: Tensor, repeats: int, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw places from the softmax, and leaves where it says "rare"; -1 where NaN decides."""
-        with torch.no_grad():
-            probs = self._block(states).exp()
-        broken = probs.isnan().any(-1)
-        probs = torch.where(broken[:, None], 1.0, probs)
-        place = draw(probs, torch.Size((repeats,)), generator).flatten()
-        rare = place == self.num_frequent
-        leaf = self._walk(states, rows, generator)
-        beyond = torch.where(leaf < 0, -1, leaf + self.num_frequent)
-        place = torch.where(rare, beyond, place)
-        return torch.where(broken[rows], -1, place)
-
-    def _walk(self, states: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Leaves that random walks from the root reach in some rows, (P,) -> (P,); -1 for NaN."""
+        """Leaves that random walks from the root reach, (M, D) -> (repeats M,); -1 for NaN."""
+        head = self.head
+        rows = torch.arange(len(states), device=states.device).repeat(repeats)
+        uniforms = uniform((head.num_scores.bit_length(), len(rows)), states, generator)
+        empty = at_least_float32(states[:0])
+        constants = head.constants(empty)
         fused = self._fused(states)
         if fused is not None:
-            height = len(self.weight).bit_length()
-            uniforms = uniform((len(rows), height), states, generator)
-            constants = self.head.constants(states.new_empty(0, dtype=torch.float32))
-            described = (rows, uniforms, self.head.activation, constants)
+            described = (rows, uniforms, head.activation, constants)
             leaves: Tensor = fused.sample(states, self.weight, self.bias, *described)
             return leaves
+        size = max(1, _CHUNK // self.in_features)
 
         def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
-            right = self._log_right(states, rows, nodes).double()
-            return uniform(right.shape, right, generator) < right.exp(), right.isnan()
+            parts = [
+                (states[row] * self.weight[node].to(states.dtype)).sum(-1, dtype=empty.dtype)
+                for row, node in zip(rows.split(size), nodes.split(size), strict=True)
+            ]
+            scores = torch.cat(parts)
+            if self.bias is not None:
+                scores = scores + self.bias[nodes].to(scores.dtype)
+            right = head.activation.log_activation(scores, constants_at(constants, nodes))[1]
+            return uniforms[level] < right.double().exp(), right.isnan()
 
-        return walk_down(self.head.num_categories, rows, goes_right)
-
-    @torch.no_grad()
-    def _log_right(self, hidden: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
-        """log a of some nodes in some rows, (P,) each -> (P,)."""
-        size = max(1, _CHUNK // self.in_features)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        parts = [
-            (hidden[row] * self.weight[node].to(hidden.dtype)).sum(-1, dtype=wide)
-            for row, node in zip(rows.split(size), nodes.split(size), strict=True)
-        ]
-        scores = torch.cat(parts)
-        if self.bias is not None:
-            scores = scores + self.bias[nodes].to(wide)
-        return self._log_activation(scores, nodes)[1]
-
-    def _log_activation(self, scores: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """log(1 - a) and log a of some nodes, from their scores in float32 or float64."""
-        with _without_autocast(scores):
-            constants = constants_at(self.head.constants(scores), nodes)
-            return self.head.activation.log_activation(scores, constants)
+        return walk_down(head.num_categories, rows, goes_right)
 
     # -- what comes in and goes out ----------------------------------------------------------------
 
@@ -574,8 +551,3 @@ class _SparseRows(nn.Embedding):
         self.sparse = True
         self.weight = layer.weight
         self.register_parameter("bias", layer.bias)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Autocast off, on devices that have it."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -18,22 +18,18 @@ a class. Sorted keys are sorted nodes at every level at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from catnat.activations import Activation, NaturalActivation, SigmoidActivation
-from catnat.kernels.triton_activations import (
-    _floored,
-    _log_activation,
-    _slopes,
-    activation_arguments,
-)
+from catnat.activations import Activation
+from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
 from catnat.numerics import is_plain
 
-UPPER = 8  # U, levels whose scores are one matmul
+UPPER = 8  # U, levels whose scores are one matmul: a power of two
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_AT_ONCE = 4  # rows of hidden that a program of the kernel "near" takes
 _TOKENS_AT_ONCE = tl.constexpr(4)  # rows of hidden that a sum over tokens loads together
@@ -43,7 +39,7 @@ def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None, activation: Activ
     """Whether the kernels take these tensors and this activation."""
     parameters = [weight] if bias is None else [weight, bias]
     return (
-        type(activation) in (SigmoidActivation, NaturalActivation)
+        activation.is_fused
         and hidden.shape[0] > 0
         and UPPER < weight.shape[0].bit_length() < 30
         and all(x.dtype in _DTYPES and is_plain(x) for x in (hidden, *parameters))
@@ -99,30 +95,43 @@ def sample(
         weight: (K-1, D).
         bias: (K-1,), or None.
         rows: the row of hidden of each walk, (P,) int64.
-        uniforms: in [0, 1), in float64, (P, H): a walk goes right where a(s) is above.
+        uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
         activation: of the head, sigmoid or natural.
         constants: of the nodes, (R, K-1), or None where all nodes are centered at 0.
     """
-    hidden = hidden.contiguous()
     leaf = torch.empty_like(rows)
-    absent = constants is None
-    sizes = {"D": hidden.shape[1], "K": weight.shape[0] + 1, "H": uniforms.shape[1]}
+    tensors = {"rows": rows, "uniforms": uniforms, "leaf": leaf}
+    arguments = _arguments(hidden.contiguous(), weight, bias, activation, constants, 4096)
     with torch.cuda.device_of(hidden):
-        _sample_kernel[(len(rows),)](
-            hidden,
-            weight,
-            hidden if bias is None else bias,
-            rows,
-            uniforms,
-            uniforms if absent else constants,
-            leaf,
-            **activation_arguments(activation, absent),
-            **sizes,
-            B=min(4096, _power(hidden.shape[1])),
-            BIAS=bias is not None,
-            num_warps=8,
-        )
+        _sample_kernel[(len(rows),)](**tensors, **arguments, P=len(rows), num_warps=8)
     return leaf
+
+
+def _arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    constants: Tensor | None,
+    block: int,
+) -> dict[str, Any]:
+    """What the kernels take that compute scores, by columns of at most so many numbers."""
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": hidden if bias is None else bias,
+        "constants": hidden if constants is None else constants,
+        **_sizes(hidden, weight, block),
+        **activation_arguments(activation, constants is None),
+        "BIAS": bias is not None,
+    }
+
+
+def _sizes(hidden: Tensor, weight: Tensor, block: int) -> dict[str, int]:
+    D = hidden.shape[1]
+    height = weight.shape[0].bit_length()
+    block = min(block, triton.next_power_of_2(D))
+    return {"D": D, "K": weight.shape[0] + 1, "H": height, "B": block}
 
 
 class _LogProb(torch.autograd.Function):
@@ -131,31 +140,25 @@ class _LogProb(torch.autograd.Function):
         ctx.plainly = plainly
         saved = (hidden, weight, bias, target)
         hidden, target = hidden.contiguous(), target.contiguous()
-        (M, D), K, U, N = hidden.shape, weight.shape[0] + 1, UPPER, 1 << UPPER
-        H = (K - 1).bit_length()
+        arguments = _arguments(hidden, weight, bias, activation, constants, 256)
+        M, H, N = len(hidden), arguments["H"], 1 << UPPER
         # One row more than the nodes near the root: matmuls are fast where sizes are aligned.
         near = hidden @ weight[:N].to(hidden.dtype).T
         keys = hidden.new_empty(M, dtype=torch.int32)
         slopes = hidden.new_empty(M, H, dtype=torch.float32)
         out = hidden.new_empty(M, dtype=torch.float32)
-        absent = constants is None
-        sizes = {"N": N, "D": D, "K": K, "H": H, "U": U, "PU": _power(U), "PL": _power(H - U)}
         _forward_kernel[(M,)](
-            hidden,
-            weight,
-            hidden if bias is None else bias,
-            near,
-            target,
-            target if order is None else order,
-            slopes if absent else constants,
-            keys,
-            slopes,
-            out,
-            **activation_arguments(activation, absent),
-            **sizes,
-            B=min(256, _power(D)),
+            near=near,
+            target=target,
+            order=target if order is None else order,
+            keys=keys,
+            slopes=slopes,
+            out=out,
+            **arguments,
+            N=N,
+            U=UPPER,
+            L=triton.next_power_of_2(H - UPPER),
             F=frequent,
-            BIAS=bias is not None,
             ORDERED=order is not None,
         )
         ctx.save_for_backward(*saved, keys, slopes)
@@ -173,31 +176,38 @@ class _LogProb(torch.autograd.Function):
 
 def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, for_bias):
     """The gradients of hidden, weight and bias, None where they are not wanted."""
-    (M, D), K, H, U, N = hidden.shape, weight.shape[0] + 1, slopes.shape[1], UPPER, 1 << UPPER
-    B, R = min(1024, _power(D)), _ROWS_AT_ONCE
+    sizes = _sizes(hidden, weight, 1024) | {"U": UPPER}
+    M, N, R = len(hidden), 1 << UPPER, _ROWS_AT_ONCE
+    K, H = sizes["K"], sizes["H"]
+    columns = triton.cdiv(sizes["D"], sizes["B"])
     of_hidden = of_weight = of_bias = None
     if for_weight or for_bias:  # first: the device fills memory while the host goes on
-        of_weight, of_bias = (
-            torch.zeros_like(weight),
-            None if bias is None else torch.zeros_like(bias),
-        )
+        of_weight = torch.zeros_like(weight)
+        of_bias = None if bias is None else torch.zeros_like(bias)
     near = hidden.new_empty(M, N)  # the gradient near the root, with a last column of zeros
     largest = torch.finfo(near.dtype).max  # a steep gradient must not become infinite
-    _near_kernel[(triton.cdiv(M, R),)](keys, slopes, grad, near, M, largest, N=N, H=H, U=U, R=R)
+    paths = {"keys": keys, "slopes": slopes, "grad": grad}
+    grid = (triton.cdiv(M, R),)
+    _near_kernel[grid](**paths, out=near, M=M, largest=largest, N=N, K=K, H=H, U=UPPER, R=R)
     if for_hidden:
         of_hidden = near @ weight[:N].to(near.dtype)
-        tensors = (weight, keys, slopes, grad, of_hidden)
-        _hidden_kernel[(M, triton.cdiv(D, B))](*tensors, D=D, K=K, H=H, U=U, B=B)
+        _hidden_kernel[(M, columns)](**paths, weight=weight, out=of_hidden, **sizes)
     if of_weight is not None:
         of_weight[:N] = near.T @ hidden  # the last of these rows is set below if it is in use
         if of_bias is not None:
             of_bias[:N] = near.sum(0, dtype=torch.float32)
-        ranked, tokens = keys.sort()
-        tensors = (hidden, slopes, grad, ranked, tokens, of_weight)
-        tensors = (*tensors, of_weight if of_bias is None else of_bias)
-        sizes = {"D": D, "K": K, "H": H, "U": U, "B": B, "BIAS": bias is not None}
-        _rows_kernel[(M, triton.cdiv(D, B), H - U)](*tensors, M, **sizes)
-    return of_hidden, of_weight if for_weight else None, of_bias if for_bias else None
+        paths["keys"], tokens = keys.sort()
+        _rows_kernel[(M, columns, H - UPPER)](
+            **paths,
+            tokens=tokens,
+            hidden=hidden,
+            of_weight=of_weight,
+            of_bias=of_weight if of_bias is None else of_bias,
+            M=M,
+            **sizes,
+            BIAS=of_bias is not None,
+        )
+    return of_hidden, of_weight, of_bias
 
 
 def _plain_backward(ctx, hidden, weight, bias, target, grad):
@@ -210,9 +220,26 @@ def _plain_backward(ctx, hidden, weight, bias, target, grad):
     return [next(grads) if need else None for need in needed]
 
 
-def _power(n: int) -> int:
-    """The least power of two >= n, at least 2."""
-    return max(2, 1 << (n - 1).bit_length())
+@triton.jit
+def _nodes(key, level, K: tl.constexpr, H: tl.constexpr):
+    """The nodes of paths at some levels, and whether there is one."""
+    heap = key >> tl.maximum(H - level, 0)
+    inside = heap < tl.where(key < (2 << H), K, 0)
+    return tl.where(inside, heap - 1, 0), inside
+
+
+@triton.jit
+def _products(hidden, weight, node, inside, end, D: tl.constexpr, B: tl.constexpr):
+    """A row of hidden times the rows of nodes, (n,) -> (n,) in float32."""
+    column = tl.arange(0, B)
+    at = weight + node.to(tl.int64)[:, None] * D + column[None, :]
+    products = tl.zeros((node.shape[0], B), tl.float32)
+    for start in range(0, end, B):
+        exists = start + column < D
+        h = tl.load(hidden + start + column, mask=exists, other=0.0)
+        w = tl.load(at + start, mask=inside[:, None] & exists[None, :], other=0.0)
+        products += w.to(tl.float32) * h.to(tl.float32)[None, :]
+    return tl.sum(products, axis=1)
 
 
 @triton.jit
@@ -220,24 +247,27 @@ def _steps(
     s,
     level,
     key,
-    alive,
-    known,
+    bias,
+    slopes,
+    settings,
     K: tl.constexpr,
     H: tl.constexpr,
+    BIAS: tl.constexpr,
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    """Logarithm and its derivative of the steps at some levels of a path; 0 off the path."""
-    heap = key >> tl.where(level < H, H - level, 0)
-    inside = alive & (level < H) & (heap < K)
-    node = tl.where(inside, heap - 1, 0)
-    bit = (key >> tl.where(level < H, H - 1 - level, 0)) & 1
-    left, right = _log_activation(s[None, :], node, known, inside, NATURAL, CENTERED)
-    fall, rise = _slopes(s[None, :], node, known, inside, NATURAL, CENTERED)
-    up = (bit == 1)[None, :]
-    logs = tl.where(inside[None, :], tl.where(up, right, left), 0.0)
-    moves = tl.where(inside[None, :], tl.where(up, rise, -fall), 0.0)
-    return tl.sum(logs), moves
+    """The logarithm of the steps at some levels of a path; stores its slopes, 0 off the path."""
+    node, inside = _nodes(key, level, K, H)
+    if BIAS:
+        s += tl.load(bias + node, mask=inside, other=0.0).to(tl.float32)
+    left, right, fall, rise = logs_and_slopes(
+        s[None, :], node, settings, inside, NATURAL, CENTERED
+    )
+    inside = inside[None, :]
+    is_right = ((key >> tl.maximum(H - 1 - level, 0)) & 1 == 1)[None, :]
+    move = tl.where(inside, tl.where(is_right, rise, -fall), 0.0)
+    tl.store(slopes + level[None, :], move, mask=(level < H)[None, :])
+    return tl.sum(tl.where(inside, tl.where(is_right, right, left), 0.0))
 
 
 @triton.jit
@@ -263,8 +293,7 @@ def _forward_kernel(
     K: tl.constexpr,
     H: tl.constexpr,
     U: tl.constexpr,
-    PU: tl.constexpr,  # powers of two >= U and >= L
-    PL: tl.constexpr,
+    L: tl.constexpr,  # a power of two >= H - U
     B: tl.constexpr,
     F: tl.constexpr,  # frequent classes
     BIAS: tl.constexpr,
@@ -272,8 +301,7 @@ def _forward_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
+    settings = (constants, K - 1, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(target + row).to(tl.int64)
     possible = (k >= 0) & (k < F + K)
@@ -283,38 +311,22 @@ def _forward_kernel(
     alive = possible & (place >= F)
     key = (tl.where(alive, place - F, 0) + K).to(tl.int32)
     key = tl.where(key >= (1 << H), key, 2 * key)
-    tl.store(keys + row, tl.where(alive, key, 2 << H))
+    key = tl.where(alive, key, 2 << H)
+    tl.store(keys + row, key)
+    slopes += row * H
 
-    level = tl.arange(0, PU)
-    here = level < tl.where(alive, U, 0)
-    node = tl.where(here, (key >> tl.where(level < U, H - level, 0)) - 1, 0)
-    s = tl.load(near + row * N + node, mask=here, other=0.0).to(tl.float32)
-    if BIAS:
-        s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
-    total, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
-    tl.store(slopes + row * H + level[None, :], moves, mask=(level < U)[None, :])
-
-    level = U + tl.arange(0, PL)
-    heap = key >> tl.where(level < H, H - level, 0)
-    here = (level < tl.where(alive, H, 0)) & (heap < K)
-    node = tl.where(here, heap - 1, 0)
-    column = tl.arange(0, B)
-    at = weight + node.to(tl.int64)[:, None] * D + column[None, :]
-    products = tl.zeros((PL, B), tl.float32)
-    for start in range(0, tl.where(alive, D, 0), B):
-        inside = start + column < D
-        h = tl.load(hidden + row * D + start + column, mask=inside, other=0.0)
-        w = tl.load(at + start, mask=here[:, None] & inside[None, :], other=0.0)
-        products += w.to(tl.float32) * h.to(tl.float32)[None, :]
-    s = tl.sum(products, axis=1)
-    if BIAS:
-        s += tl.load(bias + node, mask=here, other=0.0).to(tl.float32)
-    below, moves = _steps(s, level, key, here, known, K, H, NATURAL, CENTERED)
-    tl.store(slopes + row * H + level[None, :], moves, mask=(level < H)[None, :])
-    tl.store(out + row, tl.where(possible, _floored(total + below), float("nan")))
+    level = tl.arange(0, U)
+    node, inside = _nodes(key, level, K, H)
+    s = tl.load(near + row * N + node, mask=inside, other=0.0).to(tl.float32)
+    total = _steps(s, level, key, bias, slopes, settings, K, H, BIAS, NATURAL, CENTERED)
+    level = U + tl.arange(0, L)
+    node, inside = _nodes(key, level, K, H)
+    s = _products(hidden + row * D, weight, node, inside, tl.where(alive, D, 0), D, B)
+    total += _steps(s, level, key, bias, slopes, settings, K, H, BIAS, NATURAL, CENTERED)
+    tl.store(out + row, tl.where(possible, floored(total), float("nan")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _sample_kernel(
     hidden,
     weight,
@@ -323,6 +335,7 @@ def _sample_kernel(
     uniforms,
     constants,
     leaf,
+    P,
     rate,
     high,
     low,
@@ -337,33 +350,22 @@ def _sample_kernel(
     NATURAL: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    S: tl.constexpr = K - 1
-    known = (constants, S, rate, high, low, joint, slope, edge)
-    walk = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + walk)
-    column = tl.arange(0, B)
-    one = tl.arange(0, 1)  # a tensor of one number: what the activations take
-    heap = one + 1
-    lost = one > 0
+    settings = (constants, K - 1, rate, high, low, joint, slope, edge)
+    walk = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # a tensor of one number
+    row = tl.load(rows + tl.program_id(0))
+    heap = tl.full((1,), 1, tl.int32)  # 0 after a NaN
     for level in range(H):
-        inner = heap < K
-        node = tl.where(inner, heap - 1, 0)
-        at = weight + tl.sum(node).to(tl.int64) * D
-        products = tl.zeros((B,), tl.float32)
-        for start in range(0, D, B):
-            inside = start + column < D
-            h = tl.load(hidden + row * D + start + column, mask=inside, other=0.0)
-            w = tl.load(at + start + column, mask=inside, other=0.0)
-            products += w.to(tl.float32) * h.to(tl.float32)
-        s = tl.sum(products) + tl.zeros((1,), tl.float32)
+        inside = (heap > 0) & (heap < K)
+        node = tl.where(inside, heap - 1, 0)
+        s = _products(hidden + row * D, weight, node, inside, D, D, B)
         if BIAS:
             s += tl.load(bias + node).to(tl.float32)
-        _, right = _log_activation(s[None, :], node, known, inner, NATURAL, CENTERED)
+        _, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL, CENTERED)
         right = tl.sum(right, axis=0)
-        u = tl.load(uniforms + walk * H + level + one)
-        heap = tl.where(inner, 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32), heap)
-        lost = lost | (inner & (right != right))
-    tl.store(leaf + walk + one, tl.where(lost, -1, heap - K).to(tl.int64))
+        u = tl.load(uniforms + level * P + walk)
+        child = 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32)
+        heap = tl.where(inside, tl.where(right != right, 0, child), heap)
+    tl.store(leaf + walk, tl.where(heap > 0, heap - K, -1).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -375,6 +377,7 @@ def _near_kernel(
     M,
     largest,
     N: tl.constexpr,
+    K: tl.constexpr,
     H: tl.constexpr,
     U: tl.constexpr,
     R: tl.constexpr,
@@ -383,14 +386,13 @@ def _near_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     exists = row < M
     key = tl.load(keys + row, mask=exists, other=2 << H)
-    alive = key < (2 << H)
     g = tl.load(grad + row, mask=exists, other=0.0)
     column = tl.arange(0, N)
     total = tl.zeros((R, N), tl.float32)
     for level in tl.static_range(U):
-        move = tl.load(slopes + row * H + level, mask=alive, other=0.0)
-        move = tl.where(alive, move * g, 0.0)
-        node = (key >> (H - level)) - 1
+        node, inside = _nodes(key, level, K, H)
+        move = tl.load(slopes + row * H + level, mask=inside, other=0.0)
+        move = tl.where(inside, move * g, 0.0)
         total = tl.where(node[:, None] == column[None, :], move[:, None], total)
     total = tl.where(total > largest, largest, tl.where(total < -largest, -largest, total))
     at = out + row[:, None] * N + column[None, :]
@@ -413,18 +415,17 @@ def _hidden_kernel(
     """Add what the gathered rows give to the gradient of hidden."""
     row = tl.program_id(0).to(tl.int64)
     key = tl.load(keys + row)
-    alive = key < (2 << H)
     d = tl.program_id(1) * B + tl.arange(0, B)
     g = tl.load(grad + row)
     at = out + row * D + d
-    mine = d < tl.where(alive, D, 0)
+    mine = d < tl.where(key < (2 << H), D, 0)
     total = tl.load(at, mask=mine, other=0.0).to(tl.float32)
     for level in tl.static_range(U, H):
-        heap = key >> (H - level)
-        inside = alive & (heap < K)
+        node, inside = _nodes(key, level, K, H)
         move = tl.load(slopes + row * H + level)
-        node = tl.where(inside, heap - 1, 0).to(tl.int64)
-        w = tl.load(weight + node * D + d, mask=d < tl.where(inside, D, 0), other=0.0)
+        w = tl.load(
+            weight + node.to(tl.int64) * D + d, mask=d < tl.where(inside, D, 0), other=0.0
+        )
         total += tl.where(inside, move * g, 0.0) * w.to(tl.float32)
     tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
@@ -434,7 +435,7 @@ def _rows_kernel(
     hidden,
     slopes,
     grad,
-    ranked,
+    keys,  # sorted
     tokens,
     of_weight,
     of_bias,
@@ -452,17 +453,18 @@ def _rows_kernel(
     begin at that place.
     """
     i, level = tl.program_id(0), U + tl.program_id(2)
-    key = tl.load(ranked + i)
-    before = tl.load(ranked + i - 1, mask=i > 0, other=0)
+    key = tl.load(keys + i)
+    before = tl.load(keys + i - 1, mask=i > 0, other=0)
     heap = key >> (H - level)
-    begins = (key < (2 << H)) & (heap < K) & (heap != (before >> (H - level)))
+    node, begins = _nodes(key, level, K, H)
+    begins = begins & (heap != (before >> (H - level)))
     end = tl.where(begins, M, i)
     d = tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros((B,), tl.float32)
     sum_of_g = tl.full((), 0.0, tl.float32)
     while i < end:
         for step in tl.static_range(_TOKENS_AT_ONCE):
-            other = tl.load(ranked + i + step, mask=i + step < M, other=2 << H)
+            other = tl.load(keys + i + step, mask=i + step < M, other=2 << H)
             token = tl.load(tokens + i + step, mask=i + step < M, other=0)
             here = (other >> (H - level)) == heap
             g = tl.load(slopes + token * H + level, mask=here, other=0.0)
@@ -472,8 +474,7 @@ def _rows_kernel(
             sum_of_g += g
         i += _TOKENS_AT_ONCE
         end = tl.where(here, end, i)  # whether the last of these tokens was one of the node
-    node = (heap - 1).to(tl.int64)
-    at = of_weight + node * D + d
+    at = of_weight + node.to(tl.int64) * D + d
     tl.store(at, total.to(of_weight.dtype.element_ty), mask=d < tl.where(begins, D, 0))
     if BIAS:
         sum_of_g = sum_of_g.to(of_bias.dtype.element_ty)

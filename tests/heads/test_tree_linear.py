@@ -373,9 +373,8 @@ def test_path_estimates_have_the_right_mean_and_gradient(K, frequent):
             torch.testing.assert_close(mean, exact)
             grads = [torch.autograd.grad(x, one, retain_graph=True)[0] for x in (mean, exact)]
             torch.testing.assert_close(*grads)
-    with pytest.raises(ValueError, match=f"between {K} and 12 classes"):
-        layer.path_kl(one, two, every, TreeLinear(6, 12))
-    with pytest.raises(ValueError, match="the same order"):
-        layer.path_kl(one, two, every, TreeLinear(6, K, frequent=1))
+    for stranger in (TreeLinear(6, 12), TreeLinear(6, K, frequent=1)):
+        with pytest.raises(ValueError, match="the same order"):
+            layer.path_kl(one, two, every, stranger)
     with pytest.raises(ValueError, match=f"from 0 to {K - 1}, got {K}"):
         layer.path_entropy(one, torch.tensor(K))
