@@ -25,40 +25,27 @@ def _places(rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def sparsemax_forward(scores, out, rows, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Newton's method on sum_k max(s_k - tau, 0) = 1, in float32, then exactly in float64."""
+    """Newton's method on sum_k max(s_k - tau, 0) = 1, in float64."""
     exists, inside, offset = _places(rows, K, R, P)
     s = tl.load(scores + offset, mask=inside, other=float("-inf"))
     s = tl.where(exists, s, 0.0)
     top = tl.max(s, axis=1)[:, None]
-    z = s - top
     broken = tl.sum((s != s).to(tl.int32), axis=1)[:, None] > 0
     broken = broken | (tl.abs(top) == float("inf"))
-    z = tl.where(broken, 0.0, z)
-    top = tl.where(broken, 0.0, top)
+    z = tl.where(broken, 0.0, s.to(tl.float64) - top.to(tl.float64))
     # Triton 3.6 compiles a while loop only if all it carries is read in it and after it.
-    tau = tl.full((R, 1), -1.0, tl.float32)
+    tau = tl.full((R, 1), -1.0, tl.float64)
     size = tl.zeros((R, 1), tl.float32)
     changed = 1
     while changed > 0:
         active = tl.sum((z > tau).to(tl.float32), axis=1)[:, None]
         total = tl.sum(tl.maximum(z - tau, 0.0), axis=1)[:, None]
-        step = tl.maximum((total - 1.0) / active, 0.0)
-        tau += tl.where(changed > 0, step, 0.0)
-        changed = tl.sum((active != size).to(tl.int32))
-        size = active
-    wide = tl.where(broken, 0.0, s.to(tl.float64) - top.to(tl.float64))
-    exact = tl.minimum(tau, -1.0 / K).to(tl.float64)
-    size = 0.0 - size
-    changed += 1
-    while changed > 0:
-        active = tl.sum((wide > exact).to(tl.float32), axis=1)[:, None]
-        total = tl.sum(tl.maximum(wide - exact, 0.0), axis=1)[:, None]
         different = (active != size) & (changed > 0)
-        exact += tl.where(different, (total - 1.0) / active.to(tl.float64), 0.0)
+        tau += tl.where(different, (total - 1.0) / active.to(tl.float64), 0.0)
         changed = tl.sum(different.to(tl.int32))
         size = active
     broken = broken | (size < changed)
-    p = (wide - exact).to(tl.float32)
+    p = (z - tau).to(tl.float32)
     log_p = tl.where(p > 0, tl.log(tl.where(p > 0, p, 1.0)), _LOG_ZERO)
     tl.store(out + offset, tl.where(broken, float("nan"), log_p), mask=inside)
 
