@@ -326,7 +326,8 @@ class TreeLinear(nn.Module):
         size = max(64, _CHUNK // self.num_categories)
         with torch.no_grad():
             parts = [self.log_probs(part).topk(k, -1) for part in rows.split(size)]
-        values, indices = (torch.cat(part).view(*hidden.shape[:-1], k) for part in zip(*parts, strict=True))
+        shape = (*hidden.shape[:-1], k)
+        values, indices = (torch.cat(x).view(shape) for x in zip(*parts, strict=True))
         return torch.return_types.topk((values, indices))
 
     def scores(self, hidden: Tensor) -> Tensor:

@@ -260,9 +260,7 @@ def _steps(
     node, inside = _nodes(key, level, K, H)
     if BIAS:
         s += tl.load(bias + node, mask=inside, other=0.0).to(tl.float32)
-    left, right, fall, rise = logs_and_slopes(
-        s[None, :], node, settings, inside, NATURAL, CENTERED
-    )
+    left, right, fall, rise = logs_and_slopes(s[None, :], node, settings, inside, NATURAL, CENTERED)
     inside = inside[None, :]
     is_right = ((key >> tl.maximum(H - 1 - level, 0)) & 1 == 1)[None, :]
     move = tl.where(inside, tl.where(is_right, rise, -fall), 0.0)
@@ -423,9 +421,7 @@ def _hidden_kernel(
     for level in tl.static_range(U, H):
         node, inside = _nodes(key, level, K, H)
         move = tl.load(slopes + row * H + level)
-        w = tl.load(
-            weight + node.to(tl.int64) * D + d, mask=d < tl.where(inside, D, 0), other=0.0
-        )
+        w = tl.load(weight + node.to(tl.int64) * D + d, mask=d < tl.where(inside, D, 0), other=0.0)
         total += tl.where(inside, move * g, 0.0) * w.to(tl.float32)
     tl.store(at, total.to(out.dtype.element_ty), mask=mine)
 
