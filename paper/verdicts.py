@@ -15,6 +15,7 @@ from itertools import chain, product
 import measures
 import mechanism_claims
 import numpy as np
+import output_layers
 import wider
 from measures import (
     BOTH,
@@ -251,7 +252,7 @@ def draws_claims() -> Iterator[Claim]:
 
 
 def label_claims() -> Iterator[Claim]:
-    """Digits, words of a language model, and the time of an output layer."""
+    """Digits, words of a language model, and the time of a tree over all words."""
     page, path = "language_model/README.md", "language_model/runs.csv"
     rates = {"sparsemax": "3e-05", "natural": "0.0001", "tree, cooccurrence, natural": "0.004"}
     for output in sorted({row["output"] for row in select(path, plans="classify")}):
@@ -266,33 +267,6 @@ def label_claims() -> Iterator[Claim]:
         )
         numbers = [mean(values(runs, metric)) for metric in ("val/perplexity", "test/perplexity")]
         yield Claim(page, f"| {output} | {rate} | {{}} | {{}} |", numbers)
-    numbers = []
-    for text, output, steps in (
-        ("words", "hybrid-4096", 1000),
-        ("words", "softmax", 1000),
-        ("docs", "hybrid-1024", 800),
-        ("docs", "softmax", 800),
-        ("words", "adaptive-1", 1000),
-        ("docs", "adaptive-2", 800),
-        ("docs", "softmax", 427),
-    ):
-        numbers.append(mean(values(wider.at_best_rate(text, output, steps), "test")))
-    text = (
-        "Its test perplexity is {} where softmax has {} (32,768 words), and {} where softmax has {}"
-    )
-    yield Claim("../README.md", text + " (131,072 words).", numbers[:4])
-    yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers[4:6])
-    text = "In the same training time softmax reaches {} there"
-    yield Claim("../README.md", text, numbers[6:])
-    times = select("language_model/step_times_h200.csv", text="docs")
-    step_times = [float(row["ms"]) for row in times]
-    yield Claim(page, "with the GPU to itself ({}, {} and {} ms)", step_times)
-    rows = select("speed/output_layer_frequent_h200.csv", "targets=zipf commit=b6f92d5+")
-    faster = {row["layer"]: float(row["times faster"]) for row in rows}
-    names = ("hybrid, F = 4096", "hybrid, F = 1024", "adaptive softmax")
-    text = "forward and backward are {} to {} times faster than linear + cross entropy;"
-    text += " with adaptive softmax {} times"
-    yield Claim("../README.md", text, [faster[name] for name in names])
     layers = select("speed/output_layer_h200.csv", "K=131072 commit=f57b353")
     times = {row["layer"]: float(row["forward + backward ms"]) for row in layers}
     numbers = [times["linear + cross_entropy"], times["tree natural"], times["tree sigmoid"]]
@@ -304,6 +278,7 @@ CLAIMS = (
     *(mechanism_claims.factors, mechanism_claims.rotation, mechanism_claims.noise_and_coupling),
     *(vae_claims, longer_vae_claims, other_vae_claims),
     *(graph_claims, estimator_claims, draws_claims, label_claims),
+    *(output_layers.quality, output_layers.speed),
     *(wider.breakout_and_seaquest, wider.claims),
 )
 

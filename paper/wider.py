@@ -15,6 +15,7 @@ from itertools import product
 
 import mechanism_claims
 import numpy as np
+import output_layers
 from measures import (
     BOTH,
     INTERVAL,
@@ -256,48 +257,6 @@ def breakout_and_seaquest() -> Iterator[Claim]:
     yield Claim("games/README.md", "of 8 points needs about {} seeds a head", [round(needed, -1)])
 
 
-def outputs() -> Iterator[Claim]:
-    """Output layers at equal steps; and at equal time, by the milliseconds of a training step."""
-    path = "language_model/outputs.csv"
-    for text, steps in (("words", 1000), ("pairs", 1000), ("docs", 800)):
-        names = dict.fromkeys(row["output"] for row in select(path, text=text))
-        yield from at_best_rates(text, text, dict.fromkeys(names, steps))
-        times = {
-            row["output"]: float(row["ms"])
-            for row in select("language_model/step_times_h200.csv", text=text)
-        }
-        fewer_steps = {name: int(steps * min(times.values()) / times[name]) for name in times}
-        yield from at_best_rates(text, f"{text}, equal time", fewer_steps)
-
-
-def at_best_rate(text: str, output: str, steps: int) -> Runs:
-    """All seeds of an output, at the rate with the best validation of seed 0."""
-    path = "language_model/outputs.csv"
-    setting = f"text={text} output={output} steps={steps}"
-    first_seed = select(path, f"{setting} seed=0")
-    if not first_seed:
-        return {}
-    best = min(first_seed, key=lambda run: float(run["val"]))
-    return by_seed(path, f"{setting} rate={best['rate']}")
-
-
-def at_best_rates(text: str, label: str, steps_of: dict[str, int]) -> Iterator[Claim]:
-    """Test perplexity, each output at its best rate; softmax first."""
-    softmax = 0.0
-    for output, steps in steps_of.items():
-        runs = at_best_rate(text, output, steps)
-        if not runs:
-            continue
-        rate = runs["0"]["rate"]
-        test = mean(values(runs, "test"))
-        softmax = softmax or test
-        numbers = [len(runs), test, 100 * (test / softmax - 1)]
-        numbers += [mean(values(runs, "test_frequent")), round(mean(values(runs, "test_rare")))]
-        cells = " | ".join(["{}"] * len(numbers))
-        sentence = f"| {label} | {steps} steps, rate {rate} | {output} | {cells} |"
-        yield Claim("language_model/README.md", sentence, numbers)
-
-
 def minatar_returns(head: str, new: bool) -> Returns:
     """Returns of a head at its rates by game, relative to softmax's mean; new seeds or all."""
     relative = {}
@@ -342,7 +301,7 @@ def minatar() -> Iterator[Claim]:
 
 def table_rows() -> Iterator[Claim]:
     """Rows of all tables, as far as their runs have ended."""
-    for table in (without_noise, architecture, other_data, latents, outputs, minatar):
+    for table in (without_noise, architecture, other_data, latents, output_layers.outputs, minatar):
         yield from table()
 
 
