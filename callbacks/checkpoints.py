@@ -101,38 +101,33 @@ class LastCheckpoint(Checkpoint):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came; within training that waits for the end of a step."""
-        if trainer.state.fn != "fit" and self._any_rank_asked(trainer):
-            self._raise_stopped(trainer)
+        if trainer.state.fn != "fit":
+            self._stop = self._any_rank_asked(trainer)
+            self._save_if_due(trainer)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if training ended between two checkpoints; stop if a signal came at the end."""
-        if trainer.global_step > self._saved_step:
-            self._save(trainer)
-        if self._any_rank_asked(trainer):
-            self._raise_stopped(trainer)
-
-    def _save_if_due(self, trainer: Trainer) -> None:
-        if self._due:
-            self._save(trainer)
-        if self._stop:
-            self._raise_stopped(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        self._due = False
-        self._saved_step = trainer.global_step
-        for logger in trainer.loggers:  # values of steps that a resumed run does not take again
-            logger.save()
-        trainer.save_checkpoint(self.path)
+        self._due = trainer.global_step > self._saved_step
+        self._stop = self._any_rank_asked(trainer)
+        self._save_if_due(trainer)
 
     def _any_rank_asked(self, trainer: Trainer) -> bool:
         asked = bool(self._signals.signum)
         return trainer.strategy.reduce_boolean_decision(asked, all=False)
 
-    def _raise_stopped(self, trainer: Trainer) -> None:
-        signum = self._signals.signum or signal.SIGTERM  # another rank got the signal
-        raise Stopped(signum, trainer.global_step, self.path)
+    def _save_if_due(self, trainer: Trainer) -> None:
+        """Save if that is due, and then stop if a signal came to any rank."""
+        if self._due:
+            self._due = False
+            self._saved_step = trainer.global_step
+            for logger in trainer.loggers:  # values of steps that a resumed run does not take again
+                logger.save()
+            trainer.save_checkpoint(self.path)
+        if self._stop:
+            signum = self._signals.signum or signal.SIGTERM  # another rank got the signal
+            raise Stopped(signum, trainer.global_step, self.path)
 
 
 class BestCheckpoint(ModelCheckpoint):

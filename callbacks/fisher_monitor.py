@@ -122,7 +122,9 @@ class FisherMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
-        self._detach(pl_module)  # an earlier run that was cut short may have left a probe
+        self.teardown(
+            trainer, pl_module, "fit"
+        )  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
         self._reset()
         heads = self._probe.heads
@@ -195,9 +197,6 @@ class FisherMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
-        self._detach(pl_module)
-
-    def _detach(self, pl_module: LightningModule) -> None:
         if self._probe is not None:
             self._probe.detach()
             self._probe = None

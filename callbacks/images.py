@@ -16,7 +16,6 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from catnat import CategoricalHead, CatnatHead
-from catnat.checks import require_at_least
 from catnat.rng import forked_random_state
 from catnat.tree import levels
 
@@ -24,6 +23,7 @@ MAX_PICTURE = 2**22  # entries of the largest Fisher matrix that is drawn
 # The entries of a Fisher matrix of softmax, sigmoid, and natural with A = 2 pi are at most 1/4.
 _LARGEST_ENTRY = 0.25
 _BLUE = (0.2, 0.3, 0.6)
+_CELL = 12  # pixels of a matrix's entry
 
 
 def add_image(
@@ -82,29 +82,24 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, seldom needed
     from matplotlib.colors import SymLogNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     matrix = matrix.detach().float().cpu()
     limit = max(_LARGEST_ENTRY, float(matrix.abs().max()))
-    figure = Figure(figsize=(4.6, 4.0), dpi=100)
-    axes = figure.add_axes((0.13, 0.13, 0.66, 0.759))
-    bar_axes = figure.add_axes((0.82, 0.2, 0.03, 0.62))
+    figure = Figure(figsize=(4.6, 4.0), dpi=100, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="score j", ylabel="score i")
     end = len(matrix) + 0.5
     extent = (0.5, end, end, 0.5)  # scores are counted from 1
     norm = SymLogNorm(limit / 1000, linscale=0.3, vmin=-limit, vmax=limit)
     image = axes.imshow(matrix.numpy(), "RdBu_r", norm, extent=extent, interpolation="nearest")
     axes.grid(visible=False)  # lines of a user's style would hide entries
+    axes.locator_params(nbins=8, integer=True)
     ticks = [limit * share for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
-    bar = figure.colorbar(image, bar_axes, ticks=ticks, format="%.3g")
+    bar = figure.colorbar(image, ticks=ticks, format="%.3g", shrink=0.8)
     bar.ax.minorticks_off()
     tree = levels(head.num_categories) if isinstance(head, CatnatHead) else ()
     for (_, level_end), _ in pairwise(tree):
         axes.axhline(level_end - 0.5, color="gray", linewidth=0.8)
         axes.axvline(level_end - 0.5, color="gray", linewidth=0.8)
-    axes.set(xlabel="score j", ylabel="score i")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.set_title(title, fontsize=11)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy())
@@ -113,10 +108,10 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def heat_map(matrix: Tensor, cell: int = 12) -> Tensor:
-    """A matrix (R, C) as an image (R * cell, C * cell, 3): 0 is black, 1 is white."""
+def heat_map(matrix: Tensor) -> Tensor:
+    """A matrix (R, C) as an image (12 R, 12 C, 3): 0 is black, 1 is white."""
     grey = matrix.detach().float().cpu().clamp(0, 1)
-    return grey.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[..., None].expand(-1, -1, 3)
+    return torch.kron(grey, torch.ones(_CELL, _CELL))[..., None].expand(-1, -1, 3)
 
 
 def tile(images: Tensor, columns: int) -> Tensor:
@@ -136,18 +131,12 @@ class Figures(Callback):
       to the right if the data module has them as ``edge_probs``. The row is the node where an edge
       begins, the column the node where it ends.
 
-    Images are (C, H, W), with three channels in color. An image that cannot be drawn costs one
-    warning, and is not tried again.
-
-    Args:
-        num_images: how many reconstructions and prior samples.
+    Images are (C, H, W), with three channels in color. An image that cannot be drawn costs a
+    warning.
     """
 
-    def __init__(self, num_images: int = 10) -> None:
-        require_at_least(1, num_images=num_images)
-        self.num_images = num_images
-        self._inputs: Tensor | None = None
-        self._failed: set[str] = set()  # tags whose image could not be drawn
+    num_images = 10  # reconstructions and prior samples
+    _batch: Any = None  # the first of the latest validation
 
     def on_validation_batch_end(
         self,
@@ -158,59 +147,47 @@ class Figures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the first inputs."""
+        """Keep the first batch."""
         if batch_idx == 0:
-            first = batch[0] if isinstance(batch, (tuple, list)) else batch
-            self._inputs = first[: self.num_images] if isinstance(first, Tensor) else None
+            self._batch = batch
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the images; random draws come from a forked state and do not affect training."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        figures: dict[str, Callable[[Any], Tensor | None]] = {
-            "images/reconstructions": self._reconstructions,
-            "images/prior": self._prior_samples,
-            "latents/usage": _usage,
-            "graph/theta": _theta,
+        figures: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
+            "images/reconstructions": ("reconstruct", self._reconstructions),
+            "images/prior": ("sample_prior", self._prior_samples),
+            "latents/usage": ("usage", lambda model: heat_map(model.usage)),
+            "graph/theta": ("theta", _theta),
         }
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
         # Equal draws each time: images differ by the model alone.
         with forked_random_state(pl_module.device, seed=0), torch.no_grad():
-            for tag, figure in figures.items():
-                if tag in self._failed:
+            for tag, (shown, draw) in figures.items():
+                if getattr(pl_module, shown, None) is None:
                     continue
                 try:
-                    add_image(trainer.loggers, tag, partial(figure, pl_module), step)
+                    add_image(trainer.loggers, tag, partial(draw, pl_module), step)
                 except Exception as error:  # a method of the user's own must not end the run
-                    self._failed.add(tag)
                     what = f"{type(pl_module).__name__} failed with {type(error).__name__}: {error}"
                     rank_zero_warn(f"no {tag}: {what}")
 
-    def _reconstructions(self, model: Any) -> Tensor | None:
-        if self._inputs is None or not hasattr(model, "reconstruct"):
-            return None
-        images: Tensor = model.reconstruct(self._inputs)
-        inputs = self._inputs.reshape(images.shape).to(images.dtype)
-        return tile(torch.cat([inputs, images]), len(inputs))
+    def _reconstructions(self, model: Any) -> Tensor:
+        images = self._batch[0] if isinstance(self._batch, (tuple, list)) else self._batch
+        inputs = images[: self.num_images]
+        outputs: Tensor = model.reconstruct(inputs)
+        inputs = inputs.reshape(outputs.shape).to(outputs.dtype)
+        return tile(torch.cat([inputs, outputs]), len(inputs))
 
-    def _prior_samples(self, model: Any) -> Tensor | None:
-        if not hasattr(model, "sample_prior"):
-            return None
+    def _prior_samples(self, model: Any) -> Tensor:
         return tile(model.sample_prior(self.num_images), self.num_images)
 
 
-def _usage(model: Any) -> Tensor | None:
-    usage = getattr(model, "usage", None)
-    return None if usage is None else heat_map(usage)
-
-
-def _theta(model: Any) -> Tensor | None:
-    theta = getattr(model, "theta", None)
-    if theta is None:
-        return None
-    pictures = [heat_map(theta)]
+def _theta(model: Any) -> Tensor:
+    pictures = [heat_map(model.theta)]
     truth = getattr(getattr(model.trainer, "datamodule", None), "edge_probs", None)
     if truth is not None:
-        gap = torch.tensor(_BLUE).expand(len(pictures[0]), 12, 3)
+        gap = torch.tensor(_BLUE).expand(len(pictures[0]), _CELL, 3)
         pictures += [gap, heat_map(truth)]
     return torch.cat(pictures, 1)

@@ -80,11 +80,10 @@ def open_writer(folder: str | Path, resumed_at: int | None = None) -> SummaryWri
             an earlier process wrote, are deleted, because the run writes them again. Its files get
             a counter in place of the time: TensorBoard reads them in the order of their names.
     """
-    if resumed_at is None:
-        return DescribedWriter(str(folder), max_queue=_QUEUE)
-    for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
-        _drop_events(path, resumed_at)
-        path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
+    if resumed_at is not None:
+        for number, path in enumerate(sorted(Path(folder).glob("events.out.tfevents.*"))):
+            _drop_events(path, resumed_at)
+            path.rename(path.with_name(f"events.out.tfevents.{number:010d}.resumed"))
     # purge_step is for a TensorBoard that is running
     return DescribedWriter(str(folder), purge_step=resumed_at, max_queue=_QUEUE)
 

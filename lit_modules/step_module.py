@@ -217,16 +217,12 @@ class StepModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of all rows of all ranks."""
-        self._log_epoch("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics of all rows of all ranks."""
-        self._log_epoch("test")
-
-    def _log_epoch(self, stage: str) -> None:
+        stage = "test" if self.trainer.testing else "val"
         metrics = self.epoch_metrics(stage).items()
         self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
         StepModule.on_validation_epoch_start(self)  # a subclass may have its own
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def _why_eager(self) -> str | None:
         """Why steps are eager ones; None if they are replayed."""

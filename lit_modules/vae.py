@@ -123,8 +123,7 @@ class DiscreteVAE(StepModule):
         self.min_temperature = min_temperature
         self.nll_samples = nll_samples
         self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
-        shapes: dict[str, tuple[int, ...]] = {"elbo": (), "kl": ()}
-        shapes["usage"] = (num_latents, num_categories)
+        shapes = {"elbo": (), "kl": (), "usage": (num_latents, num_categories)}
         self._val_means = RowMeans({"loss": (), **shapes})
         self._test_means = RowMeans({"nll": (), **shapes, "saturated": ()})
 
@@ -142,7 +141,7 @@ class DiscreteVAE(StepModule):
     def scores(self, batch: Any) -> Tensor:
         """Scores of the head for every latent, (B, N, S)."""
         scores: Tensor = self.encoder(self.images(batch))
-        return scores.flatten(1).unflatten(1, (self.num_latents, -1))
+        return scores.reshape(len(scores), self.num_latents, self.head.num_scores)
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
