@@ -17,12 +17,23 @@ from typing import Any
 
 import yaml
 
-from catnat.sweeps.runs import OBSERVING, Row, make_parser, read, read_pairs, text_of
+from catnat.sweeps.runs import (
+    ABOUT,
+    OBSERVING,
+    Row,
+    is_finished,
+    key_of,
+    make_parser,
+    metrics_of,
+    read,
+    read_pairs,
+    text_of,
+)
 from catnat.sweeps.significance import interval
 
 _LOWER = r"(loss|nll|mae|mse|gap|energy_score)(_2x)?$"  # ends of names of metrics
 _HIGHER = r"(elbo|return|accuracy)$"
-_IGNORED = {*OBSERVING, "seed", "default_root_dir", "download", "verbose"}
+_IGNORED = {*ABOUT, *OBSERVING, "folder", "seed", "default_root_dir", "download", "verbose"}
 _LEGEND = """\
 Mean ± standard deviation over n runs; beside it the difference from the best mean with its 95 %
 interval (Welch's t-test), which has 0 in it where the difference is not significant."""
@@ -45,16 +56,17 @@ def main(words: list[str]) -> int:
         raise ValueError(f"--tag {args.tag} needs --plot FILE")
     rows = [row for path in args.runs for row in rows_of(path)]
     for name, values in read_pairs(args.only, "--only").items():
-        rows = [x for x in rows if (x.about | x.options).get(name) in values.split(",")]
+        rows = [x for x in rows if x.get(name) in values.split(",")]
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
-    options = dict.fromkeys(name for row in rows for name in row.options if name not in _IGNORED)
-    names = [name for name in options if len({row.options.get(name) for row in rows}) > 1]
+    options = dict.fromkeys(name for row in rows for name in row if "/" not in name)
+    names = [name for name in options if len({row.get(name) for row in rows}) > 1]
+    names = [name for name in names if name not in _IGNORED]
     groups: Groups = {}
     for row in rows:
-        groups.setdefault(tuple(row.options.get(name, "") for name in names), []).append(row)
-    directed = [x for x in rows[0].metrics if re.match(f"test/.*({_LOWER}|{_HIGHER})", x)]
-    metrics = args.metric or directed or list(rows[0].metrics)
+        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+    directed = [x for x in rows[0] if re.match(f"test/.*({_LOWER}|{_HIGHER})", x)]
+    metrics = args.metric or directed or list(metrics_of(rows[0]))
     columns = [column(metric, groups) for metric in metrics]
     lines = [[*names, "n", *metrics]]
     for key in dict.fromkeys([*columns[0], *groups]):
@@ -71,8 +83,8 @@ def main(words: list[str]) -> int:
 def rows_of(path: Path) -> list[Row]:
     """The final rows of a file, or the row of a folder; none of a run that has not finished."""
     if path.is_file():
-        final = [row for row in read(path) if row.finished and row.about.get("stage") != "search"]
-        return list({row.key: row for row in reversed(final)}.values())
+        final = [row for row in read(path) if is_finished(row) and row.get("stage") != "search"]
+        return list({key_of(row): row for row in reversed(final)}.values())
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
     if not (path / "metrics.json").is_file():
@@ -90,7 +102,7 @@ def rows_of(path: Path) -> list[Row]:
     options["seed"] = text_of(config["seed_everything"])
     metrics = json.loads((path / "metrics.json").read_text())
     numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
-    return [Row(options, numbers, {"folder": str(path)})]
+    return [{**options, **numbers, "folder": str(path)}]
 
 
 def flat(options: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
@@ -106,27 +118,27 @@ def column(metric: str, groups: Groups) -> dict[Key, str]:
     """Mean ± standard deviation of each group, and its difference from the best; best first."""
     samples = {}
     for key, rows in groups.items():
-        if values := [row.metrics[metric] for row in rows if metric in row.metrics]:
+        if values := [row[metric] for row in rows if metric in row]:
             samples[key] = values
     if not samples:
-        raise ValueError(f"no run has {metric}; choices: {', '.join(rows[0].metrics)}")
+        raise ValueError(f"no run has {metric}; choices: {', '.join(metrics_of(rows[0]))}")
     is_higher = re.search(_HIGHER, metric) is not None
+    has_best = len(samples) > 1 and (is_higher or re.search(_LOWER, metric) is not None)
     means = {key: -fmean(x) if is_higher else fmean(x) for key, x in samples.items()}
     order = sorted(samples, key=lambda key: (math.isnan(means[key]), means[key]))
     best = samples[order[0]]
-    texts = {key: f"{fmean(samples[key]):.5g}" for key in order}
+    texts = {}
     for key in order:
         values = samples[key]
+        texts[key] = f"{fmean(values):.5g}"
         if len(values) > 1:
             texts[key] += f" ± {stdev(values):.2g}"
-        if len(order) == 1 or not (is_higher or re.search(_LOWER, metric)):
-            continue
-        if values is best:
+        if has_best and values is best:
             texts[key] += "  * best"
-            continue
-        texts[key] += f"  {fmean(values) - fmean(best):+.3g}"
-        if min(len(values), len(best)) > 1:
-            texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, best))
+        elif has_best:
+            texts[key] += f"  {fmean(values) - fmean(best):+.3g}"
+            if min(len(values), len(best)) > 1:
+                texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, best))
     return texts
 
 
@@ -136,8 +148,8 @@ def plot(names: list[str], groups: Groups, tag: str, path: Path) -> None:
 
     panel: figures.Panel = {}
     for key, rows in groups.items():
-        if any("folder" not in row.about for row in rows):
+        if any("folder" not in row for row in rows):
             raise ValueError("--plot needs folders of runs; rows have no curves")
         label = ", ".join(map(" ".join, zip(names, key, strict=True)))
-        panel[label] = [figures.read_curve(Path(row.about["folder"]), tag) for row in rows]
+        panel[label] = [figures.read_curve(Path(row["folder"]), tag) for row in rows]
     figures.draw({"": panel}, tag, path)

@@ -26,7 +26,6 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
-from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
@@ -89,34 +88,23 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     if refused:
         raise ValueError(f"--engine batched takes no {' and no '.join(refused)}")
     options = {name: getattr(cli.trainer, name) for name in ("max_steps", "val_check_interval")}
+    for name, value in options.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a number of steps, got {value}")
     options["accelerator"] = config.trainer.accelerator
-    model_options = config.model.init_args.as_dict()
-    data_options = config.data.init_args.as_dict()
-    seed = config.seed_everything
-    member = make_member(cli.model, cli.datamodule, seed, options, model_options, data_options)
-    member.folder = folder
-    return member
-
-
-def make_member(
-    model: Any,
-    data: LightningDataModule,
-    seed: int,
-    options: dict[str, Any],
-    model_options: dict[str, Any],
-    data_options: dict[str, Any],
-) -> Member:
-    """A model that may be grouped by all options but seed, learning rates and data."""
-    if not isinstance(model, StepModule) or type(model).training_step != StepModule.training_step:
+    kind = type(cli.model)
+    if not issubclass(kind, StepModule) or kind.training_step != StepModule.training_step:
         raise ValueError(
-            f"{type(model).__name__}: only a StepModule without a training_step is trained batched"
+            f"{kind.__name__}: only a StepModule without a training_step is trained batched"
         )
-    for name in ("max_steps", "val_check_interval"):
-        if not isinstance(options.get(name), int) or options[name] < 1:
-            raise ValueError(f"{name} must be a number of steps, got {options.get(name)}")
+    model_options = config.model.init_args.as_dict()
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
-    group = [type(model), type(data), shape, data_options.get("batch_size"), options]
-    return Member(model, data, seed, options, _text(group), _text([type(data), data_options]))
+    data_options = config.data.init_args.as_dict()
+    data_kind = type(cli.datamodule)
+    group = _text([kind, data_kind, shape, data_options.get("batch_size"), options])
+    data_key = _text([data_kind, data_options])
+    seed = config.seed_everything
+    return Member(cli.model, cli.datamodule, seed, options, group, data_key, folder)
 
 
 def _text(value: Any) -> str:
@@ -286,7 +274,8 @@ class Group:
         data_numbers = [list(self.data).index(member.data_key) for member in members]
         self.data_numbers = torch.tensor(data_numbers, device=self.device)
         self.stack = Stack([member.model for member in members], self.device, self.max_steps)
-        self._writers: dict[Path, SummaryWriter] = {}  # by the folder of a run
+        folders = [member.folder for member in members if member.folder]
+        self._writers = {folder: open_writer(folder / "version_0") for folder in folders}
 
     def train(self) -> list[Metrics]:
         """Train to the end, then test every model; the metrics of each, none of one given up."""
@@ -356,7 +345,7 @@ class Group:
         if source := getattr(data, "hparams", {}).get("source"):
             metrics["data_source"] = source
         if member.folder:
-            self._writers.pop(member.folder).close()
+            self._writers[member.folder].close()
             version = member.folder / "version_0"
             checkpoint_path = version / "checkpoints" / "final.ckpt"
             checkpoint_path.parent.mkdir(exist_ok=True)
@@ -366,13 +355,10 @@ class Group:
 
     def _log(self, member: Member, step: int, metrics: Metrics) -> None:
         """Write points of the curves at once: a group that is stopped keeps what it has seen."""
-        if not member.folder:
-            return
-        if member.folder not in self._writers:
-            self._writers[member.folder] = open_writer(member.folder / "version_0")
-        for name, value in metrics.items():
-            self._writers[member.folder].add_scalar(name, value, step)
-        self._writers[member.folder].flush()
+        if member.folder:
+            for name, value in metrics.items():
+                self._writers[member.folder].add_scalar(name, value, step)
+            self._writers[member.folder].flush()
 
 
 @torch.no_grad()

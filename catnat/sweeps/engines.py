@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -50,16 +50,6 @@ class Outcome:
     note: str = ""
     device: str = ""
     stopped: bool = False
-
-
-class Engine(Protocol):
-    """Does jobs."""
-
-    def submit(self, job: Job) -> Future[Outcome]:
-        """Start a job, now or later."""
-
-    def stop(self) -> None:
-        """End the jobs that have started; they save a checkpoint."""
 
 
 def execute(

@@ -104,7 +104,6 @@ class Plan:
         search: of settings for each cell; None: a run has none but the cell's.
         seeds: of the final runs.
         metrics: columns of the table.
-        columns: options of the grid whose values are columns of the first table.
         names: short names of options.
         paper: published numbers.
         differences: from the paper, in words.
@@ -125,34 +124,26 @@ class Plan:
     options: dict[str, Value] = field(default_factory=dict)
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
-    columns: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     paper: Paper | None = None
     differences: list[str] = field(default_factory=list)
     formerly: list[str] = field(default_factory=list)
-    name: str = field(default="", init=False)
-    scale: str = field(default="", init=False)
-    folders: list[str] = field(default_factory=list, init=False)
-    cells: list[Options] = field(default_factory=list, init=False)
-    final_seeds: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         """Check what types cannot express."""
+        self.name = ""
+        self.scale = ""
+        self.folders: list[str] = []
         self.cells = combinations(self.grid)
         self.final_seeds = self.seeds
         if bool(self.model) == bool(self.program):
             raise ValueError("give either model or program")
         if not re.fullmatch(r"\w[\w.-]*", self.study):
             raise ValueError(f"study: {self.study} is not the name of a folder")
-        in_grid = " ".join(self.grid).split()
-        for option in self.columns:
-            if option not in in_grid:
-                raise ValueError(
-                    f"columns: {option} is not in the grid; {choices(option, in_grid)}"
-                )
         _check_list("metrics", self.metrics)
         _check_list("seeds", self.seeds)
         _check_list("grid", self.cells)
+        in_grid = " ".join(self.grid).split()
         options = [*self.options, *in_grid, *self.searched, *SET_BY_SWEEP]
         _check_list("options, grid, search and what a sweep sets", options)
         if self.search:
@@ -160,8 +151,8 @@ class Plan:
             _check_list("search: grid and options", [*self.searched, *self.search.options])
             _check_list("search: seeds", self.search.seeds)
         for cell in self.cells:
-            self.final_runs(cell, Rows([]))
-            runs = self.search_runs(cell, Rows([]))
+            self.final_runs(cell, {})
+            runs = self.search_runs(cell, {})
             if self.search and self.search.factors and runs:
                 values = [run.options[name] for run in runs for name in self.searched]
                 if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
@@ -282,8 +273,8 @@ class Plan:
         seeds = self.search.seeds if stage == "search" else self.seeds
         means: list[tuple[float, int]] = []
         for number, settings in enumerate(tried):
-            done = [rows.find(self.run(cell, settings, seed, stage)) for seed in seeds]
-            values = [row.metrics.get(self.search.metric, math.nan) for row in done if row]
+            done = [rows.get(self.run(cell, settings, seed, stage).key) for seed in seeds]
+            values = [row.get(self.search.metric, math.nan) for row in done if row]
             if len(values) == len(seeds):
                 means.append((sign * statistics.fmean(values), number))
             elif stage == "search":

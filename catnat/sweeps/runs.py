@@ -15,8 +15,8 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,8 @@ OBSERVING = {  # options that change neither what is learned nor how it is teste
     "val_check_interval",
 }
 ABOUT = ("plans", "stage", "status", "note", "engine", "device", "commit", "data_source")
+Row = dict[str, Any]  # of a run that is done: options as text, metrics as numbers, and ABOUT it
+Rows = dict[str, Row]  # by the key of their run
 _DEFAULTS = {"head_options.tail": "0"}  # a run with this value equals one without the option
 
 
@@ -96,54 +98,22 @@ class Run:
         return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-@dataclass
-class Row:
-    """A run that is done.
+def by_key(rows: Iterable[Row], plans: Sequence[str] = ()) -> Rows:
+    """The rows of a study by the keys of their runs.
 
-    Attributes:
-        options: as text.
-        metrics: of a run that has finished.
-        about: plans (all that the run belongs to), stage, status ("finished" or "failed"), note
-            (why it failed), engine, device, commit, data_source.
+    Rows with one key were made at different commits; one that has finished counts, of the first of
+    these plans.
     """
 
-    options: dict[str, str]
-    metrics: dict[str, float] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=dict)
+    def rank(row: Row) -> tuple[bool, int]:
+        names = row.get("plans", "").split()
+        places = [plans.index(name) for name in names if name in plans]
+        return not is_finished(row), min(places, default=len(plans))
 
-    @property
-    def key(self) -> str:
-        """That of its run."""
-        return key_of(self.options)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has metrics."""
-        return self.about["status"] == "finished"
-
-
-class Rows:
-    """The rows of a study, by key.
-
-    Args:
-        rows: in the order of the file.
-        plans: rows with one key were made at different commits; that of the first of these plans
-            counts.
-    """
-
-    def __init__(self, rows: list[Row], plans: Sequence[str] = ()) -> None:
-        self._by_key: dict[str, Row] = {}
-
-        def rank(row: Row) -> int:
-            names = row.about.get("plans", "").split()
-            return min((plans.index(name) for name in names if name in plans), default=len(plans))
-
-        for row in sorted(rows, key=rank):
-            self._by_key.setdefault(row.key, row)
-
-    def find(self, run: Run) -> Row | None:
-        """The row of a run, None if it is not done."""
-        return self._by_key.get(run.key)
+    indexed: Rows = {}
+    for row in sorted(rows, key=rank):
+        indexed.setdefault(key_of(row), row)
+    return indexed
 
 
 def text_of(value: Any) -> str:
@@ -152,12 +122,27 @@ def text_of(value: Any) -> str:
 
 
 def key_of(options: dict[str, Any]) -> str:
-    """All options that decide what a run learns and how it is tested, as one text."""
-    texts = {name: _canonical(str(value)) for name, value in options.items()}
-    for name, text in list(texts.items()):
-        if name in OBSERVING or text in ("", "None", _DEFAULTS.get(name)):
-            del texts[name]
+    """All options that decide what a run learns and how it is tested, as one text.
+
+    It is equal for a run and its row.
+    """
+    texts = {}
+    for name, value in options.items():
+        if "/" not in name and name not in OBSERVING and name not in ABOUT:
+            text = _canonical(str(value))
+            if text not in ("", "None", _DEFAULTS.get(name)):
+                texts[name] = text
     return json.dumps(texts, sort_keys=True)
+
+
+def is_finished(row: Row) -> bool:
+    """Whether a row has metrics, and is not that of a run that failed."""
+    return bool(row["status"] == "finished")
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """The metrics of a row."""
+    return {name: value for name, value in row.items() if "/" in name}
 
 
 def _canonical(text: str) -> str:
@@ -209,16 +194,12 @@ def read(path: Path) -> list[Row]:
         for number, line in enumerate(reader, 2):
             if None in line or None in line.values():
                 raise ValueError(f"{path}, line {number}: not as many values as columns")
-            row = Row({})
-            for name, text in line.items():
-                if text and "/" in name:
-                    try:
-                        row.metrics[name] = float(text)
-                    except ValueError as error:
-                        raise ValueError(f"{path}, line {number}: {error}") from None
-                elif text:
-                    (row.about if name in ABOUT else row.options)[name] = text
-            rows.append(row)
+            texts = {name: text for name, text in line.items() if text}
+            try:
+                metrics = {name: float(text) for name, text in metrics_of(texts).items()}
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            rows.append(texts | metrics)
     return rows
 
 
@@ -231,24 +212,25 @@ def add(path: Path, row: Row) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        _write(path, [x for x in read(path) if x.finished or x.key != row.key] + [row])
+        key = key_of(row)
+        _write(path, [x for x in read(path) if is_finished(x) or key_of(x) != key] + [row])
     finally:
         os.close(folder)
 
 
 def _write(path: Path, rows: list[Row]) -> None:
     """Write a file, under another name first."""
-    options = dict.fromkeys(name for row in rows for name in row.options)
-    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
-    about = [name for name in ABOUT if any(name in row.about for row in rows)]
-    columns = [*about, *sorted(options, key=lambda name: name == "seed"), *metrics]
+    names = dict.fromkeys(name for row in rows for name in row)
+    about = [name for name in ABOUT if name in names]
+    options = [name for name in names if name not in (*ABOUT, "seed") and "/" not in name]
+    columns = [*about, *options, "seed", *metrics_of(names)]
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            numbers = {name: f"{value:.9g}" for name, value in row.metrics.items()}
-            writer.writerow(row.about | row.options | numbers)
+            numbers = {name: f"{value:.9g}" for name, value in metrics_of(row).items()}
+            writer.writerow(row | numbers)
     partial.replace(path)
 
 
@@ -262,7 +244,7 @@ def claim(run: Run, path: Path) -> IO[str] | None:
     lock = file.open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_free = not any(row.finished and row.key == run.key for row in read(path))
+        is_free = not any(is_finished(row) and key_of(row) == run.key for row in read(path))
     except BlockingIOError:
         is_free = False
     if is_free:
@@ -281,6 +263,7 @@ def make_row(
 ) -> Row:
     """The row of a run that has ended here; without metrics it has failed."""
     options = {name: x for name, x in run.options.items() if name not in OBSERVING}
+    texts = {name: text_of(x) for name, x in options.items() if x is not None}
     numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
     about = {
         "plans": run.plan,
@@ -292,11 +275,7 @@ def make_row(
         "commit": commit(),
         "data_source": metrics.get("data_source", ""),
     }
-    return Row(
-        {name: text_of(x) for name, x in options.items() if x is not None},
-        numbers,
-        {name: text for name, text in about.items() if text},
-    )
+    return {name: text for name, text in about.items() if text} | texts | numbers
 
 
 @cache

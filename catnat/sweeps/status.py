@@ -6,6 +6,7 @@ catnat status plans/*.yaml --only head=natural
 
 from __future__ import annotations
 
+from catnat.sweeps.runs import is_finished
 from catnat.sweeps.sweep import Sweep, plan_parser
 
 
@@ -15,9 +16,10 @@ def main(words: list[str]) -> int:
     for name in args.plans:
         sweep = Sweep(name, args)
         rows = sweep.rows()
-        print(sweep.progress(rows))
+        text, _ = sweep.progress()
+        print(text)
         for run in sweep.plan.runs(rows):
-            row = rows.find(run)
-            if row and not row.finished:
-                print(f"  failed: {run.name}: {row.about.get('note', '')}")
+            row = rows.get(run.key)
+            if row and not is_finished(row):
+                print(f"  failed: {run.name}: {row.get('note', '')}")
     return 0

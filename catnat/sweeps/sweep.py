@@ -17,13 +17,13 @@ Afterwards: ``catnat tables plan.yaml``.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import groupby
 from pathlib import Path
 
 import yaml
@@ -31,8 +31,8 @@ from jsonargparse.typing import PositiveInt
 
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Engine, Job, Local, Outcome, Ray, Slurm, device_name
-from catnat.sweeps.runs import Row, Rows, Run, read_pairs
+from catnat.sweeps.engines import Job, Local, Outcome, Ray, Slurm, device_name
+from catnat.sweeps.runs import Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
 
@@ -124,52 +124,47 @@ class Sweep:
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
-        done = [
-            row
-            for row in runs.read(self.rows_path)
-            if row.finished or row.key not in self.failed_before
-        ]
-        return Rows(done, [*self.plan.formerly, self.plan.name])
+        rows = runs.by_key(runs.read(self.rows_path), [*self.plan.formerly, self.plan.name])
+        return {key: row for key, row in rows.items() if key not in self.failed_before}
 
     def pending(self) -> list[Run]:
         """The runs that can start now: without a row, and not started before."""
         rows = self.rows()
-        can_run = [run for run in self.plan.runs(rows) if rows.find(run) is None]
-        return [run for run in can_run if run.key not in self._started]
+        return [run for run in self.plan.runs(rows) if run.key not in rows.keys() | self._started]
 
-    def progress(self, rows: Rows) -> str:
-        """Such as "plan: 3 of 5 final runs finished, 1 failed"."""
+    def progress(self) -> tuple[str, int]:
+        """Such as "plan: 3 of 5 final runs finished, 1 failed", and how many are not finished."""
+        rows = self.rows()
         parts = []
-        all_runs = self.plan.runs(rows)
-        for stage in dict.fromkeys(run.stage for run in all_runs):
-            done = [rows.find(run) for run in all_runs if run.stage == stage]
-            finished = [row.finished for row in done if row]
-            part = f"{sum(finished)} of {len(done)} {stage} runs finished"
-            if not all(finished):
-                part += f", {finished.count(False)} failed"
-            parts.append(part)
+        not_done = 0
+        for stage, all_runs in groupby(self.plan.runs(rows), lambda run: run.stage):
+            done = [rows.get(run.key) for run in all_runs]
+            finished = [runs.is_finished(row) for row in done if row]
+            failed = f", {finished.count(False)} failed" if not all(finished) else ""
+            parts.append(f"{sum(finished)} of {len(done)} {stage} runs finished{failed}")
+            not_done += len(done) - sum(finished)
         cells = self.plan.cells
         if searching := sum(not self.plan.selected(cell, rows) for cell in cells):
             parts.append(f"the searches of {searching} of {len(cells)} cells have no result")
-        return f"{self.plan.label}: {'; '.join(parts)}"
+        return f"{self.plan.label}: {'; '.join(parts)}", not_done + searching
 
     def check(self) -> None:
         """Raise a ValueError for options and heads that ``catnat`` does not know."""
         from catnat.cli.main import command_line
 
-        checked = set()
+        distinct = {}
         for run in [] if self.plan.program else self.pending():
-            key = runs.key_of({**run.options, "seed": 0, "learning_rate": 0})
-            if key not in checked:
-                checked.add(key)
-                command_line(run.arguments(self.folder), until="options")
+            distinct[runs.key_of({**run.options, "seed": 0, "learning_rate": 0})] = run
+        for run in distinct.values():
+            command_line(run.arguments(self.folder), until="options")
 
     # -- doing them ----------------------------------------------------------------------------
 
     def run(self, args: argparse.Namespace) -> int:
         """Do what has no row; the number of runs or searches that have failed, or are left."""
         if args.retry_failed:
-            self.failed_before = {x.key for x in runs.read(self.rows_path) if not x.finished}
+            rows = self.rows()
+            self.failed_before = {key for key, row in rows.items() if not runs.is_finished(row)}
         runs.commit()  # of the rows: what is checked out now
         pending = self.pending()
         print(f"{self.plan.label}: {len(pending)} runs can start", flush=True)
@@ -177,14 +172,11 @@ class Sweep:
             self._train_batched(args.jobs or 128)
         elif pending:
             self._submit(make_engine(args, self.folder), args.engine)
-        rows = self.rows()
-        print(self.progress(rows))
-        done = [rows.find(run) for run in self.plan.runs(rows)]
-        finished = sum(row is not None and row.finished for row in done)
-        stuck = sum(not self.plan.selected(cell, rows) for cell in self.plan.cells)
-        return len(done) - finished + stuck
+        text, not_done = self.progress()
+        print(text)
+        return not_done
 
-    def _submit(self, engine: Engine, name: str) -> None:
+    def _submit(self, engine: Local | Ray | Slurm, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
         running: dict[Future[Outcome], Run] = {}
         try:
@@ -195,9 +187,8 @@ class Sweep:
                 if not running:
                     return
                 done = wait(running, return_when=FIRST_COMPLETED).done
-                for future in [future for future in running if future in done]:  # in order
-                    row = self.record(running.pop(future), future.result(), name, len(running))
-                    self.require_metrics([row])
+                ended = [future for future in running if future in done]  # in order
+                self.record(((running.pop(x), x.result()) for x in ended), name)
         finally:
             engine.stop()
 
@@ -211,48 +202,43 @@ class Sweep:
         while pending := {self.folder / run.name: run for run in self.pending()}:
             self._started |= {run.key for run in pending.values()}
             members = [batched.build(run.arguments(path), path) for path, run in pending.items()]
-            groups = batched.groups(members, most)
-            for number, group in enumerate(groups, 1):
+            for group in batched.groups(members, most):
                 locks = [runs.claim(pending[member.folder], self.rows_path) for member in group]
                 free = [member for member, lock in zip(group, locks, strict=True) if lock]
                 metrics = batched.Group(free).train() if free else []
-                rows = []
-                for member, values in zip(free, metrics, strict=True):
-                    outcome = Outcome(values, member.failure, device_name())
-                    left = len(groups) - number
-                    rows.append(self.record(pending[member.folder], outcome, "batched", left))
-                self.require_metrics(rows)
+                outcomes = [
+                    (pending[member.folder], Outcome(values, member.failure, device_name()))
+                    for member, values in zip(free, metrics, strict=True)
+                ]
+                self.record(outcomes, "batched")
 
-    def record(self, run: Run, outcome: Outcome, engine: str, left: int) -> Row | None:
-        """Write the row of a run that has ended, and print a line."""
-        if outcome.stopped:
-            if outcome.note:
-                print(f"{run.name}: {outcome.note}", flush=True)
-            return None
-        row = runs.make_row(run, outcome.metrics, outcome.note, engine, outcome.device)
-        runs.add(self.rows_path, row)
-        runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
-        self.failed_before.discard(run.key)
-        values = [f"{x} {row.metrics[x]:.4g}" for x in self.metrics if x in row.metrics]
-        text = "  ".join(values) if row.finished else f"FAILED: {outcome.note}"
-        print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}  ({left} under way)", flush=True)
-        return row
+    def record(self, outcomes: Iterable[tuple[Run, Outcome]], engine: str) -> None:
+        """Write the rows of runs that have ended, and print a line for each.
 
-    @property
-    def metrics(self) -> list[str]:
-        """The metrics that every run must have."""
+        Then stop the sweep by a ValueError if one has finished without the metrics of the plan.
+        """
         searched = [self.plan.search.metric] if self.plan.search else []
-        return list(dict.fromkeys([*searched, *self.plan.metrics]))
+        names = dict.fromkeys([*searched, *self.plan.metrics])
+        mistake = ""
+        for run, outcome in outcomes:
+            text = outcome.note
+            if not outcome.stopped:
+                row = runs.make_row(run, outcome.metrics, outcome.note, engine, outcome.device)
+                runs.add(self.rows_path, row)
+                runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
+                self.failed_before.discard(run.key)
+                text = f"FAILED: {outcome.note}"
+                if runs.is_finished(row):
+                    text = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
+                    for name in names.keys() - row.keys():
+                        close = plans.choices(name, sorted(runs.metrics_of(row)))
+                        mistake = f"a run has finished without {name}; {close}"
+            print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
+        if mistake:
+            raise ValueError(mistake)
 
-    def require_metrics(self, rows: Sequence[Row | None]) -> None:
-        """Stop the sweep if finished runs do not have the metrics of the plan."""
-        for row, name in itertools.product(rows, self.metrics):
-            if row and row.finished and name not in row.metrics:
-                text = plans.choices(name, sorted(row.metrics))
-                raise ValueError(f"a run has finished without {name}; {text}")
 
-
-def make_engine(args: argparse.Namespace, folder: Path) -> Engine:
+def make_engine(args: argparse.Namespace, folder: Path) -> Local | Ray | Slurm:
     """The engine that was asked for."""
     if args.engine == "ray":
         return Ray(args.resources)

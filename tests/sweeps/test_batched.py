@@ -81,7 +81,7 @@ def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **opt
     torch.manual_seed(seed)
     trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
     model, data = Classifier(rate, **options), Points(scale)
-    return batched.make_member(model, data, seed, trainer, options, {"scale": scale})
+    return batched.Member(model, data, seed, trainer, str((options, trainer)), str(scale))
 
 
 def alone(one: batched.Member) -> StepModule:

@@ -31,7 +31,6 @@ def write(folder, **keys):
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "seeds: 1 appears twice"),
         ({"metrics": {"a/b": {"better": "less"}}}, "less"),
-        ({"columns": ["heat"]}, "columns: heat is not in the grid; did you mean head?"),
         ({"search": {"grid": {"head": ["a"]}}}, "head appears twice"),
         ({"search": {}}, "search: grid or fixed: give at least one"),
         ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
@@ -77,7 +76,6 @@ def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_p
                 "base": str(ADAM),
                 "title": "Mine",
                 "scales": scales,
-                "columns": [],
                 "seeds": [7],
                 "options": {"max_steps": 9},
                 "search": {"grid": {"learning_rate": ["on", "1e-3"]}},
@@ -87,7 +85,7 @@ def test_scales_lie_over_the_plan_and_the_plan_over_its_base_at_that_scale(tmp_p
     loaded, base = plan.load(str(path)), plan.load(str(ADAM))
     assert loaded.title == "Mine" and loaded.scale == "small"
     assert loaded.options == base.options | {"max_steps": 7}
-    assert "variant" not in loaded.grid and loaded.seeds == [7] and loaded.columns == []
+    assert "variant" not in loaded.grid and loaded.seeds == [7]
     assert loaded.search.grid == {"learning_rate": ["on", 0.001]}  # yaml quotes 'on' only
     assert loaded.search.options == base.search.options
     assert plan.load(str(path), "long").options["max_steps"] == 9
@@ -101,7 +99,7 @@ def test_our_plans_have_sound_grids_and_the_paper_has_their_cells(path):
         if loaded.paper:
             first = next(iter(loaded.metrics))
             assert all(tables.paper_mean(loaded, cell, first) for cell in loaded.cells)
-        names = [run.name for run in loaded.runs(runs.Rows([]))]
+        names = [run.name for run in loaded.runs({})]
         assert len(set(names)) == len(names)
 
 
@@ -133,7 +131,7 @@ PUBLISHED = {  # by plan and scale: final runs that have rows, of all
 def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
     name, scale = which
     loaded = plan.load(str(ADAM.with_stem(name)), scale)
-    rows = runs.Rows(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
+    rows = runs.by_key(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
     finals = [run for cell in loaded.cells for run in loaded.final_runs(cell, rows)]
-    done = sum(rows.find(run) is not None for run in finals)
+    done = sum(rows.get(run.key) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]

@@ -25,14 +25,14 @@ def test_every_run_is_one_row_with_its_options_metrics_and_origin(tmp_path):
     path = write_plan(tmp_path)
     assert run_command("sweep", arguments(path)) == 0
     rows = rows_of(path)
-    assert [(row.options["x"], row.options["seed"]) for row in rows] == [
+    assert [(row["x"], row["seed"]) for row in rows] == [
         ("1.0", "1"),
         ("2.0", "1"),
         ("1.0", "2"),
         ("2.0", "2"),
     ]
-    assert rows[1].metrics == {"val/loss": 1.001, "test/nll": 2.001}
-    about = rows[0].about
+    assert runs.metrics_of(rows[1]) == {"val/loss": 1.001, "test/nll": 2.001}
+    about = rows[0]
     assert about["plans"] == "tiny" and about["stage"] == "final" and about["device"]
     assert about["status"] == "finished" and about["commit"]
 
@@ -57,7 +57,7 @@ def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(tmp_path
     assert run_command("sweep", arguments(path)) == 0
     write_plan(tmp_path, grid={"x": [x]}, options={"steps": 3} | change)
     assert run_command("sweep", arguments(path)) == 0
-    assert len({row.key for row in rows_of(path)}) == len(rows_of(path)) == count
+    assert len({runs.key_of(row) for row in rows_of(path)}) == len(rows_of(path)) == count
 
 
 def test_large_seeds_and_close_floats_are_different_runs():
@@ -85,7 +85,7 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     search = SEARCH | {"factors": [0.5, 2.0]}
     path = write_plan(tmp_path, grid={"x": [1.9]}, search=search)
     assert run_command("sweep", arguments(path)) == 0
-    stages = [(r.about["stage"], r.options["rate"], r.options["seed"]) for r in rows_of(path)]
+    stages = [(r["stage"], r["rate"], r["seed"]) for r in rows_of(path)]
     assert stages[:3] == [("search", rate, "0") for rate in ("0.0", "1.0", "4.0")]
     assert sorted(stages[3:5]) == [("search", "0.5", "0"), ("search", "2.0", "0")]
     assert stages[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
@@ -96,14 +96,14 @@ def test_settings_are_selected_by_the_mean_over_the_seeds_of_the_search(tmp_path
     path = write_plan(tmp_path, grid={"x": [1.2]}, search={"grid": grid, "seeds": [0, 7]})
     assert run_command("sweep", arguments(path)) == 0
     loaded = plan.load(str(path))
-    assert loaded.selected({"x": 1.2}, runs.Rows(rows_of(path))) == [{"rate": 1.0, "other": 3}]
+    assert loaded.selected({"x": 1.2}, runs.by_key(rows_of(path))) == [{"rate": 1.0, "other": 3}]
 
 
 def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
     search = {"grid": {"rate": [1.0, 2.0, 9.0]}, "options": {"x": 1.6}, "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
     assert run_command("sweep", arguments(path)) == 0
-    loaded, rows = plan.load(str(path)), runs.Rows(rows_of(path))
+    loaded, rows = plan.load(str(path)), runs.by_key(rows_of(path))
     assert loaded.selected({"y": 1}, rows) == [{"rate": 2.0}, {"rate": 1.0}]
     assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0}
 
@@ -111,8 +111,8 @@ def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_
 def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
     path = write_plan(tmp_path, grid={"x": [-1.0, 1.0]}, seeds=[1])
     assert run_command("sweep", arguments(path)) == 1
-    (failed,) = (row for row in rows_of(path) if not row.finished)
-    assert failed.about["note"] == "exit code 3: the number is below zero"
+    (failed,) = (row for row in rows_of(path) if not runs.is_finished(row))
+    assert failed["note"] == "exit code 3: the number is below zero"
     assert sorted(map(len, calls(path))) == [1, 2]
     assert "FAILED" in capsys.readouterr().out
     assert run_command("status", arguments(path)) == 0
@@ -130,7 +130,7 @@ def test_wrong_usage_is_not_tried_again_and_settings_that_failed_are_not_selecte
     path = write_plan(tmp_path, grid={"rate": [1]}, search=search, seeds=[1])
     assert run_command("sweep", arguments(path)) == 1
     assert sorted(map(len, calls(path))) == [1, 1, 1]
-    assert [row.options["x"] for row in rows_of(path) if row.finished] == ["1.0", "1.0"]
+    assert [row["x"] for row in rows_of(path) if runs.is_finished(row)] == ["1.0", "1.0"]
 
 
 def test_an_interrupted_sweep_stops_its_runs_and_the_same_command_resumes_them(tmp_path):
@@ -179,7 +179,7 @@ def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path):
 def test_only_does_a_part(tmp_path, capsys):
     path = write_plan(tmp_path, names={"x": "short"})
     assert run_command("sweep", arguments(path, "--only", "short=1.0", "seed=2")) == 0
-    assert [(r.options["x"], r.options["seed"]) for r in rows_of(path)] == [("1.0", "2")]
+    assert [(r["x"], r["seed"]) for r in rows_of(path)] == [("1.0", "2")]
     for word, text in (("x=7", "unknown 7; "), ("y=1", "unknown y; "), ("x", "name=")):
         assert run_command("sweep", arguments(path, "--only", word)) == 2
         error = capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_only_does_a_part(tmp_path, capsys):
 def test_options_after_two_dashes_belong_to_every_run(tmp_path):
     path = write_plan(tmp_path, seeds=[1])
     assert run_command("sweep", [*arguments(path), "--", "--rate=2", "--more=3"]) == 0
-    assert {(r.options["rate"], r.options["more"]) for r in rows_of(path)} == {("2", "3")}
+    assert {(r["rate"], r["more"]) for r in rows_of(path)} == {("2", "3")}
     for word in ("--x=1", "--model.x=1", "--ckpt_path=last"):  # its grid, and what a sweep sets
         assert run_command("sweep", [*arguments(path), "--", word]) == 2
 
@@ -235,9 +235,9 @@ def test_ray_gives_the_same_rows(tmp_path):
     assert (
         run_command("sweep", arguments(path, "--engine", "ray", "--resources", "num_cpus=0.5")) == 0
     )
-    finals = [row for row in rows_of(path) if row.about["stage"] == "final"]
-    assert [row.options["rate"] for row in finals] == ["1.0", "1.0"]
-    assert {row.about["engine"] for row in rows_of(path)} == {"ray"}
+    finals = [row for row in rows_of(path) if row["stage"] == "final"]
+    assert [row["rate"] for row in finals] == ["1.0", "1.0"]
+    assert {row["engine"] for row in rows_of(path)} == {"ray"}
 
 
 def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_slurm_jobs_are_submitit_s(tmp_path, monkeypatch):
     words = ["--engine", "slurm", "--resources", "slurm_partition=gpu", "timeout_min=5"]
     words += ["--jobs=1"]  # debug jobs change the environment of this process
     assert run_command("sweep", arguments(path, *words)) == 1
-    assert sorted(row.finished for row in rows_of(path)) == [False, True]
+    assert sorted(runs.is_finished(row) for row in rows_of(path)) == [False, True]
 
 
 @pytest.mark.parametrize(
