@@ -1,10 +1,12 @@
-"""Claims about output layers of language models: perplexity, time and memory."""
+"""Claims about output layers of language models (perplexity, time, memory), and about speed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from statistics import median
 
-from measures import Claim, Runs, by_seed, mean, select, values
+from measures import Claim, Runs, by_seed, mean, select, text_of, values
 
 BENCHMARK = "targets=zipf commit=b6f92d5+"  # the run of bench_output_layer.py that pages state
 LAYERS = "speed/output_layer_frequent_h200.csv"
@@ -152,3 +154,19 @@ def speed() -> Iterator[Claim]:
         pair = select(UNIFORM, "commit=4fe9f1d", layer=layer)
         numbers = [float(row[name]) for row in pair for name in (TIME, "with step ms", MEMORY)]
         yield Claim(LARGE, f"| {words} | {' | '.join(['{}'] * 6)} |", numbers)
+
+
+def speed_page() -> Iterator[Claim]:
+    """docs/speed.md: paths of a tree, and steps of the VAE."""
+    page = "../docs/speed.md"
+    for head in ("sigmoid", "natural"):
+        rows = select("speed/paths_cpu.csv", f"K=1048576 head={head}")
+        yield Claim(
+            page, f"| {head} | {{}} | {{}} | {{}} | {{}} |", [float(r["ratio"]) for r in rows]
+        )
+    text = text_of("speed/vae_speed_h200.txt")
+    steps = [
+        median(map(float, re.findall(rf"{how}, FisherMonitor every step: ([\d.]+) ms", text)))
+        for how in ("replayed", "eager")
+    ]
+    yield Claim(page, "{} ms instead of {} for a step of the VAE on an H200", steps)

@@ -278,7 +278,7 @@ CLAIMS = (
     *(mechanism_claims.factors, mechanism_claims.rotation, mechanism_claims.noise_and_coupling),
     *(vae_claims, longer_vae_claims, other_vae_claims),
     *(graph_claims, estimator_claims, draws_claims, label_claims),
-    *(output_layers.quality, output_layers.speed),
+    *(output_layers.quality, output_layers.speed, output_layers.speed_page),
     *(wider.breakout_and_seaquest, wider.claims),
 )
 
