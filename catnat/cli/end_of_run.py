@@ -1,4 +1,4 @@
-"""What is printed and kept at the end of a run: metrics, warnings, hparams."""
+"""What is printed and kept at the end of a run: metrics and warnings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -61,26 +59,6 @@ def warnings_of(metrics: dict[str, Any]) -> list[str]:
             "--psi_warmup_steps 125."
         )
     return sentences
-
-
-def write_hparams_of(trainer: Trainer, metrics: dict[str, Any], seed: int) -> None:
-    """Fill TensorBoard's hparams tab with the options of model and data; warnings go to TEXT."""
-    model: Any = trainer.lightning_module
-    data = getattr(trainer, "datamodule", None)
-    about = {"seed": seed, "steps": trainer.global_step, "data": type(data).__name__}
-    hparams = about | dict(model.hparams)
-    if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
-        hparams["learning_rate"] = getattr(model, "learning_rates", (None,))[0]
-    for name, value in getattr(data, "hparams", {}).items():
-        hparams["data_seed" if name == "seed" else name] = value
-    tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
-            logger.log_hyperparams(hparams, tested, step)
-            for sentence in warnings_of(metrics):
-                logger.experiment.add_text("warnings", sentence, step)
-            logger.experiment.flush()
 
 
 # Messages of Lightning that a user of this program can do nothing about.

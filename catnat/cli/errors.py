@@ -24,9 +24,9 @@ _SHORTENED = (
     (r"\.? (?:Got|Given) value: ", ", got "),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
-_EXTRAS = {"scipy": "sweep", "ray": "sweep", "submitit": "sweep"}  # packages of an own extra
+# Packages of the extra "train".
 _TRAIN = ("lightning", "jsonargparse", "torchmetrics", "torchvision", "torch_geometric", "yaml")
-_EXTRAS |= dict.fromkeys((*_TRAIN, "stable_baselines3", "gymnasium", "rich"), "train")
+_TRAIN += ("stable_baselines3", "gymnasium", "rich")
 
 
 class UsageError(ValueError):
@@ -46,8 +46,8 @@ class UsageError(ValueError):
     ) -> None:
         text = one_line(error)
         package = (getattr(error, "name", None) or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package in _EXTRAS:
-            text = f'{package} is missing: pip install "catnat[{_EXTRAS[package]}]"'
+        if package in _TRAIN:
+            text = f'{package} is missing: pip install "catnat[train]"'
         cause: BaseException = error
         while cause.__cause__ and not isinstance(error, ArgumentError):
             cause = cause.__cause__  # jsonargparse raises an error of its own for one of a class

@@ -10,11 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_only
-
 from catnat.callbacks.files import write_whole
-from catnat.callbacks.tensorboard import RunLogger
 
 
 class RunFolder:
@@ -33,7 +29,7 @@ class RunFolder:
         self.path = home / "version_0"
         self.resumed = False
         self._lock: IO[str] | None = None
-        self._records: dict[Path, bytes] = {}  # files of the resumed run that this one changes
+        self._has_begun = False
         if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
             self.resumed = not train or ckpt_path.name == "last.ckpt"
             if self.resumed:
@@ -51,8 +47,6 @@ class RunFolder:
                 self.path.mkdir(parents=True)
                 break
         self._take_lock()
-        files = (self.path / name for name in ("config.yaml", "hparams.yaml", "metrics.json"))
-        self._records = {file: file.read_bytes() for file in files if file.is_file()}
 
     def _take_lock(self) -> None:
         """The system frees the lock of a process that is gone, however it ended."""
@@ -71,37 +65,25 @@ class RunFolder:
         lock.flush()
         self._lock = lock
 
-    def close(self, stepped: bool) -> None:
-        """Give the folder back.
+    def begin(self, options: str) -> None:
+        """Write the options of a run, once: those of a resumed run belong to its checkpoint."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        metrics = self.path / "metrics.json"  # it marks a run as finished
+        if metrics.exists():
+            earlier = len(list(self.path.glob("metrics_*.json")))
+            metrics.rename(self.path / f"metrics_{earlier + 1}.json")
+        (self.path / "hparams.yaml").unlink(missing_ok=True)  # Lightning does not write over it
+        write_whole(self.path / "config.yaml", options.encode())
 
-        A run that took no step leaves the record of the run that it resumed as it was. The folder
-        of a new run goes if it is empty.
-
-        Args:
-            stepped: whether the run took a step.
-        """
+    def close(self) -> None:
+        """Give the folder back; that of a new run goes if it is empty."""
         if self._lock is None:
             return
-        if not stepped and not (self.path / "metrics.json").exists():
-            for file, content in self._records.items():
-                write_whole(file, content)
         (self.path / ".lock").unlink()
         self._lock.close()
         self._lock = None
         with contextlib.suppress(OSError):  # not empty
             for folder in (self.path, *list(self.path.parents)[:3]):
                 folder.rmdir()
-
-
-@rank_zero_only
-def begin(folder: Path, config: str, trainer: Trainer | None = None, *_: object) -> None:
-    """Write the options of a run that nothing refuses any more, and let its loggers write."""
-    metrics = folder / "metrics.json"  # it marks a run as finished
-    if metrics.exists():
-        earlier = len(list(folder.glob("metrics_*.json")))
-        metrics.rename(folder / f"metrics_{earlier + 1}.json")
-    (folder / "hparams.yaml").unlink(missing_ok=True)  # Lightning writes it anew, not over it
-    write_whole(folder / "config.yaml", config.encode())
-    for logger in trainer.loggers if trainer else ():
-        if isinstance(logger, RunLogger):
-            logger.begun = True

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -20,8 +20,7 @@ from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least, require_positive
-from catnat.cli.end_of_run import write_hparams_of
-from catnat.cli.folder import begin
+from catnat.cli.end_of_run import warnings_of
 from catnat.cli.options import DATA, load
 from catnat.cli.run import RunCLI
 from catnat.lit_modules.step_module import StepModule
@@ -108,7 +107,6 @@ class CatnatCLI(RunCLI):
         if rate is not None:  # the record says the rate that is used
             for name in _RATES.intersection(options.keys()):
                 options[name] = rate
-            self.changeable = {"optimizer.lr"}
 
     # -- the Trainer ---------------------------------------------------------------------------
 
@@ -120,8 +118,6 @@ class CatnatCLI(RunCLI):
             require_at_least(least, **numbers)
         set_validation_interval(options)
         callbacks = _as_list(options["callbacks"])
-        monitors = [callback for callback in callbacks if isinstance(callback, FisherMonitor)]
-        self.fisher = monitors[0] if monitors else self.config_init.fisher
         shows_progress = options["enable_progress_bar"] is not False
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         on_terminal = has_bar or sys.stdout.isatty()
@@ -130,13 +126,11 @@ class CatnatCLI(RunCLI):
         if not options["barebones"]:
             callbacks = [self.record, Figures(), *callbacks]
             has_head = any(isinstance(module, CategoricalHead) for module in self.model.modules())
-            if has_head and not monitors:
-                callbacks.insert(0, self.fisher)
+            if has_head:
+                callbacks.insert(0, self.config_init.fisher)
             if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
                 callbacks += self._checkpoints(options["max_steps"])
-            plugins = _as_list(options["plugins"])
-            if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-                options["plugins"] = [AtomicCheckpointIO(), *plugins]
+            options["plugins"] = [AtomicCheckpointIO(), *_as_list(options["plugins"])]
             if options["logger"] in (None, True) and self.line.command == "fit":
                 options["logger"] = self._logger()
             options["logger"] = options["logger"] or False
@@ -145,7 +139,10 @@ class CatnatCLI(RunCLI):
         batches = ("on_train_batch", "on_sanity_check", "on_validation", "on_test", "on_predict")
         starts: dict[str, Any] = {f"{name}_start": self._enter_batches for name in batches}
         phases = LambdaCallback(
-            on_train_start=self._begin, on_sanity_check_end=self._leave_batches, **starts
+            on_train_start=self._open_loggers,
+            on_train_batch_end=self._write_options,
+            on_sanity_check_end=self._leave_batches,
+            **starts,
         )
         trainer = Trainer(**options | {"callbacks": [phases, *callbacks]})
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -155,9 +152,14 @@ class CatnatCLI(RunCLI):
             )
         return trainer
 
-    def _begin(self, trainer: Trainer, *_: Any) -> None:
-        if self.keeps:
-            begin(self.folder.path, self.options, trainer)
+    def _open_loggers(self, trainer: Trainer, *_: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.begun = True
+
+    def _write_options(self, *_: Any) -> None:
+        if self.keeps and self.is_first:
+            self.folder.begin(self.options)
 
     def _enter_batches(self, *_: Any) -> None:
         self.in_batches = True
@@ -169,11 +171,7 @@ class CatnatCLI(RunCLI):
         folder = self.folder.path / "checkpoints"
         best = self.config_init.checkpoint
         best.dirpath = best.dirpath or str(folder)
-        save_every = self.config.save_every
-        if save_every is None:
-            save_every = default_interval(max_steps)
-        require_at_least(1, save_every=save_every)
-        return [best, LastCheckpoint(folder, save_every)]
+        return [best, LastCheckpoint(folder, self.save_interval(default_interval(max_steps)))]
 
     def _logger(self) -> RunLogger:
         folder = self.folder.path  # its name in full, so that "name" adds none
@@ -202,7 +200,7 @@ class CatnatCLI(RunCLI):
         if trainer.global_step == self.began:
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
-            self._begin(trainer)
+            self._open_loggers(trainer)
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
@@ -212,12 +210,28 @@ class CatnatCLI(RunCLI):
             metrics = self._first(trainer.validate) if trainer.limit_val_batches else {}
         if self._can("test_step", "test_dataloader"):
             metrics |= self._first(trainer.test)
-        metrics |= getattr(self.fisher, "latest", {})
+        metrics |= self.config_init.fisher.latest
         if source := getattr(self.datamodule, "hparams", {}).get("source"):
             metrics["data_source"] = source
-        if self.is_first and trainer.loggers:
-            write_hparams_of(trainer, metrics, self.config.seed_everything)
+        self._write_options()
+        if self.is_first:
+            self._write_hparams(metrics)
         return metrics
+
+    def _write_hparams(self, metrics: dict[str, Any]) -> None:
+        """Fill TensorBoard's hparams tab; warnings go to TEXT."""
+        hparams = self.hparams() | {"steps": self.step, "data_source": metrics.get("data_source")}
+        if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
+            hparams["learning_rate"] = getattr(self.model, "learning_rates", (None,))[0]
+        tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        loop = self.trainer.fit_loop.epoch_loop
+        step = loop._batches_that_stepped  # as Lightning writes metrics
+        for logger in self.trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_hyperparams(hparams, tested, step)
+                for sentence in warnings_of(metrics):
+                    logger.experiment.add_text("warnings", sentence, step)
+                logger.save()
 
     def validate(self) -> dict[str, Any]:
         """Validate the checkpoint."""
@@ -255,15 +269,15 @@ def set_validation_interval(options: dict[str, Any]) -> None:
 
     A run of epochs validates after each, as Lightning does.
     """
-    if options["check_val_every_n_epoch"] == 1:
-        if (steps := options["max_steps"]) > 0 and options["val_check_interval"] is None:
-            batches = options["accumulate_grad_batches"]  # of a step
-            options["val_check_interval"] = batches * min(default_interval(steps), steps)
-        if isinstance(options["val_check_interval"], float):
-            require_positive(val_check_interval=options["val_check_interval"])
-        elif isinstance(options["val_check_interval"], int):
-            require_at_least(1, val_check_interval=options["val_check_interval"])
-            options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
+    steps = options["max_steps"]
+    if options["val_check_interval"] is None and steps > 0:
+        batches = options["accumulate_grad_batches"]  # of a step
+        options["val_check_interval"] = batches * min(default_interval(steps), steps)
+    interval = options["val_check_interval"]
+    if isinstance(interval, int | float):
+        require_positive(val_check_interval=interval)
+    if isinstance(interval, int) and options["check_val_every_n_epoch"] == 1:
+        options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 
 
 def default_interval(max_steps: int) -> int:

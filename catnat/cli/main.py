@@ -16,7 +16,6 @@ from catnat.cli.options import (
     RL_MODELS,
     CommandLine,
     command_words,
-    read_command_line,
 )
 from catnat.sweeps import run_command
 
@@ -80,7 +79,7 @@ def command_line(words: list[str], until: str = "end") -> Any:
         UsageError: a ValueError of one line.
     """
     try:
-        line = read_command_line(words)
+        line = CommandLine(words)
         if until == "end":
             _announce(line)
         if line.model in RL_MODELS:

@@ -61,18 +61,19 @@ _CHOICES = {
     "default_root_dir": "trainer.default_root_dir",
     "ckpt_path": "ckpt_path",
 }
-_WITHOUT_VALUE = ("print_config", "help")
 
 
-@dataclass
 class CommandLine:
-    """What a command line asks for, from its options, its files, or the run that it resumes.
+    """What a command line asks for: by its options, its files, or the run that it resumes.
 
     Args:
+        argv: the words.
+
+    Attributes:
         command: one of ``COMMANDS``.
         model: a name of ``MODELS``, or the path of a class.
         head: its name; None for the model's default.
-        data: a name of ``DATA``, or the path of a class; None for the model's default.
+        data: the path of a class; None for the model's default.
         root: the folder of all runs.
         ckpt_path: the checkpoint to resume or to test.
         record: the options of the run that the checkpoint belongs to, a file.
@@ -80,55 +81,68 @@ class CommandLine:
         imports: modules to import first.
         options: pairs of a name and a value, as they were typed, without those above.
         in_files: options of all files, by full name.
-    """
-
-    command: str
-    model: str = "vae"
-    head: str | None = None
-    data: str | None = None
-    root: str = "runs"
-    ckpt_path: Path | None = None
-    record: Path | None = None
-    configs: list[str] = field(default_factory=list)
-    imports: list[str] = field(default_factory=list)
-    options: list[tuple[str, str | None]] = field(default_factory=list)
-    in_files: dict[str, Any] = field(default_factory=dict)
-
-
-def read_command_line(argv: list[str]) -> CommandLine:
-    """Read the words of a command line, and the files that they name.
 
     Raises:
         ValueError: a word, a file or a name is wrong.
     """
-    words = list(argv)
-    line = CommandLine(words.pop(0) if words and not words[0].startswith("-") else "fit")
-    require_choice(COMMANDS, command=line.command)
-    typed_choices: dict[str, Any] = {}
-    for name, value in _pairs(words):
-        full_name = _CHOICES.get(name, name)
-        if full_name in _CHOICES.values():
-            typed_choices[full_name] = value
-        elif name == "config":
-            line.configs.append(str(value))
-        elif name == "import":
-            line.imports.append(str(value))
-        else:
-            line.options.append((name, value))
-    for path in line.configs:
-        line.in_files |= read_options(path)
-    _choose(line, line.in_files | typed_choices)
-    if wanted := typed_choices.get("ckpt_path") or line.in_files.get("ckpt_path"):
-        line.ckpt_path = find_checkpoint(Path(line.root, line.model), line.head, wanted)
-        record = line.ckpt_path.parent.parent / "config.yaml"
-        if line.ckpt_path.parent.name == "checkpoints" and record.is_file():
-            line.record = record
-            line.in_files = read_options(str(record)) | line.in_files
-            _choose(line, line.in_files | typed_choices)
-    modules = line.in_files.get("import") or []
-    line.imports += [modules] if isinstance(modules, str) else modules
-    _check_names(line)
-    return line
+
+    def __init__(self, argv: list[str]) -> None:
+        words = list(argv)
+        self.command = words.pop(0) if words and not words[0].startswith("-") else "fit"
+        require_choice(COMMANDS, command=self.command)
+        self.configs: list[str] = []
+        self.imports: list[str] = []
+        self.options: list[tuple[str, str | None]] = []
+        self.in_files: dict[str, Any] = {}
+        self.ckpt_path: Path | None = None
+        self.record: Path | None = None
+        typed_choices: dict[str, Any] = {}
+        for name, value in _pairs(words):
+            full_name = _CHOICES.get(name, name)
+            if full_name in _CHOICES.values():
+                typed_choices[full_name] = value
+            elif name == "config":
+                self.configs.append(str(value))
+            elif name == "import":
+                self.imports.append(str(value))
+            else:
+                self.options.append((name, value))
+        for path in self.configs:
+            self.in_files |= read_options(path)
+        self._choose(typed_choices)
+        if wanted := (self.in_files | typed_choices).get("ckpt_path"):
+            self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)
+            record = self.ckpt_path.parent.parent / "config.yaml"
+            if self.ckpt_path.parent.name == "checkpoints" and record.is_file():
+                self.record = record
+                self.in_files = read_options(str(record)) | self.in_files
+                self._choose(typed_choices)
+        modules = self.in_files.get("import") or []
+        self.imports += [modules] if isinstance(modules, str) else modules
+        self._check_names()
+
+    def _choose(self, typed_choices: dict[str, Any]) -> None:
+        """Set what the run consists of; folders and records have no alias of a head."""
+        choices = self.in_files | typed_choices
+        path = choices.get("model.class_path", "vae")
+        self.model = next((name for name in MODELS if MODELS[name].path == path), path)
+        self.head = (choices.get("model.head") or "").removeprefix("catnat-") or None
+        self.data = choices.get("data.class_path")
+        self.root = choices.get("trainer.default_root_dir") or "runs"
+
+    def _check_names(self) -> None:
+        """Check the names of model, head and data; heads that modules define are not known yet."""
+        if "." not in self.model:
+            require_choice((*MODELS, "or my_module.MyVAE"), model=self.model)
+        defined_elsewhere = self.imports or self.model not in MODELS or "torch" in sys.modules
+        if self.head and not defined_elsewhere:
+            require_choice(HEADS, head=self.head)
+        if self.data and self.model in RL_MODELS:
+            raise ValueError(f"--data {self.data}: {self.model} plays in environments; see --env")
+        if self.data and "." not in self.data:
+            names = MODELS[self.model].data if self.model in MODELS else tuple(DATA)
+            require_choice((*names, "or my_module.MyData"), data=self.data)
+            self.data = DATA[self.data]
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
@@ -145,33 +159,9 @@ def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
         else:
             raise ValueError(f"unrecognized arguments: {word}")
     for name, typed_value in pairs:
-        if not typed_value and name not in _WITHOUT_VALUE:
+        if not typed_value and name not in ("print_config", "help"):
             raise ValueError(f"--{name} needs a value")
     return pairs
-
-
-def _choose(line: CommandLine, choices: dict[str, Any]) -> None:
-    """Set what the run consists of; folders and records have no alias of a head."""
-    path = choices.get("model.class_path", line.model)
-    line.model = next((name for name in MODELS if MODELS[name].path == path), path)
-    line.head = (choices.get("model.head") or "").removeprefix("catnat-") or None
-    line.data = choices.get("data.class_path")
-    line.root = choices.get("trainer.default_root_dir") or line.root
-
-
-def _check_names(line: CommandLine) -> None:
-    """Check the names of model, head and data; heads that modules define are not known yet."""
-    if "." not in line.model:
-        require_choice((*MODELS, "or my_module.MyVAE"), model=line.model)
-    defined_elsewhere = line.imports or line.model not in MODELS or "torch" in sys.modules
-    if line.head and not defined_elsewhere:
-        require_choice(HEADS, head=line.head)
-    if line.data and line.model in RL_MODELS:
-        raise ValueError(f"--data {line.data}: {line.model} plays in environments; see --env")
-    if line.data and "." not in line.data:
-        names = MODELS[line.model].data if line.model in MODELS else tuple(DATA)
-        require_choice((*names, "or my_module.MyData"), data=line.data)
-        line.data = DATA[line.data]
 
 
 def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:

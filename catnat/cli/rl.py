@@ -13,7 +13,6 @@ from traceback import extract_tb
 from typing import Any, ClassVar, TypedDict
 
 import torch
-import yaml
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from jsonargparse.typing import PositiveInt
@@ -31,7 +30,6 @@ from catnat.callbacks.fisher_monitor_sb3 import write_now
 from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.folder import begin
 from catnat.cli.options import Recipe
 from catnat.cli.run import RunCLI
 from catnat.datamodules.environments import is_atari, make_env
@@ -232,8 +230,6 @@ class RLCLI(RunCLI):
         recipe = algorithm.atari if atari else algorithm.not_atari
         options = {f"model.{name}": value for name, value in recipe.items()}
         options["trainer.eval_deterministic"] = not atari
-        if algorithm.every > 1:
-            options["fisher.image_every_n_rollouts"] = 20 * algorithm.every
         return options
 
     def complete_options(self) -> None:
@@ -270,8 +266,6 @@ class RLCLI(RunCLI):
         if atari:  # the emulator's seeds have 31 bits; refused now, not when everything is trained
             largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, config.data.num_envs)
             require_within(0, largest, "[)", seed=self.seed)
-        options = yaml.safe_load(self.options)
-        self.hparams = options["model"]["init_args"] | options["data"]
         self.title += f" on {config.data.env}"
         self.env = self._environments()
         if isinstance(self.env.observation_space, spaces.Dict):
@@ -305,10 +299,6 @@ class RLCLI(RunCLI):
         num_envs = min(training.eval_games, _MOST_EVALUATED)
         eval_env = self._environments(num_envs=num_envs, env_kwargs=env_kwargs)
         self.eval_env = OnPolicyAlgorithm._wrap_env(eval_env, 0)  # as the model wraps its own
-        save_every = config.save_every
-        if save_every is None:
-            save_every = max(25_000, steps // 100)
-        require_at_least(1, save_every=save_every)
         eval_every = training.eval_every
         if eval_every is None:
             eval_every = max(steps // 10, 1)
@@ -319,9 +309,9 @@ class RLCLI(RunCLI):
             deterministic=training.eval_deterministic,
             verbose=training.enable_progress_bar,
             folder=self.folder.path / "checkpoints",
-            hyper_parameters=self.hparams,
+            hyper_parameters=self.hparams(),
             fisher=self.fisher,
-            save_every=save_every,
+            save_every=self.save_interval(max(25_000, steps // 100)),
             longest_game=None if is_limited else _LONGEST_GAME,
         )
         if self.checkpoint:
@@ -353,7 +343,7 @@ class RLCLI(RunCLI):
         folder = self.folder.path
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        begin(folder, self.options)
+        self.folder.begin(self.options)
         self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
         model.logger.output_formats.append(_Output(self.writer))
         callbacks = [self.fisher, *(training.callbacks or ()), self.callback]
@@ -371,10 +361,10 @@ class RLCLI(RunCLI):
                 raise  # what reads our output has gone
             raise ChildProcessError("the process of an environment has ended") from error
         self.callback.keep_best(tested["test/return"])
-        about = {"seed": self.seed, "steps": model.num_timesteps, "actions": model.action_space}
+        about = {"steps": model.num_timesteps, "actions": model.action_space}
         hparams = {
             name: value if isinstance(value, int | float) else str(value)
-            for name, value in (self.hparams | about).items()
+            for name, value in (self.hparams() | about).items()
         }
         write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, model.num_timesteps)
         return dict(tested | recent_return(model) | self.fisher.latest)

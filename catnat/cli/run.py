@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.files import load_checkpoint
 from catnat.callbacks.signals import Stopped
-from catnat.checks import require_choice
+from catnat.checks import require_at_least, require_choice
 from catnat.cli.end_of_run import show_metrics, silence
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
@@ -81,7 +81,6 @@ class RunCLI(LightningCLI):
         self.until = until
         self.metrics: dict[str, Any] = {}
         self.remark = ""
-        self.changeable: set[str] = set()  # options that a resumed run can change nevertheless
         self.full_names: dict[str, str] = {}  # of options, by their short ones
         self.option_names: set[str] = set()  # full ones
         try:
@@ -287,7 +286,9 @@ class RunCLI(LightningCLI):
             if before.get(name) == options.get(name):
                 continue
             change = f"{before.get(name)} -> {options.get(name)}"
-            if f"{name}.".startswith(_FIXED) and name not in self.changeable:
+            # A model that has taken over the rate of the optimizer can resume with another.
+            is_rate = name == "optimizer.lr" and options[name] == options.get("model.learning_rate")
+            if f"{name}.".startswith(_FIXED) and not is_rate:
                 raise ValueError(f"checkpoint {line.ckpt_path} is of another {name}: {change}")
             changes.append(f"{name.partition('.')[2] or name} {change}")
         return f", with other options: {', '.join(changes)}" if line.record and changes else ""
@@ -337,10 +338,23 @@ class RunCLI(LightningCLI):
         if self.is_first and self.metrics:
             show_metrics(self.metrics, folder, keep=self.keeps)
 
+    def hparams(self) -> dict[str, Any]:
+        """The options of model and data, for checkpoints and TensorBoard."""
+        options = yaml.safe_load(self.options)
+        data_options = flat(options.get("data") or {})
+        seeds = {"data_seed": data_options.pop("seed", None), "seed": self.config.seed_everything}
+        return flat(options["model"]) | data_options | seeds
+
+    def save_interval(self, default: int) -> int:
+        """Steps between checkpoints."""
+        steps = default if self.config.save_every is None else self.config.save_every
+        require_at_least(1, save_every=steps)
+        return int(steps)
+
     def close(self) -> None:
         """Give back what the run holds."""
         if hasattr(self, "folder"):
-            self.folder.close(stepped=self.step > self.began)
+            self.folder.close()
 
 
 def check_head_options(head: str, options: dict[str, Any]) -> None:

@@ -294,7 +294,6 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
 
 def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
     options = ["--checkpoint.monitor=val/kl", "--checkpoint.mode=max", "--val_check_interval=1"]
-    options += ["--callbacks+=catnat.callbacks.FisherMonitor"]  # in place of the one by default
     assert run(*workspace, *options) == 0
     states = [state for name, state in last()["callbacks"].items() if "Best" in name]
     assert states[0]["monitor"] == "val/kl"

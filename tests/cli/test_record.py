@@ -130,7 +130,7 @@ def test_hparams_show_the_run(options):
         "seed": 7,
         "data_seed": 3,
         "steps": 5,
-        "source": "files",
+        "data_source": "files",
         "head": "natural",
         "num_latents": 4,
         "num_categories": 8,

@@ -53,7 +53,7 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--model.out_features 1", "follows from --data.out_features: set that"),
         ("--num_nodes 5", "--model.num_nodes follows from --data.communities"),
         ("--batch_size 5000", "more than the 160 items to train on"),
-        ("--val_check_interval 0", "val_check_interval must be at least 1"),
+        ("--val_check_interval 0", "val_check_interval must be positive"),
     ],
 )
 def test_a_wrong_command_line_gets_one_line(line, reason, workspace, capfd):
