@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain, product
 
+import games_claims
 import measures
 import mechanism_claims
 import numpy as np
@@ -279,7 +280,8 @@ CLAIMS = (
     *(vae_claims, longer_vae_claims, other_vae_claims),
     *(graph_claims, estimator_claims, draws_claims, label_claims),
     *(output_layers.quality, output_layers.speed, output_layers.speed_page),
-    *(wider.breakout_and_seaquest, wider.claims),
+    *(wider.noise_verdicts, wider.architecture_verdicts, wider.estimators_on_letters),
+    *(games_claims.breakout_and_seaquest, games_claims.minatar_counts, wider.claims),
 )
 
 

@@ -1,18 +1,18 @@
-"""Claims of the newer studies: less noise, architectures, other data, and PPO with more seeds.
+"""Claims of the newer studies, less noise, architectures, other data, and rows of all tables.
 
     python paper/wider.py  # prints their tables, and renews the rows that pages have
 
 Factors are softmax's steps divided by a head's to the same validation loss, with 95 % intervals
 over seeds. A crossing is the last step at which the mean curves of softmax and a head change
-places. PPO is compared by the interquartile mean of returns, relative to softmax's mean in the same
-game.
+places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
+import games_claims
 import mechanism_claims
 import numpy as np
 import output_layers
@@ -24,15 +24,13 @@ from measures import (
     Claim,
     Numbers,
     Pair,
-    Row,
     Runs,
     by_seed,
     curve,
     factor,
     log_factors,
     mean,
-    printed,
-    select,
+    t_test,
     text_of,
     values,
 )
@@ -40,8 +38,9 @@ from scipy import stats
 
 SOFTMAX = "softmax"
 
+SETTINGS = (("gumbel", "1"), ("gumbel", "8"), ("gumbel", "64"), ("score-function", "64"))
 UNTIL = (2500, 5000, 10000)  # steps: the losses of without_noise.yaml are softmax's after these
-GAMES = ("Asterix", "Breakout", "Seaquest", "SpaceInvaders")
+LATENTS_PAGE = "../docs/discrete_latents.md"  # has some rows of the table of README.md
 MODELS = (  # encoder, decoder
     *(("dense", "dense"), ("conv", "conv"), ("dense", "conv"), ("conv", "dense")),
     ("conv-plain", "conv-plain"),
@@ -55,7 +54,6 @@ OTHER_DATA = (  # study, words, N, K, steps
     ("glyphs", "letters of free fonts", "20", "32", 20000),
     ("frames", "frames of Breakout, 64 x 64", "32", "32", 10000),
 )
-Returns = dict[str, list[float]]  # by game
 
 
 def crossing(pair: Pair) -> float:
@@ -72,39 +70,6 @@ def crossing(pair: Pair) -> float:
     share = ahead[before] / (ahead[before] - ahead[before + 1])
     log_step = steps[0][before] + share * (steps[0][before + 1] - steps[0][before])
     return float(np.exp(log_step))
-
-
-def interquartile_mean(*games: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The mean of the middle half of all returns together."""
-    together: np.ndarray = stats.trim_mean(np.concatenate(games, axis), 0.25, axis)
-    return together
-
-
-def iqm_interval(returns: Returns) -> list[float]:
-    """Interquartile mean and 95 % bootstrap interval; seeds are drawn anew within each game."""
-    return _bootstrap(list(returns.values()), interquartile_mean)
-
-
-def iqm_difference(first: Returns, second: Returns) -> list[float]:
-    """The interquartile mean of the first minus that of the second, with its interval."""
-    games = len(first)
-
-    def statistic(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
-        means = (samples[:games], samples[games:])
-        ours, theirs = (interquartile_mean(*part, axis=axis) for part in means)
-        difference: np.ndarray = ours - theirs
-        return difference
-
-    return _bootstrap([*first.values(), *second.values()], statistic)
-
-
-def _bootstrap(samples: list[Numbers], statistic: Callable[..., np.ndarray]) -> Numbers:
-    """A statistic and its 95 % interval by the percentiles of 5,000 samples."""
-    arrays = [np.array(sample) for sample in samples]
-    noise = np.random.default_rng(1)
-    drawn = stats.bootstrap(arrays, statistic, method="percentile", n_resamples=5000, rng=noise)
-    low, high = drawn.confidence_interval
-    return [float(statistic(*arrays)), float(low), float(high)]
 
 
 # -- claims ----------------------------------------------------------------------------------------
@@ -137,12 +102,13 @@ def factor_row(page: str, words: str, pair: Pair, until: tuple[int, ...] = (10**
 
 
 def latents() -> Iterator[Claim]:
-    """The table of data, architectures and estimators in README.md: sigmoid against softmax."""
+    """The table of data, architectures and estimators: sigmoid against softmax."""
     runs: dict[tuple[str, int], Pair] = {}
     gumbel = "straight-through Gumbel"
     for size, K in (("(10, 8)", "8"), ("(20, 16)", "16"), ("(20, 32)", "32")):
         pair = [mechanism_claims.mechanism(K, head) for head in BOTH]
-        runs[f"MNIST | convolutional, {size} | {gumbel}", 60000] = pair
+        for steps in (20000, 60000):
+            runs[f"MNIST | convolutional, {size} | {gumbel}", steps] = pair
     for N, K in (("10", "8"), ("20", "32")):
         size = f"num_latents={N} num_categories={K} variant=binary"
         pair = [by_seed("vae/longest_curve.csv", f"{size} head={head}") for head in BOTH]
@@ -158,8 +124,7 @@ def latents() -> Iterator[Claim]:
         pair = [by_seed("without_noise/curves.csv", f"{where} head={head}") for head in BOTH]
         runs[f"MNIST | convolutional, (10, 8) | {words}", 10000] = pair
     for encoder, decoder in MODELS:
-        where = f"encoder={encoder} decoder={decoder}"
-        pair = [by_seed("architecture/curves.csv", f"{where} head={head}") for head in BOTH]
+        pair = crossed_runs(encoder, decoder)
         runs[f"MNIST | {encoder} encoder, {decoder} decoder, (10, 16) | {gumbel}", 20000] = pair
     for study, data, N, K, steps in OTHER_DATA:
         for estimator, words in OTHER_ESTIMATORS.items():
@@ -170,27 +135,94 @@ def latents() -> Iterator[Claim]:
         if count:
             numbers, cell = numbers_and_cells(compared, steps)
             sentence = f"| {words} | {steps:,} | {cell} | {{}} |"
-            yield Claim("README.md", sentence, [*numbers, count])
+            for page in ("README.md", LATENTS_PAGE):
+                yield Claim(page, sentence, [*numbers, count])
 
 
 def without_noise() -> Iterator[Claim]:
     """Factors of three heads over softmax in each setting."""
-    settings = (("gumbel", "1"), ("gumbel", "8"), ("gumbel", "64"), ("score-function", "64"))
     heads = ("sigmoid-coupled-1", "sigmoid", "sigmoid-opposed-0.5")
-    for (estimator, draws), head in product(settings, heads):
+    for (estimator, draws), head in product(SETTINGS, heads):
         setting = f"estimator={estimator} draws={draws}"
         pair = [by_seed("without_noise/curves.csv", f"{setting} head={x}") for x in (SOFTMAX, head)]
         words = f"{estimator}, {draws} | {head}"
         yield from factor_row("mechanism/README.md", words, pair, UNTIL)
 
 
+def noise_verdicts() -> Iterator[Claim]:
+    """What less noise and no bias do to the factor of sigmoid, and to that of the coupling."""
+    page = "mechanism/README.md"
+
+    def ratios(estimator: str, draws: str, *heads: str) -> Numbers:
+        setting = f"estimator={estimator} draws={draws}"
+        pair = [by_seed("without_noise/curves.csv", f"{setting} head={head}") for head in heads]
+        return log_factors(pair, UNTIL[-1])
+
+    gumbel_1, gumbel_64 = ratios("gumbel", "1", *BOTH), ratios("gumbel", "64", *BOTH)
+    unbiased = ratios("score-function", "64", *BOTH)
+    text = f"{INTERVAL} with 64 draws of Gumbel and {INTERVAL} with the score function"
+    for place in (page, "README.md"):
+        yield Claim(place, text, [*factor(gumbel_64), *factor(unbiased)])
+    text = "times {} with 64 draws (p = {}) and times {} with the score function (p = {}"
+    numbers: Numbers = []
+    for log_ratios in (gumbel_64, unbiased):
+        pairs = zip(log_ratios, gumbel_1, strict=False)  # seeds 1 to 3 of 5
+        changes = [less_noise - one_draw for less_noise, one_draw in pairs]
+        numbers += [factor(changes)[0], t_test(changes)]
+    yield Claim(page, text, numbers)
+    text = f"C = 1 needs {INTERVAL} times the steps of C = 0 with one draw of Gumbel, {INTERVAL}"
+    text += f" with eight, {INTERVAL} with 64 and {INTERVAL} with the score function"
+    numbers = []
+    for setting in SETTINGS:
+        numbers += factor(ratios(*setting, "sigmoid-coupled-1", "sigmoid"))
+    yield Claim(page, text, numbers)
+
+
 def architecture() -> Iterator[Claim]:
     """Factors of sigmoid over softmax in each model."""
     for encoder, decoder in MODELS:
-        model = f"encoder={encoder} decoder={decoder}"
-        pair = [by_seed("architecture/curves.csv", f"{model} head={head}") for head in BOTH]
+        pair = crossed_runs(encoder, decoder)
         words = f"{encoder} | {decoder} | {rates_of(pair)}"
         yield from factor_row("mechanism/README.md", words, pair)
+
+
+def crossed_runs(encoder: str, decoder: str) -> Pair:
+    """Curves of softmax and sigmoid with an encoder and a decoder."""
+    model = f"encoder={encoder} decoder={decoder}"
+    return [by_seed("architecture/curves.csv", f"{model} head={head}") for head in BOTH]
+
+
+def architecture_verdicts() -> Iterator[Claim]:
+    """What a convolutional decoder, a convolutional encoder and batch norm do to the factor."""
+    part = f"{INTERVAL} (p = {{}})"
+    text = f"A convolutional decoder multiplies the factor by {part} beside a dense encoder and by"
+    text += f" {part} beside a convolutional one; a convolutional encoder by {part} beside a dense"
+    text += f" decoder and by {part} beside a convolutional one; batch norm by {part}"
+    numbers: Numbers = []
+    for larger, smaller in (
+        (("dense", "conv"), ("dense", "dense")),
+        (("conv", "conv"), ("conv", "dense")),
+        (("conv", "dense"), ("dense", "dense")),
+        (("conv", "conv"), ("dense", "conv")),
+        (("conv", "conv"), ("conv-plain", "conv-plain")),
+    ):
+        samples = [log_factors(crossed_runs(*model)) for model in (larger, smaller)]
+        test = stats.ttest_ind(*samples, equal_var=False)
+        bounds = test.confidence_interval()
+        ratios = np.exp([mean(samples[0]) - mean(samples[1]), *bounds])
+        numbers += [*ratios.tolist(), float(test.pvalue)]
+    yield Claim("mechanism/README.md", text, numbers)
+
+
+def estimators_on_letters() -> Iterator[Claim]:
+    """How far straight-through with unimix ends behind Gumbel."""
+    gaps = []
+    for K, head in product(("16", "32"), BOTH):
+        where = f"num_categories={K} head={head} stage=final"
+        pair = [by_seed("glyphs/runs.csv", where, estimator=name) for name in OTHER_ESTIMATORS]
+        gaps.append(mean(values(pair[0], "test/elbo")) - mean(values(pair[1], "test/elbo")))
+    for page in ("glyphs/README.md", LATENTS_PAGE):
+        yield Claim(page, "{} to {} nats of ELBO below Gumbel", [min(gaps), max(gaps)])
 
 
 def other_runs(study: str, K: str, estimator: str, head: str) -> Runs:
@@ -215,93 +247,10 @@ def rates_of(pair: Pair) -> str:
     return ", ".join("/".join(names) for names in rates)
 
 
-def breakout_and_seaquest() -> Iterator[Claim]:
-    """Returns of PPO after 8 million steps."""
-    for game, rates, text in (
-        (
-            "Breakout",
-            ("0.00025", "0.00025"),
-            "softmax returns {} and natural {} (n = {}, {}; p = {})",
-        ),
-        (
-            "Breakout",
-            ("0.002", "0.001"),
-            "softmax at 0.002 returns {}, natural at 0.001 {} (n = {}, {}",
-        ),
-        (
-            "Seaquest",
-            ("0.00025", "0.00025"),
-            "Seaquest: softmax {}, natural {} (n = {}, {}; p = {})",
-        ),
-    ):
-        returns = []
-        for head, rate in zip(("softmax", "natural"), rates, strict=True):
-            options = f"stage=final total_steps=8000000 env={game} head={head} learning_rate={rate}"
-            returns.append(values(by_seed("games/runs.csv", options), "test/return"))
-        p = stats.ttest_ind(*returns, equal_var=False).pvalue
-        numbers = [*map(mean, returns), *map(len, returns), p]
-        yield Claim("games/README.md", text, numbers[: text.count("{}")])
-    reported = {}
-    for row in printed()["rl_return"]:
-        numbers = row["test/return"]
-        reported[row["env"], row["head"]] = (numbers["mean"], numbers["std"], 10)
-    p_values = []
-    for game in ("Breakout", "Seaquest"):
-        samples = reported[game, "softmax"] + reported[game, "natural"]
-        p_values.append(stats.ttest_ind_from_stats(*samples, equal_var=False).pvalue)
-    text = "the paper's own differences have p = {} (Breakout) and {} (Seaquest) if its n is 10"
-    yield Claim("games/README.md", text, p_values)
-    yield Claim("README.md", text, p_values)
-    variance = sum(reported["Breakout", head][1] ** 2 for head in ("softmax", "natural"))
-    needed = variance * (stats.norm.ppf(0.975) + stats.norm.ppf(0.8)) ** 2 / 8**2
-    yield Claim("games/README.md", "of 8 points needs about {} seeds a head", [round(needed, -1)])
-
-
-def minatar_returns(head: str, new: bool) -> Returns:
-    """Returns of a head at its rates by game, relative to softmax's mean; new seeds or all."""
-    relative = {}
-    for game in GAMES:
-        returns = {name: _chosen(name, game, new) for name in ("softmax", head)}
-        relative[game] = [value / mean(returns["softmax"]) for value in returns[head]]
-    return relative
-
-
-def _chosen(head: str, game: str, new: bool) -> list[float]:
-    """Returns at the rate with the highest mean over seeds 1 to 3, the only one of sparsemax."""
-    rows = select("minatar/runs.csv", head=head, env=f"MinAtar/{game}-v0")
-    by_rate: dict[str, list[Row]] = {}
-    for row in rows:
-        by_rate.setdefault(row["learning_rate"], []).append(row)
-
-    def first_seeds(rate: str) -> float:
-        tried = [row for row in by_rate[rate] if int(row["seed"]) <= 3]
-        return float(np.mean([float(row["test/return"]) for row in tried])) if tried else 0.0
-
-    best = max(by_rate, key=first_seeds, default="")
-    chosen = [row for row in by_rate.get(best, []) if not new or int(row["seed"]) > 3]
-    return [float(row["test/return"]) for row in chosen]
-
-
-def minatar() -> Iterator[Claim]:
-    """Interquartile means of all heads, on seeds that chose no rate and on all."""
-    for new, head in product((True, False), (SOFTMAX, *TREES, "sparsemax")):
-        ours = minatar_returns(head, new)
-        counts = [len(returns) for returns in ours.values()]
-        if min(counts) < 2:
-            continue
-        words = (
-            f"| {head} | {'seeds from 4 on' if new else 'all seeds'} | {{}} to {{}} | {INTERVAL} |"
-        )
-        numbers = [min(counts), max(counts), *iqm_interval(ours)]
-        if head != SOFTMAX:
-            words += f" {INTERVAL} |"
-            numbers += iqm_difference(ours, minatar_returns(SOFTMAX, new))
-        yield Claim("games/README.md", words, numbers)
-
-
 def table_rows() -> Iterator[Claim]:
     """Rows of all tables, as far as their runs have ended."""
-    for table in (without_noise, architecture, other_data, latents, output_layers.outputs, minatar):
+    tables = (without_noise, architecture, other_data, latents)
+    for table in (*tables, output_layers.outputs, games_claims.minatar):
         yield from table()
 
 
@@ -328,7 +277,7 @@ def write(claim: Claim, previous: str) -> str:
     places = [i for i, line in enumerate(lines) if line.startswith(words)]
     if places:
         lines[places[0]] = row
-    else:
+    elif claim.page != LATENTS_PAGE:
         headers = [i for i, line in enumerate(lines) if line.startswith("|---")]
         before = lines.index(previous) if previous in lines else headers[-1]
         lines.insert(before + 1, row)

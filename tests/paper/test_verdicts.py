@@ -17,7 +17,7 @@ import wider  # noqa: E402
 # Decimals that are options of runs or levels of tests, not results.
 SETTINGS = re.compile(
     r"0\.0+[1-58]\b|0\.(00025|1|25|5|75|9)\b|C = -?[\d.]+|rates? [\d.]+|"
-    r"coupling -?[\d.]+|\(G \+ 0\.1 I\)|-0\.5\)"
+    r"coupling -?[\d.]+|above 1\.5|\(G \+ 0\.1 I\)|-0\.5\)"
 )
 
 
