@@ -259,24 +259,19 @@ class CustomActivation:
 
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
         """The function itself; an infinite score makes one side certain."""
-        x, infinite, _ = self._arguments(scores, constants)
-        left, right = self.function(x)
+        infinite = scores.isinf()
+        x, _ = _centered(scores, constants)
+        left, right = self.function(torch.where(infinite, 0.0, x))
         left = torch.where(infinite, 0.0, left)
         right = torch.where(infinite, 0.0, right)
         return _impossible_at_infinity(left, right, scores)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:
         """-d log(1 - a)/ds times d log a/ds, by forward-mode differentiation; 0 at infinity."""
-        x, _, beyond = self._arguments(scores, constants)
+        x, beyond = _centered(scores, constants)
+        x = torch.where(scores.isinf(), 0.0, x)
         moved: Any = torch.func.jvp(self.function, (x,), (torch.ones_like(x),))[1]
         return torch.where(beyond, 0.0, -moved[0] * moved[1])
-
-    @staticmethod
-    def _arguments(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x = s - C, 0 where it is infinite; where it is infinite; where it is cut off."""
-        x, beyond = _centered(scores, constants)
-        infinite = scores.isinf()
-        return torch.where(infinite, 0.0, x), infinite, beyond
 
 
 Activation = SigmoidActivation | NaturalActivation | CustomActivation

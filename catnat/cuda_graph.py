@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Output = TypeVar("Output")
 WARM_UP = 3  # steps taken eagerly, on a side stream, before one is captured
@@ -30,7 +31,7 @@ _KERNELS = ("fused", "capturable", "foreach")
 class StepGraph(Generic[Output]):
     """A step of work, captured once and replayed on every later batch of the same shape.
 
-    A batch is a tensor or a sequence of tensors. The first calls, and batches of another shape,
+    A batch is a tensor, or a container of tensors. The first calls, and batches of another shape,
     dtype or kind, run eagerly and are real steps all the same. Noise continues from torch's
     generator, so a replayed run takes the same steps as an eager run.
 
@@ -43,7 +44,8 @@ class StepGraph(Generic[Output]):
         self.step = step
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._input: list[Tensor] | None = None  # which replays read
+        self._input: list[Any] = []  # which replays read
+        self._layout: Any = None  # of the batches that are replayed
         self._output: Output | None = None
         self._stream = torch.cuda.Stream()
 
@@ -53,17 +55,19 @@ class StepGraph(Generic[Output]):
 
     def __call__(self, batch: Any) -> Output:
         """Take one step and return its output, which the next call overwrites."""
-        tensors = _tensors_of(batch)
-        if tensors is not None and self._input is None:
-            self._input = [tensor.clone() for tensor in tensors]
-        if self._calls < WARM_UP or tensors is None or _shapes(tensors) != _shapes(self._input):
+        tensors, structure = tree_flatten(batch)
+        is_plain = all(isinstance(x, Tensor) for x in tensors)
+        layout = structure, [(x.shape, x.dtype) for x in tensors] if is_plain else None
+        if is_plain and self._layout is None:
+            self._layout = layout
+            self._input = [x.clone() for x in tensors]
+        if self._calls < WARM_UP or not is_plain or layout != self._layout:
             self._calls += 1
             return self._eagerly(batch)
-        assert self._input is not None
-        for static, tensor in zip(self._input, tensors, strict=True):
-            static.copy_(tensor)
+        for static, x in zip(self._input, tensors, strict=True):
+            static.copy_(x)
         if self._graph is None:
-            self._capture(self._input[0] if isinstance(batch, Tensor) else tuple(self._input))
+            self._capture(tree_unflatten(self._input, structure))
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         return self._output
@@ -119,18 +123,6 @@ def _garbage_waits() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _tensors_of(batch: Any) -> list[Tensor] | None:
-    """The tensors of a batch that is a tensor or a sequence of tensors; None for any other kind."""
-    tensors = [batch] if isinstance(batch, Tensor) else batch
-    if isinstance(tensors, (list, tuple)) and all(isinstance(x, Tensor) for x in tensors):
-        return list(tensors)
-    return None
-
-
-def _shapes(tensors: list[Tensor] | None) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors or ()]
 
 
 # -- numbers that a captured step reads, and results that the host reads ---------------------------
@@ -218,10 +210,10 @@ def portable_state(state: dict[str, Any]) -> dict[str, Any]:
     """The state of an optimizer as it would be if the optimizer had never been capturable."""
     if not any(isinstance(group["lr"], Tensor) for group in state["param_groups"]):
         return state
-    groups = []
-    for group in state["param_groups"]:
-        plain = {"capturable": False, "fused": None, "lr": float(group["lr"])}
-        groups.append({name: plain.get(name, value) for name, value in group.items()})
+    groups = [
+        group | {"capturable": False, "fused": None, "lr": float(group["lr"])}
+        for group in state["param_groups"]
+    ]
     states = {
         key: {name: x.cpu() if name == "step" else x for name, x in values.items()}
         for key, values in state["state"].items()

@@ -43,27 +43,24 @@ def score_function_surrogate(
     losses = at_least_float32(losses)
     log_probs = at_least_float32(log_probs)
     mean = losses.mean(0)
-    advantage = _advantage(losses.detach(), mean.detach(), baseline)
+    advantage = losses.detach()
+    M = len(losses)
+    if baseline is not None:
+        advantage = advantage - (baseline.detach() if isinstance(baseline, Tensor) else baseline)
+        if advantage.shape != losses.shape:
+            raise ValueError(
+                f"baseline must broadcast to the shape {tuple(losses.shape)} of losses, "
+                f"but together they make {tuple(advantage.shape)}"
+            )
+    elif M < 2:
+        raise ValueError(
+            f"the leave-one-out baseline needs M >= 2 samples, got M = {M}; "
+            "pass baseline= to use a single one"
+        )
+    else:
+        advantage = (advantage - mean.detach()) * (M / (M - 1))  # = L_m - mean of the others
     # The difference is exactly zero, so the value stays that of the mean to the last bit.
     return mean + (advantage * (log_probs - log_probs.detach())).mean(0)
-
-
-def _advantage(losses: Tensor, mean: Tensor, baseline: float | Tensor | None) -> Tensor:
-    M = losses.shape[0]
-    if baseline is None:
-        if M < 2:
-            raise ValueError(
-                f"the leave-one-out baseline needs M >= 2 samples, got M = {M}; "
-                "pass baseline= to use a single one"
-            )
-        return (losses - mean) * (M / (M - 1))  # = L_m - mean of the others
-    advantage = losses - (baseline.detach() if isinstance(baseline, Tensor) else baseline)
-    if advantage.shape != losses.shape:
-        raise ValueError(
-            f"baseline must broadcast to the shape {tuple(losses.shape)} of losses, "
-            f"but together they make {tuple(advantage.shape)}"
-        )
-    return advantage
 
 
 def straight_through_gumbel(

@@ -105,11 +105,9 @@ def pullback_fisher(jacobian: Tensor, fisher: Tensor) -> Tensor:
     ``torch.func.jacrev`` gives J; without forming it, ``torch.func.jvp`` and ``vjp`` give J v and
     J^T v.
     """
-    wide = torch.promote_types(jacobian.dtype, fisher.dtype)
-    jacobian = jacobian.to(wide)
-    fisher = fisher.to(wide)
+    dtype = torch.promote_types(jacobian.dtype, fisher.dtype)
     with without_autocast(fisher):
-        return jacobian.transpose(-1, -2) @ fisher @ jacobian
+        return jacobian.mT.to(dtype) @ fisher.to(dtype) @ jacobian.to(dtype)
 
 
 def off_diagonal_mass(fisher: Tensor, norm: str = "fro") -> Tensor:

@@ -240,7 +240,6 @@ class HeadNLL(nn.Module):
             mask: the categories that are allowed, as in ``head(scores, mask=mask)``.
         """
         is_soft = target.is_floating_point()
-        share = self.label_smoothing
         scores = self._categories_last(scores)
         target = self._categories_last(target) if is_soft else target
         mask = None if mask is None else self._categories_last(mask)
@@ -254,35 +253,35 @@ class HeadNLL(nn.Module):
             )
         q = self.head(scores, mask=mask)
         if is_soft:
-            uniform = 1 / K if mask is None else mask.to(target.dtype) / mask.sum(-1, keepdim=True)
-            smooth = target * (1 - share) + share * uniform
-            loss = -_weighted(q.logits * smooth, self.weight).sum(-1)
-            return reduced(loss, None, self.reduction)
+            return reduced(self._cross_entropy(q.logits, target, mask), None, self.reduction)
         ignored = target == self.ignore_index
         label = checked_value(torch.where(ignored, 0, target), K, "target")
         impossible = (label < 0) | (label >= K)  # not on the CPU, where it is an error
         label = torch.where(impossible, 0, label)
-        loss = torch.where(impossible, torch.nan, -q.log_prob(label))
-        weights = torch.ones_like(loss)
+        weights = torch.ones((), device=label.device) if self.weight is None else self.weight[label]
+        if self.label_smoothing:
+            one_hot = torch.zeros_like(q.logits).scatter(-1, label[..., None], 1.0)
+            loss = self._cross_entropy(q.logits, one_hot, mask)
+        else:
+            loss = -q.log_prob(label)
+            loss = loss * weights.to(loss.dtype)
+        loss = torch.where(impossible, torch.nan, loss)
+        counted = torch.where(ignored, 0.0, weights.to(loss.dtype))
+        return reduced(torch.where(ignored, 0.0, loss), counted, self.reduction)
+
+    def _cross_entropy(self, log_probs: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Weighted cross-entropy with smoothed probabilities of the targets, (*, K) -> (*)."""
+        uniform = 1 / self.head.num_categories
+        if mask is not None:
+            uniform = mask.to(target.dtype) / mask.sum(-1, keepdim=True)
+        share = self.label_smoothing
+        terms = log_probs * (target * (1 - share) + share * uniform)
         if self.weight is not None:
-            weights = self.weight.to(loss.dtype)[label]
-        loss = loss * weights
-        if share:
-            log_probs = _weighted(q.logits, self.weight)
-            if mask is None:
-                smoothed = -log_probs.mean(-1)
-            else:
-                smoothed = -torch.where(mask, log_probs, 0.0).sum(-1) / mask.sum(-1)
-            loss = (1 - share) * loss + share * smoothed
-        loss = torch.where(ignored, 0.0, loss)
-        return reduced(loss, torch.where(ignored, 0.0, weights), self.reduction)
+            terms = terms * self.weight.to(terms.dtype)
+        return -terms.sum(-1)
 
     def _categories_last(self, x: Tensor) -> Tensor:
         return x.movedim(self.dim, -1) if x.dim() > 1 else x
-
-
-def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * weight.to(x.dtype)
 
 
 def reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:

@@ -290,26 +290,8 @@ class CatnatHead(CategoricalHead):
         if not self.uniform_at_zero:
             wide = torch.float64
             return torch.full((self.num_scores,), self.center, dtype=wide, device=like.device)
-        return self.center - self._node_shifts(like)
-
-    def _node_shifts(self, like: Tensor) -> Tensor:
-        """x at which every node divides its leaves evenly: a(x) is the share of its bit-1 child."""
-        if self.activation.is_fused or not (is_plain(like) and self._is_elementwise(like)):
-            return self._at_share(_shares(*self._make_leaves(like.device)))
-
-        def make(device: torch.device) -> Any:
-            return _shares(*self._make_leaves(device)).unique(return_inverse=True)
-
-        shares, index = self._cached(like, "shares", make)
-        return self._at_share(shares)[index]  # a search, for a few different shares alone
-
-    def _is_elementwise(self, like: Tensor) -> bool:
-        """Whether log_activation takes any number of nodes; not if it has a parameter for each."""
-        x = torch.zeros(self.num_scores + 2, dtype=torch.float64, device=like.device)
-        try:
-            return self.log_activation(x)[0].shape == x.shape
-        except RuntimeError:
-            return False
+        # x at which a node divides its leaves evenly: a(x) is the share of its bit-1 child.
+        return self.center - self._at_share(_shares(*self._make_leaves(like.device)))
 
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from catnat import CategoricalHead, CatnatHead, NaturalHead, SigmoidHead, head_names, make_head
-from catnat.activations import CustomActivation
 from catnat.head import REGISTRY
 from catnat.kernels import cpu
 
@@ -39,10 +38,6 @@ def make(name: str, K: int, **options: float | bool) -> CategoricalHead:
 
 CATNAT = tuple(n for n in HEADS if issubclass(REGISTRY[n], CatnatHead))
 TREES = tuple(n for n in GRID if isinstance(make(n, 2), CatnatHead))
-FUSED = tuple(n for n in TREES if not isinstance(make(n, 2).activation, CustomActivation))
-"""Trees with closed forms, which the kernels hold too."""
-SEARCHED = tuple(n for n in TREES if n not in FUSED)
-"""Trees known by their ``log_activation`` alone: centers and inverses are found by search."""
 
 
 def slopes_of(activation, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,11 +125,7 @@ def leaf_count(node: int, K: int) -> int:
 
 
 def exact_log_probs(name: str, scores: list[float], **options: float | bool) -> list[mpmath.mpf]:
-    """Log-probabilities by the definition in 60 digits; -inf for probability 0.
-
-    A tree whose formula is not known here uses its own ``log_activation`` in float64. Another
-    head that is not known here gives its own log-probabilities in float64.
-    """
+    """Log-probabilities by the definition in 60 digits; -inf for probability 0."""
     with mpmath.workdps(60):
         s = [mpmath.mpf(x) for x in scores]
         if name == "softmax":
@@ -147,18 +138,10 @@ def exact_log_probs(name: str, scores: list[float], **options: float | bool) -> 
             size = max(n for n, x in enumerate(ranked, 1) if 1 + n * x > sums[n - 1])
             tau = (sums[size - 1] - 1) / size
             return [mpmath.log(x - tau) if x > tau else -mpmath.inf for x in s]
-        if name not in TREES:
-            log_probs = make(name, len(s), **options).log_probs(
-                torch.tensor(scores, dtype=torch.float64)
-            )
-            return [mpmath.mpf(x) for x in log_probs.tolist()]
         K = len(s) + 1
         head = make(name, K, **options)
         shares = [mpmath.mpf(leaf_count(2 * j + 1, K)) / leaf_count(j, K) for j in range(1, K)]
-        if isinstance(head, (SigmoidHead, NaturalHead)):
-            edges = [exact_split(head, x, share) for x, share in zip(s, shares, strict=True)]
-        else:
-            edges = own_splits(head, scores, shares)
+        edges = [exact_split(head, x, share) for x, share in zip(s, shares, strict=True)]
         return [mpmath.fsum(edges[i][bit] for i, bit in leaf_path(k, K)) for k in range(K)]
 
 
@@ -185,25 +168,6 @@ def exact_split(
         log_rare = mpmath.log(head.tail) - (joint - depth) * 2 / mpmath.tan(joint)
     logs = (mpmath.log1p(-mpmath.exp(log_rare)), log_rare)
     return logs if phi < mpmath.pi / 4 else logs[::-1]
-
-
-def own_splits(
-    head: CatnatHead, scores: list[float], shares: list[mpmath.mpf]
-) -> list[tuple[mpmath.mpf, mpmath.mpf]]:
-    """The head's own log_activation in float64, with centers found by bisection."""
-    share = torch.tensor([float(x) for x in shares], dtype=torch.float64)
-    low = torch.full_like(share, -1e7)
-    high = -low
-    for _ in range(100):
-        left, right = head.log_activation((low + high) / 2)
-        smaller = (right - left).detach() < torch.log(share / (1 - share))
-        low, high = (
-            torch.where(smaller, (low + high) / 2, low),
-            torch.where(smaller, high, (low + high) / 2),
-        )
-    logs = head.log_activation(torch.tensor(scores, dtype=torch.float64) + (low + high) / 2)
-    pairs = zip(*(x.detach().tolist() for x in logs), strict=True)
-    return [(mpmath.mpf(left), mpmath.mpf(right)) for left, right in pairs]
 
 
 def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ import torch
 from cases import (
     CATEGORIES,
     GRID,
-    HEADS,
     TREES,
-    Sharp,
     autograd_fisher,
     leaf_path,
     make,
@@ -19,7 +17,7 @@ from cases import (
     slow,
 )
 
-from catnat import CategoricalHead, make_head
+from catnat import make_head
 from catnat.fisher import (
     _scores_at,
     condition_number,
@@ -164,10 +162,8 @@ def test_pull_back_is_the_fisher_matrix_of_the_network(name, K):
     scores = (x @ weight).tanh()
     jacobian = torch.func.jacrev(lambda w: (x @ w).tanh())(weight).flatten(2)  # (B, S, P)
     pulled = pullback_fisher(jacobian, head.fisher(scores))
-    probs = head.probs(scores)
-    direct = torch.func.jacrev(lambda w: head.probs((x @ w).tanh()))(weight).flatten(2)
-    weight = torch.where(probs > 0, 1 / torch.where(probs > 0, probs, 1.0), 0.0)
-    want = torch.einsum("bk,bki,bkj->bij", weight, direct, direct)
+    logs = torch.func.jacrev(lambda w: head.log_probs((x @ w).tanh()))(weight).flatten(2)
+    want = torch.einsum("bk,bki,bkj->bij", head.probs(scores), logs, logs)
     assert torch.allclose(pulled, want, atol=1e-10)
 
 
@@ -214,8 +210,6 @@ def test_damping_is_added_to_the_diagonal_in_every_head(name, damping):
     damped = head.fisher(scores) + damping * torch.eye(head.num_scores, dtype=torch.float64)
     want = torch.linalg.solve(damped, grad)
     assert torch.allclose(head.natural_gradient(scores, grad, damping), want, rtol=1e-8)
-    base = CategoricalHead._natural_gradient  # CategoricalHead's own, for any other head
-    assert torch.allclose(base(head, scores, grad, damping), want, rtol=1e-8)
     with pytest.raises(ValueError, match="damping must be at least 0, got -1"):
         head.natural_gradient(scores, grad, -1)
 
@@ -248,36 +242,12 @@ def test_a_rare_category_on_either_side_is_drawn_as_often_as_it_should(rare):
     assert _scores_at(head, scores[None], levels)[0, 0, rare] > 0.5
 
 
-@pytest.mark.parametrize("damping", [0.0, 1e-3])
-@pytest.mark.parametrize("name", HEADS)
-def test_the_natural_gradient_of_mixed_heads_is_finite_and_solves_its_equation(name, damping):
-    head = make_head(name, 8, mix=0.01)
-    scores = 8 * torch.randn(200, head.num_scores)
-    grad = torch.randn(200, head.num_scores)
-    step = head.natural_gradient(scores, grad, damping)
-    assert step.isfinite().all()
-    if damping:
-        fisher = head.fisher(scores.double())
-        back = (fisher @ step.double()[..., None])[..., 0] + damping * step
-        assert torch.allclose(back, grad.double(), rtol=1e-3, atol=1e-3)
-
-
 def test_the_natural_gradient_of_nearly_impossible_categories_is_finite():
     head = make_head("softmax", 2)
     for dtype, low in ((torch.float32, -86.0), (torch.float64, -707.0)):
         scores = torch.tensor([0.0, low], dtype=dtype)
         grad = torch.tensor([100.0, -100.0])
         assert head.natural_gradient(scores, grad).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("K", [2, 3, 5])
-def test_the_natural_gradient_of_a_head_of_the_users_own(K, dtype):
-    torch.manual_seed(0)
-    scores, grad = torch.randn(2, 2000, K, dtype=dtype)
-    want = make_head("softmax", K).natural_gradient(2 * scores.double(), grad.double()) / 4
-    direction = Sharp(K).natural_gradient(scores, grad).double()
-    torch.testing.assert_close(direction, want, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 256])
@@ -369,13 +339,3 @@ def test_the_mean_over_steps_meets_the_exact_share(name, K):
     floor = float(off_diagonal_mass((one + other) / 2).mean())
     if name != "softmax" and K > 2:
         assert floor > 0.05 > 10 * abs(float(shares.mean()))  # one estimate alone sees noise
-
-
-@pytest.mark.parametrize("draws", [2, 3, 8])
-def test_both_halves_estimate_the_same_matrix(draws):
-    generator = torch.Generator().manual_seed(0)
-    head = make_head("softmax", 3)
-    scores = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    levels = torch.rand(draws, 20_000, 4, generator=generator)
-    pair = paired_mean_fishers(head, scores.expand(20_000, -1, -1), levels).mean(1)
-    assert torch.allclose(pair, head.mean_fisher(scores).expand_as(pair), atol=5e-3)

@@ -142,29 +142,17 @@ def test_certain_edges_are_certain():
 
 
 def test_directions_are_float32_under_autocast():
-    M = 4
-    B = 5
-    N = 3
-    D = 2
-    graphs = (torch.rand(M, N, N) < 0.5).float()
-    messages = torch.randn(B, N, D)
-    target = torch.randn(B, N, D)
+    graphs = (torch.rand(4, 3, 3) < 0.5).float()
+    messages, target = torch.randn(2, 5, 3, 2)
     outputs = torch.einsum("mji,bjd->mbid", graphs, messages)
-    error = torch.rand(M, B)
-    distance = torch.rand(B, M, M)
-
-    def both():
-        return (
-            score_function_direction(error, distance, graphs),
-            local_expectation_direction(messages, outputs, target, graphs, M),
-        )
-
-    want = both()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = both()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    half = score_function_direction(error.bfloat16(), distance.bfloat16(), graphs.bfloat16())
-    assert half.dtype == torch.float32
+    terms = (torch.rand(4, 5), torch.rand(5, 4, 4))
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            score_function = score_function_direction(*terms, graphs)
+            local = local_expectation_direction(messages, outputs, target, graphs, 4)
+        results.append(torch.stack((score_function, local)))
+    assert torch.equal(*results) and results[1].dtype == torch.float32
 
 
 def test_rare_edges_are_as_rare_in_half_precision():

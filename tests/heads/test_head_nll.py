@@ -88,16 +88,6 @@ def test_ignored_rows_get_no_gradient(name):
     assert scores.grad[0].any()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_mask_restricts_the_labels(name):
-    head = make_head(name, K)
-    scores = random_scores(head)
-    mask = torch.tensor([True, True, False, True, False])
-    target = torch.tensor([0, 1, 3, 0])
-    want = -head(scores, mask=mask).log_prob(target).mean()
-    assert torch.allclose(HeadNLL(head)(scores, target, mask=mask), want)
-
-
 def test_the_module():
     weight = torch.arange(1.0, K + 1)
     loss = HeadNLL("natural", K, weight=weight, ignore_index=1, reduction="sum", amplitude=3.0)
@@ -170,6 +160,8 @@ def test_dim_takes_the_layout_of_cross_entropy_also_where_it_is_square(soft):
     assert torch.allclose(loss(scores, target), F.cross_entropy(scores, target))
     mask = torch.rand(2, 4, 4) < 2
     assert torch.allclose(loss(scores, target, mask), F.cross_entropy(scores, target))
+    one, label = torch.randn(4), torch.tensor(2)
+    assert torch.allclose(loss(one, label), F.cross_entropy(one, label))
 
 
 def test_natural_by_name_has_a_tail():
@@ -177,10 +169,3 @@ def test_natural_by_name_has_a_tail():
         assert HeadNLL(name, 4).head.tail == 0.05
     assert HeadNLL("natural", 4, tail=0.0).head.tail == 0
     assert HeadNLL(make_head("natural", 4)).head.tail == 0
-
-
-def test_dim_1_takes_unbatched_scores_as_cross_entropy_does():
-    scores = torch.randn(5)
-    target = torch.tensor(2)
-    want = torch.nn.functional.cross_entropy(scores, target)
-    assert torch.allclose(HeadNLL("softmax", 5, dim=1)(scores, target), want)

@@ -15,7 +15,6 @@ from cases import (
     autograd_fisher,
     exact_split,
     leaf_path,
-    own_splits,
     random_mask,
     random_scores,
     slow,
@@ -24,9 +23,8 @@ from cases import make as make_case
 from entmax import sparsemax
 from torch import Tensor
 
-from catnat import CategoricalHead, NaturalHead, SigmoidHead, SoftmaxHead, make_head
+from catnat import CategoricalHead, SoftmaxHead, make_head
 from catnat.numerics import LOG_ZERO, safe_log
-from catnat.tree import subtree_sums
 
 
 class SquaredHead(CategoricalHead):
@@ -65,13 +63,10 @@ def restricted(name: str, head: CategoricalHead, scores: Tensor, mask: Tensor) -
     ]
     # At a node with two open sides zero must give the share of the allowed leaves.
     shares = [mpmath.mpf(sum(b)) / len(b) if len(set(b)) == 2 else mpmath.mpf(0.5) for b in bits]
-    if isinstance(head, (SigmoidHead, NaturalHead)):
-        splits = [
-            exact_split(head, mpmath.mpf(float(s)), share)
-            for s, share in zip(scores, shares, strict=True)
-        ]
-    else:
-        splits = own_splits(head, scores.tolist(), shares)
+    splits = [
+        exact_split(head, mpmath.mpf(float(s)), share)
+        for s, share in zip(scores, shares, strict=True)
+    ]
     for k in range(K):
         p = 1.0
         for node, bit in leaf_path(k, K):
@@ -131,21 +126,6 @@ def test_masks_and_scores_broadcast(name):
     assert torch.allclose(head(scores, mask=masks[:, None]).probs, want, atol=1e-12)
     assert torch.allclose(head(scores[0], masks).probs, want[:, 0], atol=1e-12)
     assert head(scores[:0], mask=masks[0]).probs.shape == (0, 5)
-
-
-# ------------------------------------------------------------------------------------- Fisher
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_scores_that_do_not_matter_do_not_move_under_the_natural_gradient(name):
-    head = make_head(name, 8)
-    free = random_scores(head, 20).requires_grad_()
-    scores = head.masked(free, random_mask(20, 8))
-    scores.retain_grad()
-    head.log_probs(scores).square().clamp_max(100).sum().backward()
-    step = head.natural_gradient(scores, scores.grad)
-    assert step.isfinite().all()
-    assert (step[free.grad == 0].abs() < 1e-9).all()
 
 
 # --------------------------------------------------------------------------------- the company
@@ -247,19 +227,3 @@ def test_an_own_flat_head_that_does_not_read_masks_is_refused():
     mask = torch.tensor([True, False, True])
     with pytest.raises(ValueError, match="gives a forbidden category the probability"):
         Clamped(3)(torch.zeros(3), mask=mask)
-
-
-@pytest.mark.parametrize("name", ["sigmoid", "natural"])
-def test_a_mask_takes_one_pass_over_the_tree(name, monkeypatch):
-    head = make_head(name, 6)
-    scores = random_scores(head, 30)
-    head(scores, mask=random_mask(30, 6))  # the first call makes tables
-    passes = []
-
-    def counted(leaves: Tensor) -> tuple[Tensor, Tensor]:
-        passes.append(leaves)
-        return subtree_sums(leaves)
-
-    monkeypatch.setattr("catnat.tree_heads.subtree_sums", counted)
-    head(scores, mask=random_mask(30, 6))
-    assert len(passes) == 1

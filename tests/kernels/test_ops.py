@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CATEGORIES, FUSED, awkward_scores, make, slopes_of, use_kernels
+from cases import CATEGORIES, TREES, awkward_scores, make, slopes_of, use_kernels
 
 from catnat.kernels import cpu, dispatch, reference
 from catnat.kernels.dispatch import tree_fisher, tree_log_probs
@@ -21,7 +21,7 @@ SIZES = [*CATEGORIES, 31, 33, 100, 1000, 2049]
 
 @built
 @pytest.mark.parametrize("K", SIZES)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", TREES)
 def test_tree_kernels_agree_with_plain_torch(name, K):
     head = make(name, K)
     scores = awkward_scores(37, K - 1, 0.05).requires_grad_()
@@ -67,7 +67,7 @@ def test_sparsemax_kernels_agree_with_plain_torch(K):
 
 
 @built
-@pytest.mark.parametrize("name", ["sparsemax", *FUSED])
+@pytest.mark.parametrize("name", ["sparsemax", *TREES])
 def test_threads_do_not_change_anything(name, monkeypatch):
     monkeypatch.setattr(cpu, "PARALLEL", 1)
     head = make(name, 18)
@@ -90,7 +90,7 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
     use_kernels(level, monkeypatch)
     torch.manual_seed(0)
     for K in (2, 3, 8, 18, 31, 32, 33, 64, 100, 257, 1024, 3003):
-        for name in FUSED:
+        for name in TREES:
             head = make(name, K)
             scores = (2 * torch.randn(5, head.num_scores)).requires_grad_()
             exact = scores.detach().double().requires_grad_()
@@ -117,7 +117,7 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
 
 @built
 @pytest.mark.parametrize("level", cpu.LEVELS)
-@pytest.mark.parametrize("name", ["sparsemax", *FUSED])
+@pytest.mark.parametrize("name", ["sparsemax", *TREES])
 def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monkeypatch):
     use_kernels(level, monkeypatch)
     for K in (5, 18, 32, 63, 64):
@@ -131,7 +131,7 @@ def test_the_numbers_of_a_row_do_not_depend_on_the_other_rows(name, level, monke
 
 
 @pytest.mark.parametrize("level", cpu.LEVELS)
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", TREES)
 def test_a_nan_score_makes_its_own_leaves_and_its_own_gradient_nan(name, level, monkeypatch):
     use_kernels(level, monkeypatch)
     for K in (5, 18, 64, 1024, 2049):
