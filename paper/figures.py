@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
 
@@ -18,18 +18,19 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import mechanism_claims
 import numpy as np
+import wider
 from matplotlib.axes import Axes
-from measures import BOTH, PAPER, SIZES, Runs, factor, log_factors, read, select
+from measures import BOTH, PAPER, SIZES, Pair, factor, log_factors, read, select
 
 COLORS = {"softmax": "#0072B2", "sigmoid": "#009E73", "natural": "#D55E00"}
 MARKS = {"8": ("o", "#56B4E9"), "16": ("s", "#E69F00"), "32": ("D", "#000000")}  # by K
 
 
-def draw_factors(axes: Axes, rows: dict[str, list[tuple[Runs, Runs]]], title: str) -> None:
+def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Pair]], title: str) -> None:
     """A line for each row of the table, a mark for each K."""
     for place, pairs in enumerate(rows.values()):
         for K, height, (softmax, head) in zip(SIZES, (-0.22, 0.0, 0.22), pairs, strict=True):
-            if head:
+            if softmax and head:
                 middle, low, high = factor(log_factors((softmax, head)))
                 shape, color = MARKS[K]
                 axes.plot([low, high], [place + height] * 2, color=color, lw=1.3)
@@ -53,9 +54,10 @@ def factors() -> None:
     table = mechanism_claims.factor_table()
     first_head = list(table).index("natural")
     parts = list(table.items())
-    figure, panels = plt.subplots(1, 2, figsize=(9.5, 5.2), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(13, 5.2), layout="constrained")
     draw_factors(panels[0], dict(parts[:first_head]), "sigmoid: settings, then coupling")
     draw_factors(panels[1], dict(parts[first_head:]), "other heads")
+    draw_factors(panels[2], wider.factor_table(), "noise, networks, data")
     for K, (shape, color) in MARKS.items():
         panels[0].plot([], [], shape, color=color, ms=4.5, label=f"K = {K}")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

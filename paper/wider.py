@@ -20,6 +20,7 @@ from measures import (
     BOTH,
     INTERVAL,
     PAPER,
+    SIZES,
     TREES,
     Claim,
     Numbers,
@@ -139,6 +140,37 @@ def latents() -> Iterator[Claim]:
                 yield Claim(page, sentence, [*numbers, count])
 
 
+def first_steps(runs: Runs, until: int) -> Runs:
+    """Runs without the validations after a step."""
+
+    def is_kept(column: str) -> bool:
+        step = column.removeprefix("val/loss_")
+        return not step.isdecimal() or int(step) <= until
+
+    return {
+        seed: {column: text for column, text in run.items() if is_kept(column)}
+        for seed, run in runs.items()
+    }
+
+
+def factor_table() -> dict[str, list[Pair]]:
+    """Softmax and sigmoid at K = 8, 16 and 32 (empty where not run), for the figure of factors."""
+    none: Pair = ({}, {})
+    table: dict[str, list[Pair]] = {}
+    for estimator, draws in SETTINGS:
+        where = f"estimator={estimator} draws={draws}"
+        pair = [by_seed("without_noise/curves.csv", f"{where} head={head}") for head in BOTH]
+        until = [first_steps(runs, UNTIL[-1]) for runs in pair]
+        table[f"{estimator}, draws: {draws}"] = [until, none, none]
+    for encoder, decoder in MODELS:
+        table[f"{encoder} to {decoder}"] = [none, crossed_runs(encoder, decoder), none]
+    for study, estimator in product(("glyphs", "frames"), OTHER_ESTIMATORS):
+        pairs = [[other_runs(study, K, estimator, head) for head in BOTH] for K in SIZES]
+        if any(pair[0] for pair in pairs):
+            table[f"{study}, {estimator}"] = pairs
+    return table
+
+
 def without_noise() -> Iterator[Claim]:
     """Factors of three heads over softmax in each setting."""
     heads = ("sigmoid-coupled-1", "sigmoid", "sigmoid-opposed-0.5")
@@ -153,10 +185,10 @@ def noise_verdicts() -> Iterator[Claim]:
     """What less noise and no bias do to the factor of sigmoid, and to that of the coupling."""
     page = "mechanism/README.md"
 
-    def ratios(estimator: str, draws: str, *heads: str) -> Numbers:
+    def ratios(estimator: str, draws: str, *heads: str, until: int = UNTIL[-1]) -> Numbers:
         setting = f"estimator={estimator} draws={draws}"
         pair = [by_seed("without_noise/curves.csv", f"{setting} head={head}") for head in heads]
-        return log_factors(pair, UNTIL[-1])
+        return log_factors(pair, until)
 
     gumbel_1, gumbel_64 = ratios("gumbel", "1", *BOTH), ratios("gumbel", "64", *BOTH)
     unbiased = ratios("score-function", "64", *BOTH)
@@ -170,6 +202,10 @@ def noise_verdicts() -> Iterator[Claim]:
         changes = [less_noise - one_draw for less_noise, one_draw in pairs]
         numbers += [factor(changes)[0], t_test(changes)]
     yield Claim(page, text, numbers)
+    one_draw, eight_draws = (ratios("gumbel", draws, *BOTH, until=20000) for draws in ("1", "8"))
+    changes = [eight - one for eight, one in zip(eight_draws, one_draw, strict=True)]
+    text = f"{INTERVAL} with one draw and {INTERVAL} with eight (p = {{}}"
+    yield Claim(page, text, [*factor(one_draw), *factor(eight_draws), t_test(changes)])
     text = f"C = 1 needs {INTERVAL} times the steps of C = 0 with one draw of Gumbel, {INTERVAL}"
     text += f" with eight, {INTERVAL} with 64 and {INTERVAL} with the score function"
     numbers = []
