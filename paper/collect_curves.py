@@ -25,8 +25,8 @@ def curves(sweep: Sweep) -> list[Point]:
     varied = list(dict.fromkeys([*plan.cells[0], *plan.searched]))
     rows = sweep.rows()
     points: list[Point] = []
-    for cell in plan.cells:
-        for run in plan.final_runs(cell, rows):
+    for run in plan.runs(rows):
+        if run.stage == "final":
             options = {name: run.options.get(name) for name in (*varied, "max_steps", "seed")}
             text = {name: "" if value is None else str(value) for name, value in options.items()}
             folder = sweep.folder / run.name

@@ -46,8 +46,6 @@ def main(words: list[str]) -> int:
     parser = make_parser("compare", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or files of rows")
-    text = "runs with these values alone"
-    add("--only", action="extend", nargs="+", default=[], metavar="NAME=VALUE[,VALUE]", help=text)
     add("--metric", nargs="+", help="default: metrics of the test with a better direction")
     add("--plot", type=Path, metavar="FILE", help="draw curves to a file")
     add("--tag", help="of the curves (default val/loss)")

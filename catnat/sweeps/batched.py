@@ -283,8 +283,6 @@ class Group:
         is_cuda = self.device.type == "cuda"
         take_step: Callable[[Any], Tensor] = StepGraph(self.step) if is_cuda else self.step
         batches = self.batches()
-        last_step = 0
-        last_time = time.monotonic()
         for step in range(1, self.max_steps + 1):
             self.stack.prepare_step(step - 1)
             losses = take_step(next(batches))
@@ -293,16 +291,13 @@ class Group:
             if is_cuda and step % _STEPS_AHEAD == 0:
                 torch.cuda.current_stream().synchronize()
             if step % self.interval == 0 or step == self.max_steps:
-                count = len(self.members)
-                rate = count * (step - last_step) / (time.monotonic() - last_time)
-                text = f"{count} models: step {step} of {self.max_steps}"
-                print(f"{text}, {rate:,.0f} model-steps/s", flush=True)
+                text = f"{time.strftime('%H:%M:%S')} {len(self.members)} models"
+                print(f"{text}: step {step} of {self.max_steps}", flush=True)
                 for member, loss in zip(self.members, losses.tolist(), strict=True):
                     metrics = {"train/loss": loss, **self._evaluate(self.trainer.validate, member)}
                     member.curve.append((step, metrics))
                     self._log(member, step, metrics)
                 self.stack.attach()
-                last_step, last_time = step, time.monotonic()
         return [self._test(member) for member in self.members]
 
     def step(self, batch: Any) -> Tensor:

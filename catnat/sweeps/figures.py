@@ -26,15 +26,7 @@ COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gra
     "sigmoid": "#009E73",
     "natural": "#D55E00",
 }
-_STYLE: dict[Any, Any] = {
-    "font.size": 8.5,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#dddddd",
-    "pdf.fonttype": 42,  # text stays text
-}
+_STYLE: dict[Any, Any] = {"axes.grid": True, "pdf.fonttype": 42}  # text stays text
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 Panel = dict[str, list[Curve]]  # by label
 

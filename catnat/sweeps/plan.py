@@ -150,13 +150,11 @@ class Plan:
             _check_list("search: grid or fixed", self.searched)
             _check_list("search: grid and options", [*self.searched, *self.search.options])
             _check_list("search: seeds", self.search.seeds)
-        for cell in self.cells:
-            self.final_runs(cell, {})
-            runs = self.search_runs(cell, {})
-            if self.search and self.search.factors and runs:
-                values = [run.options[name] for run in runs for name in self.searched]
-                if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
-                    raise ValueError(f"search: factors refine numbers of one option, not {values}")
+        searches = [run for run in self.runs({}) if run.stage == "search"]
+        if self.search and self.search.factors:
+            values = [run.options[name] for run in searches for name in self.searched]
+            if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
+                raise ValueError(f"search: factors refine numbers of one option, not {values}")
 
     def restrict(self, only: Mapping[str, list[str]]) -> None:
         """Leave the cells with some values of options, and the final runs with some seeds."""
@@ -229,25 +227,17 @@ class Plan:
             selected = self._ranked(cell, selected, rows, "final") or selected
         return selected[0] if selected else None
 
-    def search_runs(self, cell: Options, rows: Rows) -> list[Run]:
-        """The runs of a cell's search so far."""
-        seeds = self.search.seeds if self.search else []
-        tried = self.tried(cell, rows)
-        return [self.run(cell, settings, seed, "search") for settings in tried for seed in seeds]
-
-    def final_runs(self, cell: Options, rows: Rows) -> list[Run]:
-        """The final runs of a cell, with the settings selected."""
-        selected = self.selected(cell, rows)
-        return [
-            self.run(cell, settings, seed, "final")
-            for settings in selected
-            for seed in self.final_seeds
-        ]
-
     def runs(self, rows: Rows) -> list[Run]:
-        """All runs so far: searches first, low seeds before high ones."""
-        searches = [run for cell in self.cells for run in self.search_runs(cell, rows)]
-        finals = [run for cell in self.cells for run in self.final_runs(cell, rows)]
+        """All runs so far: searches first, then final runs, low seeds before high ones."""
+        searches = []
+        finals = []
+        for cell in self.cells:
+            for settings in self.tried(cell, rows):
+                seeds = self.search.seeds if self.search else []
+                searches += [self.run(cell, settings, seed, "search") for seed in seeds]
+            for settings in self.selected(cell, rows):
+                seeds = self.final_seeds
+                finals += [self.run(cell, settings, seed, "final") for seed in seeds]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
 
     def _of_head(self, cell: Options, settings: Options) -> Options:

@@ -158,13 +158,17 @@ def _canonical(text: str) -> str:
 
 
 def make_parser(command: str, doc: str | None) -> ArgumentParser:
-    """A parser for ``catnat <command>``."""
-    return ArgumentParser(
+    """A parser for ``catnat <command>``, with the option that takes a part of the runs."""
+    parser = ArgumentParser(
         f"catnat {command}",
         description=doc,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    text = "the part with these values of options, or with seed=1,2"
+    values = "NAME=VALUE[,VALUE]"
+    parser.add_argument("--only", action="extend", nargs="+", default=[], metavar=values, help=text)
+    return parser
 
 
 def read_pairs(words: Sequence[str], option: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import groupby
 from pathlib import Path
@@ -78,9 +78,6 @@ def plan_parser(command: str, doc: str | None, count: int | str = "+") -> argpar
     add = parser.add_argument
     add("plans", nargs=count, metavar="PLAN", help="a YAML file")
     add("--scale", help="of the plan (default: small, or its first)")
-    text = "a part of the plan: values of its grid, or seed=1,2 for final runs"
-    values = "NAME=VALUE[,VALUE]"
-    add("--only", action="extend", nargs="+", default=[], metavar=values, help=text)
     text = "folder of the rows (default: the plan's, else results)"
     add("--results", type=Path, help=text)
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default runs)")
@@ -171,7 +168,12 @@ class Sweep:
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)
         elif pending:
-            self._submit(make_engine(args, self.folder), args.engine)
+            engines: dict[str, Callable[[], Local | Ray | Slurm]] = {
+                "local": lambda: Local(args.jobs),
+                "ray": lambda: Ray(args.resources),
+                "slurm": lambda: Slurm(self.folder / "slurm", args.jobs, args.resources),
+            }
+            self._submit(engines[args.engine](), args.engine)
         text, not_done = self.progress()
         print(text)
         return not_done
@@ -236,12 +238,3 @@ class Sweep:
             print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
         if mistake:
             raise ValueError(mistake)
-
-
-def make_engine(args: argparse.Namespace, folder: Path) -> Local | Ray | Slurm:
-    """The engine that was asked for."""
-    if args.engine == "ray":
-        return Ray(args.resources)
-    if args.engine == "slurm":
-        return Slurm(folder / "slurm", args.jobs, args.resources)
-    return Local(args.jobs)

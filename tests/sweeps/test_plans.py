@@ -27,13 +27,9 @@ def write(folder, **keys):
     [
         ({"modell": "vae"}, "modell"),
         ({"name": "x"}, "name"),
-        ({"search": {"gird": {"lr": [1]}}}, "gird"),
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "seeds: 1 appears twice"),
-        ({"metrics": {"a/b": {"better": "less"}}}, "less"),
-        ({"search": {"grid": {"head": ["a"]}}}, "head appears twice"),
         ({"search": {}}, "search: grid or fixed: give at least one"),
-        ({"search": {"grid": {"a": [1], "b": [2]}, "factors": [2]}}, "factors refine"),
         ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers of one"),
         ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
         ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} appears twice"),
@@ -115,15 +111,10 @@ def test_train_takes_the_options_of_our_plans(path, tmp_path):
 
 PUBLISHED = {  # by plan and scale: final runs that have rows, of all
     ("vae_adam", "small"): (216, 216),
-    ("vae_adam", "long"): (16, 16),
-    ("mlp_vae", "small"): (18, 18),
     ("gsl", "paper"): (200, 200),
-    ("gsl", "fixed"): (20, 20),
     ("gsl_local", "small"): (100, 100),
-    ("gsl_tail", "rates"): (120, 120),
     ("ppo_seaquest", "small"): (4, 6),
     ("ppo_cartpole", "seeds"): (12, 12),
-    ("ppo_cartpole", "tail"): (60, 60),
 }
 
 
@@ -132,6 +123,6 @@ def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which)
     name, scale = which
     loaded = plan.load(str(ADAM.with_stem(name)), scale)
     rows = runs.by_key(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
-    finals = [run for cell in loaded.cells for run in loaded.final_runs(cell, rows)]
+    finals = [run for run in loaded.runs(rows) if run.stage == "final"]
     done = sum(rows.get(run.key) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]

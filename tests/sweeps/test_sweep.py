@@ -50,7 +50,7 @@ def test_runs_with_a_row_are_not_repeated_and_rows_alone_are_enough(tmp_path, ca
 
 @pytest.mark.parametrize(
     ("x", "change", "count"),
-    [(1.0, {"steps": 5}, 4), (1.0000001, {}, 4), (1, {"more": "a"}, 4), (1, {"save_every": 9}, 2)],
+    [(1.0, {"steps": 5}, 4), (1.0000001, {}, 4), (1, {"save_every": 9}, 2)],
 )
 def test_an_edited_plan_does_not_count_old_runs_unless_it_only_observes(tmp_path, x, change, count):
     path = write_plan(tmp_path, grid={"x": [1.0]}, options={"steps": 3, "save_every": 10})
@@ -74,7 +74,7 @@ def test_large_seeds_and_close_floats_are_different_runs():
     assert words[-2:] == ["--import=heads", "--import=models"]
 
 
-@pytest.mark.parametrize("env", ["../../outside", "ALE/Pong-v5", "/tmp/x", "..", "a b;c"])
+@pytest.mark.parametrize("env", ["../../outside", "ALE/Pong-v5", "..", "a b;c"])
 def test_a_run_s_folder_stays_inside_that_of_the_runs(env, tmp_path):
     name = runs.Run({"env": env, "seed": 1}, "plan", "final").name
     assert (tmp_path / name).resolve().parent == tmp_path.resolve()
@@ -91,21 +91,14 @@ def test_search_then_refined_then_all_seeds_with_the_best(tmp_path):
     assert stages[5:] == [("final", "2.0", "1"), ("final", "2.0", "2")]
 
 
-def test_settings_are_selected_by_the_mean_over_the_seeds_of_the_search(tmp_path):
-    grid = {"rate": [0.0, 1.0], "other": [3, 4]}
-    path = write_plan(tmp_path, grid={"x": [1.2]}, search={"grid": grid, "seeds": [0, 7]})
-    assert run_command("sweep", arguments(path)) == 0
-    loaded = plan.load(str(path))
-    assert loaded.selected({"x": 1.2}, runs.by_key(rows_of(path))) == [{"rate": 1.0, "other": 3}]
-
-
 def test_of_several_finalists_the_best_after_the_final_runs_is_in_the_table(tmp_path):
-    search = {"grid": {"rate": [1.0, 2.0, 9.0]}, "options": {"x": 1.6}, "top": 2}
+    grid = {"rate": [1.0, 2.0, 9.0], "other": [3]}
+    search = {"grid": grid, "options": {"x": 1.6}, "seeds": [0, 7], "top": 2}
     path = write_plan(tmp_path, grid={"y": [1]}, options={"x": 1.4}, search=search)
     assert run_command("sweep", arguments(path)) == 0
     loaded, rows = plan.load(str(path)), runs.by_key(rows_of(path))
-    assert loaded.selected({"y": 1}, rows) == [{"rate": 2.0}, {"rate": 1.0}]
-    assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0}
+    assert [x["rate"] for x in loaded.selected({"y": 1}, rows)] == [2.0, 1.0]
+    assert loaded.table_settings({"y": 1}, rows) == {"rate": 1.0, "other": 3}
 
 
 def test_a_failing_run_is_tried_again_then_a_row_says_why(tmp_path, capsys):
