@@ -3,7 +3,6 @@
 Classes below a common node share all splits above this node, so a layer learns faster and better
 if they are alike. The functions here build orders from what is known of the classes:
 
-- :func:`by_frequency`, from counts alone;
 - :func:`by_embedding`, from a vector for each class: a trained embedding, weights of a softmax;
 - :func:`by_cooccurrence`, from a text or another sequence of classes: those that follow the same
   classes share a subtree.
@@ -19,66 +18,49 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from catnat.checks import require_at_least, require_within
+from catnat.checks import require_within
 from catnat.tree import levels, subtree_sums
 
+_DIMENSIONS = 64  # of the vectors from a sequence
+_ROUNDS = 8  # of the power iteration that finds a direction
 _CHUNK = 2**21  # numbers of vectors that are worked on together: they stay in a cache
 
 
-def by_frequency(counts: Tensor) -> Tensor:
-    """Order by falling counts, (K,) -> (K,): the most frequent classes get the shortest paths.
-
-    >>> by_frequency(torch.tensor([5, 1, 9]))
-    tensor([1, 2, 0])
-    """
-    if counts.dim() != 1 or len(counts) < 2:
-        raise ValueError(f"expected a count for each class, got shape {tuple(counts.shape)}")
-    if bool((counts < 0).any()) or bool(counts.isnan().any()):
-        raise ValueError(f"counts must be >= 0, got {float(counts.min()):g}")
-    return counts.argsort(descending=True, stable=True).argsort()
-
-
-def by_embedding(vectors: Tensor, rounds: int = 8, seed: int = 0) -> Tensor:
+def by_embedding(vectors: Tensor) -> Tensor:
     """Order by similarity, (K, D) -> (K,): classes with near vectors share a subtree.
 
     From the root down, the classes of each node are split across the direction in which their
     vectors differ most (the first principal component), into as many as the two subtrees hold.
     All nodes of a level are split at once.
-
-    Args:
-        vectors: a vector for each class.
-        rounds: of the power iteration that finds the direction.
-        seed: of the random vectors that it starts from.
     """
     if vectors.dim() != 2 or len(vectors) < 2 or not vectors.shape[1]:
         raise ValueError(f"expected vectors (K, D) with K >= 2, got shape {tuple(vectors.shape)}")
     if not bool(vectors.isfinite().all()):
         raise ValueError("vectors must be finite")
-    require_at_least(1, rounds=rounds)
-    vectors, size = vectors.detach(), vectors.detach().abs().max()
-    vectors = (vectors / torch.where(size > 0, size, 1)).float()  # whatever their scale
+    vectors = vectors.detach()
+    largest = vectors.abs().max()
+    vectors = (vectors / torch.where(largest > 0, largest, 1)).float()  # whatever their scale
     K, device = len(vectors), vectors.device
-    generator = torch.Generator(device).manual_seed(seed)
-    left, right = (n.long().to(device) for n in subtree_sums(torch.ones(K, dtype=torch.float64)))
+    generator = torch.Generator(device).manual_seed(0)
+    leaves_below = torch.stack(subtree_sums(torch.ones(K, dtype=torch.float64))).long().to(device)
     members = torch.arange(K, device=device)[None]  # (nodes, places), -1 where there is no class
     for first, last in levels(K):
         if members.shape[1] <= 2:
             break
-        inner = last - first
-        sizes = torch.ones(2, members.shape[0], dtype=torch.long, device=device)
-        sizes[0, :inner], sizes[1, :inner] = left[first - 1 : last - 1], right[first - 1 : last - 1]
-        sizes[1, inner:] = 0
-        members = _split_level(vectors, members, sizes, rounds, generator)
+        sizes = members.new_zeros(2, len(members))
+        sizes[0] = 1  # a leaf goes to the left
+        sizes[:, : last - first] = leaves_below[:, first - 1 : last - 1]
+        members = _split_level(vectors, members, sizes, generator)
     ranked = members.flatten()
-    return _leaves_from_left(K, device)[ranked[ranked >= 0].argsort()]
+    deepest = 2 ** (K - 1).bit_length() - K  # the first leaf of the last level, the leftmost one
+    from_left = torch.arange(K, device=device).roll(-deepest)
+    return from_left[ranked[ranked >= 0].argsort()]
 
 
 def by_cooccurrence(
     tokens: Tensor,
     num_categories: int,
     frequent: int | Sequence[int] | Tensor = 0,
-    dims: int = 64,
-    seed: int = 0,
 ) -> Tensor:
     """Order by what comes before a class, (N,) -> (K,): similar classes share a subtree.
 
@@ -93,8 +75,6 @@ def by_cooccurrence(
         num_categories: K.
         frequent: as in :class:`catnat.TreeLinear`: these classes come first, and the order of
             the others is made for a tree that holds them alone.
-        dims: of the vectors.
-        seed: of the random projection.
     """
     frequent_classes = checked_frequent(frequent, num_categories)
     if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
@@ -103,17 +83,16 @@ def by_cooccurrence(
     rare = torch.ones(num_categories, dtype=torch.bool, device=tokens.device)
     first = torch.tensor(frequent_classes, dtype=torch.long, device=tokens.device)
     rare[first] = False
-    leaves = by_embedding(_vectors_of(tokens, rare, dims, seed))
+    leaves = by_embedding(_vectors_of(tokens, rare))
     order = torch.empty_like(rare, dtype=torch.long)
     order[first] = torch.arange(len(first), device=tokens.device)
     order[rare] = leaves + len(first)
     return order
 
 
-def _vectors_of(tokens: Tensor, rows: Tensor, dims: int, seed: int) -> Tensor:
-    """The vectors of some classes, (N,), (K,) bool -> (rows, dims)."""
+def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
+    """The vectors of some classes, (N,), (K,) bool -> (rows, dimensions)."""
     K, device = len(rows), tokens.device
-    number = int(rows.sum())
     pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
     after, before = pairs // K, pairs % K
     of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
@@ -122,15 +101,16 @@ def _vectors_of(tokens: Tensor, rows: Tensor, dims: int, seed: int) -> Tensor:
     wanted = rows[after]
     places = torch.stack((rows.cumsum(0)[after] - 1, before))[:, wanted]
     entries = information.clamp_min(0)[wanted]
-    matrix = torch.sparse_coo_tensor(places, entries, (number, K), check_invariants=False)
-    matrix = matrix.coalesce()
+    shape = (int(rows.sum()), K)
+    matrix = torch.sparse_coo_tensor(places, entries, shape, check_invariants=False).coalesce()
     transposed = matrix.mT.coalesce()
-    generator = torch.Generator(device).manual_seed(seed)
-    basis = torch.randn(K, min(number, dims + 8), device=device, generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    width = min(len(matrix), _DIMENSIONS + 8)
+    basis = torch.randn(K, width, device=device, generator=generator)
     for _ in range(3):
         basis = torch.linalg.qr(transposed @ torch.linalg.qr(matrix @ basis)[0])[0]
     left, singular, _ = torch.linalg.svd(matrix @ basis, full_matrices=False)
-    vectors: Tensor = left[:, :dims] * singular[:dims].sqrt()
+    vectors: Tensor = left[:, :_DIMENSIONS] * singular[:_DIMENSIONS].sqrt()
     return vectors
 
 
@@ -138,32 +118,28 @@ def checked_frequent(frequent: int | Sequence[int] | Tensor, num_categories: int
     """The frequent classes, after checking that each is a class and is named once."""
     if isinstance(frequent, Tensor):
         frequent = frequent.tolist()
-    if isinstance(frequent, Sequence):
-        classes = [operator.index(k) for k in frequent]
-    else:
-        classes = list(range(operator.index(frequent)))
+    names = frequent if isinstance(frequent, Sequence) else range(operator.index(frequent))
+    classes = [operator.index(name) for name in names]
     require_within(0, num_categories - 2, number_of_frequent_classes=len(classes))
-    outside = [k for k in classes if not 0 <= k < num_categories]
-    if outside or len(set(classes)) < len(classes):
-        wrong = outside[0] if outside else "one of them twice"
-        raise ValueError(f"frequent classes must lie in 0..{num_categories - 1}, got {wrong}")
+    for frequent_class in classes:
+        require_within(0, num_categories - 1, frequent_class=frequent_class)
+    if len(set(classes)) < len(classes):
+        raise ValueError("frequent names a class twice")
     return classes
 
 
 def _split_level(
-    vectors: Tensor, members: Tensor, sizes: Tensor, rounds: int, generator: torch.Generator
+    vectors: Tensor, members: Tensor, sizes: Tensor, generator: torch.Generator
 ) -> Tensor:
     """The members of the children of each node, (n, m) -> (2n, largest child)."""
     n, m = members.shape
     start = torch.randn(vectors.shape[1], device=vectors.device, generator=generator)
-    at_once = max(1, _CHUNK // (m * vectors.shape[1]))
     ranked = []
-    for each in members.split(at_once):
-        inside = each >= 0
-        points = vectors[each.clamp_min(0)]  # (n, m, D)
-        along = _principal(points, inside, start, rounds)
+    for part in members.split(max(1, _CHUNK // (m * vectors.shape[1]))):
+        inside = part >= 0
+        along = _principal(vectors[part.clamp_min(0)], inside, start)
         best = along.masked_fill(~inside, torch.inf).argsort(dim=-1, stable=True)
-        ranked.append(each.gather(1, best))
+        ranked.append(part.gather(1, best))
     order = torch.cat(ranked)
     place = torch.arange(int(sizes.max()), device=order.device)
     to_left = torch.where(place < sizes[0, :, None], order[:, : len(place)], -1)
@@ -172,21 +148,14 @@ def _split_level(
     return torch.stack((to_left, to_right), 1).view(2 * n, -1)
 
 
-def _principal(points: Tensor, inside: Tensor, start: Tensor, rounds: int) -> Tensor:
+def _principal(points: Tensor, inside: Tensor, start: Tensor) -> Tensor:
     """Coordinates along the first principal component of each node, (n, m, D) -> (n, m)."""
     weight = inside.to(points.dtype)[:, :, None]
     mean = (points * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
     points = (points - mean) * weight
     direction = start.expand(len(points), -1)[:, :, None]  # (n, D, 1)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         direction = torch.bmm(points.mT, torch.bmm(points, direction))
         size = direction.norm(dim=1, keepdim=True)
         direction = direction / torch.where(size > 0, size, 1.0)
     return torch.bmm(points, direction)[:, :, 0]
-
-
-def _leaves_from_left(num_categories: int, device: torch.device) -> Tensor:
-    """The leaves from left to right: the deepest ones, which have the highest numbers, first."""
-    K = num_categories
-    deepest = 2 ** (K - 1).bit_length() - K  # the first leaf of the last level
-    return torch.arange(K, device=device).roll(-deepest)

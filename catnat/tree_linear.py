@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,9 @@ from catnat.numerics import (
 from catnat.orders import checked_frequent
 from catnat.tree import checked_leaves, walk_down
 from catnat.tree_heads import CatnatHead
+
+if TYPE_CHECKING:
+    from catnat.kernels.triton_layer import FusedTree
 
 _CHUNK = 2**24  # numbers that a method without gradient holds at once
 _ALIGNED = 8  # rows of the softmax come in such groups: GPUs multiply aligned matrices faster
@@ -135,7 +137,7 @@ class TreeLinear(nn.Module):
             self.shortlist = nn.Linear(in_features, self.num_frequent + 1, bias, **placed)
         self.register_buffer("order", None)
         self.register_buffer("classes", None, persistent=False)
-        self._unplaced: Tensor | None = None  # the order of a layer on the device "meta"
+        self._cpu_places: Tensor | None  # a layer on the device "meta" has its order here
         self._frequent = frequent_classes
         self.set_order(order)
         self.reset_parameters()
@@ -146,8 +148,7 @@ class TreeLinear(nn.Module):
         for owner in (self, self.shortlist):
             for parameter in () if owner is None else owner.parameters(recurse=False):
                 nn.init.uniform_(parameter, -bound, bound)
-        if self._unplaced is not None and not self.weight.is_meta:
-            self._set_places(self._unplaced)
+        self._set_places(self._cpu_places)
 
     @torch.no_grad()
     def start_from_counts(self, counts: Tensor) -> None:
@@ -258,7 +259,7 @@ class TreeLinear(nn.Module):
             layer: of the other distribution, with the same order of classes; None: this one.
         """
         layer = layer or self
-        orders = [one.order for one in (self, layer) if one.order is not None]
+        orders = [x for x in (self._cpu_places, layer._cpu_places) if x is not None]
         ordered_alike = len(orders) == 0 or (len(orders) == 2 and torch.equal(*orders))
         sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
         if sizes[0] != sizes[1] or not ordered_alike:
@@ -295,7 +296,7 @@ class TreeLinear(nn.Module):
         """
         rows, classes, shape = self._broadcast(hidden, value)
         leaf = self._places(classes) - self.num_frequent
-        logs = self._steps(rows, self.weight, self.bias, leaf, self.sparse)
+        logs = self._steps(rows, self.weight, self.bias, leaf)
         step, aside = floored_sums(logs[0]), floored_sums(logs[1])
         block = None
         if self.shortlist is not None:
@@ -357,20 +358,21 @@ class TreeLinear(nn.Module):
         """
         K, F = self.num_categories, self.num_frequent
         if order is None and self._frequent == list(range(F)):
-            self.order = self.classes = self._unplaced = None
+            self._set_places(None)
             return
         keys = torch.arange(K, device="cpu") if order is None else checked_leaves(order, K).clone()
         keys[self._frequent] = torch.arange(-F, 0, device="cpu")
         self._set_places(keys.argsort().argsort())
 
-    def _set_places(self, places: Tensor) -> None:
+    def _set_places(self, places: Tensor | None) -> None:
         """Take the place of each class, (K,) on the CPU."""
-        device = self.weight.device
-        classes = places.argsort()
-        self.order = places.to(device)
-        self.classes = classes.to(device)
-        self._frequent = classes[: self.num_frequent].tolist()
-        self._unplaced = places if device.type == "meta" else None
+        self._cpu_places = places
+        self.order = self.classes = None
+        if places is not None:
+            classes = places.argsort()
+            self._frequent = classes[: self.num_frequent].tolist()
+            self.order = places.to(self.weight.device)
+            self.classes = classes.to(self.weight.device)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -395,14 +397,12 @@ class TreeLinear(nn.Module):
 
     def _log_prob(self, hidden: Tensor, target: Tensor) -> Tensor:
         """(M, D), (M,) -> (M,); NaN for a target that is not a class."""
-        parameters = (hidden, self.weight, self.bias)
         fused = None if self.sparse else self._fused(hidden)
         if fused is None:
-            of_tree = self._by_paths(*parameters, target, self.sparse)
+            of_tree = self._by_paths(hidden, self.weight, self.bias, target)
         else:
-            constants = self.head.constants(hidden.new_empty(0, dtype=torch.float32))
-            described = (self.order, self.num_frequent, self.head.activation, constants)
-            of_tree = fused.log_prob(*parameters, target, *described, self._by_paths)
+            places = (self.order, self.num_frequent)
+            of_tree = fused.log_prob(hidden, target, *places, self._by_paths)
         if self.shortlist is None:
             return of_tree
         column = self._places(target).clamp(0, self.num_frequent)
@@ -434,22 +434,22 @@ class TreeLinear(nn.Module):
             return torch.where(possible, target, -1)
         return torch.where(possible, self.order[torch.where(possible, target, 0)], -1)
 
-    def _fused(self, hidden: Tensor) -> ModuleType | None:
-        """The module of the fused kernels, where they take this layer."""
+    def _fused(self, hidden: Tensor) -> FusedTree | None:
+        """The tree for the fused kernels, where they take this layer."""
         if not (hidden.is_cuda and HAS_TRITON):
             return None
-        from catnat.kernels import triton_layer
+        from catnat.kernels.triton_layer import FusedTree
 
-        taken = triton_layer.takes(hidden, self.weight, self.bias, self.head.activation)
-        return triton_layer if taken else None
+        constants = self._constants(hidden)
+        tree = FusedTree(self.weight, self.bias, self.head.activation, constants)
+        return tree if tree.takes(hidden) else None
+
+    def _constants(self, hidden: Tensor) -> Tensor | None:
+        """The constants of the nodes, for scores of these hidden states."""
+        return self.head.constants(at_least_float32(hidden[:0]))
 
     def _by_paths(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        sparse: bool = False,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     ) -> Tensor:
         """What the tree adds to the log-probabilities of classes, in plain torch, (M, D) -> (M,).
 
@@ -459,28 +459,28 @@ class TreeLinear(nn.Module):
         leaf = place - self.num_frequent
         rare = leaf >= 0
         if can_branch_on(rare) and not bool(rare.all()):  # rows of other classes are not read
-            steps = self._steps(hidden[rare], weight, bias, leaf[rare], sparse)[0]
+            steps = self._steps(hidden[rare], weight, bias, leaf[rare])[0]
             logs = steps.new_zeros(rare.shape).masked_scatter(rare, floored_sums(steps.sum(-1)))
         else:
-            steps = self._steps(hidden, weight, bias, leaf, sparse)[0]
+            steps = self._steps(hidden, weight, bias, leaf)[0]
             logs = torch.where(rare, floored_sums(steps.sum(-1)), 0.0)
         return torch.where(place >= 0, logs, torch.nan)
 
     def _steps(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, leaf: Tensor, sparse: bool
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, leaf: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the steps to leaves, and of the other sides, (M, H) each."""
 
         def scores_at(nodes: Tensor) -> Tensor:
-            rows = nn.functional.embedding(nodes, weight, sparse=sparse).to(hidden.dtype)
+            rows = nn.functional.embedding(nodes, weight, sparse=self.sparse).to(hidden.dtype)
             scores = at_least_float32(torch.bmm(rows, hidden[:, :, None])[:, :, 0])
             if bias is None:
                 return scores
-            biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=sparse)
+            biases = torch.gather(bias, 0, nodes.flatten(), sparse_grad=self.sparse)
             return scores + biases.view_as(nodes).to(scores.dtype)
 
         head = self.head
-        constants = head.constants(at_least_float32(hidden[:0]))
+        constants = self._constants(hidden)
         with without_autocast(hidden):
             return path_logs(scores_at, leaf, head.num_categories, head.activation, constants)
 
@@ -491,18 +491,16 @@ class TreeLinear(nn.Module):
         head = self.head
         rows = torch.arange(len(states), device=states.device).repeat(repeats)
         uniforms = uniform((head.num_scores.bit_length(), len(rows)), states, generator)
-        empty = at_least_float32(states[:0])
-        constants = head.constants(empty)
         fused = self._fused(states)
         if fused is not None:
-            described = (rows, uniforms, head.activation, constants)
-            leaves: Tensor = fused.sample(states, self.weight, self.bias, *described)
-            return leaves
+            return fused.sample(states, rows, uniforms)
+        constants = self._constants(states)
+        dtype = at_least_float32(states[:0]).dtype
         size = max(1, _CHUNK // self.in_features)
 
         def goes_right(nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
             parts = [
-                (states[row] * self.weight[node].to(states.dtype)).sum(-1, dtype=empty.dtype)
+                (states[row] * self.weight[node].to(states.dtype)).sum(-1, dtype=dtype)
                 for row, node in zip(rows.split(size), nodes.split(size), strict=True)
             ]
             scores = torch.cat(parts)

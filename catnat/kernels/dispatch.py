@@ -216,23 +216,38 @@ class _LogProbs(torch.autograd.Function):
         paths = {} if leaf is None else {"leaf": leaf}
         _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
         ctx.settings = name, activation, fused
-        source = out if name == "sparsemax" else scores  # its gradient follows from log_probs alone
-        ctx.save_for_backward(source, out if name == "softmax" else None, leaf, constants)
+        log_probs = out if activation is None else None
+        ctx.save_for_backward(scores, log_probs, leaf, constants)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, activation, fused = ctx.settings
-        source, log_probs, leaf, constants = ctx.saved_tensors
+        scores, log_probs, leaf, constants = ctx.saved_tensors
         if _needs_reference(grad):
-            if name == "sparsemax":  # a derivative of log_probs comes back to this method
-                return None, reference.sparsemax_vjp(source, grad), *[None] * 4
-            return None, _plain_vjp(source, leaf, activation, constants, grad), *[None] * 4
-        tensors = {"log_probs": log_probs, "leaf": leaf, "grad": grad}
+
+            def plainly(scores: Tensor) -> Tensor:
+                if activation is None:
+                    return _REFERENCE[name](scores)
+                if leaf is None:
+                    return reference.tree_log_probs(scores, activation, constants)
+                leaves = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
+                return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
+
+            return None, *reference.gradients(plainly, (scores,), grad), *[None] * 4
+        out = torch.empty_like(scores) if leaf is None else torch.zeros_like(scores)  # paths add
+        if name == "sparsemax":  # its gradient follows from log_probs alone
+            scores, log_probs = log_probs, None
+        tensors = {"scores": scores, "log_probs": log_probs, "leaf": leaf, "grad": grad}
         tensors = {key: x for key, x in tensors.items() if x is not None}
-        out = torch.empty_like(source) if leaf is None else torch.zeros_like(source)  # paths add
-        _launch(fused, f"{name}_backward", activation, constants, scores=source, **tensors, out=out)
+        _launch(fused, f"{name}_backward", activation, constants, **tensors, out=out)
         return None, out, *[None] * 4
+
+
+_REFERENCE = {
+    "sparsemax": reference.sparsemax_log_probs,
+    "softmax": reference.softmax_log_probs,
+}
 
 
 def _needs_reference(grad: Tensor) -> bool:
@@ -240,23 +255,3 @@ def _needs_reference(grad: Tensor) -> bool:
     if is_plain(grad):
         return torch.is_grad_enabled()
     return not torch.compiler.is_compiling()
-
-
-def _plain_vjp(
-    scores: Tensor,
-    leaf: Tensor | None,
-    activation: Activation | None,
-    constants: Tensor | None,
-    grad: Tensor,
-) -> Tensor:
-    """The gradient in the scores by way of plain torch, which can be differentiated again."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        if activation is None:
-            out = reference.softmax_log_probs(scores)
-        elif leaf is None:
-            out = reference.tree_log_probs(scores, activation, constants)
-        else:
-            leaf = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
-            out = reference.tree_log_prob(scores, leaf, activation, constants).view(-1)
-        return torch.autograd.grad(out, scores, grad, create_graph=again)[0]

@@ -6,7 +6,7 @@ are differentiable any number of times: a derivative of a kernel's gradient goes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -114,9 +114,12 @@ def sparsemax_probs(scores: Tensor) -> Tensor:
     return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
 
 
-def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
-    """Gradient in the scores from the gradient in the log-probabilities, (*, K) -> (*, K)."""
-    support = ~(log_probs <= LOG_ZERO)
-    pulled = torch.where(support, grad * torch.where(support, -log_probs, 0.0).exp(), 0.0)
-    mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
-    return torch.where(support, pulled - mean, 0.0)
+def gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients in the inputs that want one, which can be differentiated again."""
+    again = torch.is_grad_enabled()
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    with torch.enable_grad():
+        results = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=again))
+    return [next(results) if x is not None and x.requires_grad else None for x in inputs]

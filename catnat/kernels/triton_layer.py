@@ -1,6 +1,6 @@
 """The log-probability of classes under an output layer, by Triton kernels on CUDA.
 
-:func:`log_prob` is for sigmoid and natural activations, with dense gradients; a plain torch
+:class:`FusedTree` is for sigmoid and natural activations, with dense gradients; a plain torch
 function, which agrees to rounding, is the way for all else, and for a derivative of the gradient.
 :func:`sample` draws leaves, by one kernel for all levels.
 
@@ -18,7 +18,8 @@ a class. Sorted keys are sorted nodes at every level at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from catnat.activations import Activation
+from catnat.kernels.reference import gradients
 from catnat.kernels.triton_activations import activation_arguments, floored, logs_and_slopes
 from catnat.numerics import is_plain
 
@@ -35,115 +37,95 @@ _ROWS_AT_ONCE = 4  # rows of hidden that a program of the kernel "near" takes
 _TOKENS_AT_ONCE = tl.constexpr(4)  # rows of hidden that a sum over tokens loads together
 
 
-def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> bool:
-    """Whether the kernels take these tensors and this activation."""
-    parameters = [weight] if bias is None else [weight, bias]
-    return (
-        activation.is_fused
-        and hidden.shape[0] > 0
-        and UPPER < weight.shape[0].bit_length() < 30
-        and all(x.dtype in _DTYPES and is_plain(x) for x in (hidden, *parameters))
-        and all(x.is_contiguous() for x in parameters)
-    )
+class FusedTree(NamedTuple):
+    """The tree of an output layer, for these kernels."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: Activation
+    constants: Tensor | None
+    """Of the nodes, (R, K-1) in float32, or None where all nodes are centered at 0."""
+
+    def takes(self, hidden: Tensor) -> bool:
+        """Whether the kernels take these tensors and this activation."""
+        parameters = [x for x in (self.weight, self.bias) if x is not None]
+        return (
+            self.activation.is_fused
+            and hidden.shape[0] > 0
+            and UPPER < self.weight.shape[0].bit_length() < 30
+            and all(x.dtype in _DTYPES and is_plain(x) for x in (hidden, *parameters))
+            and all(x.is_contiguous() for x in parameters)
+        )
+
+    def log_prob(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        order: Tensor | None,
+        frequent: int,
+        plainly: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor],
+    ) -> Tensor:
+        """Log-probabilities of the leaves of classes, (M, D), (M,) -> (M,) in float32.
+
+        0 for a frequent class, and NaN for what is not a class: such rows are not read.
+
+        Args:
+            hidden: (M, D).
+            target: classes, int64.
+            order: the place of each class, (F+K,), or None for place k of class k. Places below F
+                are frequent classes, F+k is leaf k.
+            frequent: F.
+            plainly: the same of hidden, weight, bias and target in plain torch.
+        """
+        described = (order, frequent, self, plainly)
+        with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
+            return _LogProb.apply(hidden, self.weight, self.bias, target, *described)
+
+    def sample(self, hidden: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+        """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
+
+        Args:
+            hidden: (M, D).
+            rows: the row of hidden of each walk, (P,) int64.
+            uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
+        """
+        leaf = torch.empty_like(rows)
+        tensors = {"rows": rows, "uniforms": uniforms, "leaf": leaf}
+        arguments = self.arguments(hidden.contiguous(), 4096)
+        with torch.cuda.device_of(hidden):
+            _sample_kernel[(len(rows),)](**tensors, **arguments, P=len(rows), num_warps=8)
+        return leaf
+
+    def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
+        """What the kernels take that compute scores, from at most so many columns at once."""
+        is_centered = self.constants is None
+        return {
+            "hidden": hidden,
+            "weight": self.weight,
+            "bias": hidden if self.bias is None else self.bias,
+            "constants": hidden if is_centered else self.constants,
+            "BIAS": self.bias is not None,
+            **activation_arguments(self.activation, is_centered),
+            **_sizes(self.weight, block),
+        }
 
 
-def log_prob(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    order: Tensor | None,
-    frequent: int,
-    activation: Activation,
-    constants: Tensor | None,
-    plainly: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor],
-) -> Tensor:
-    """Log-probabilities of the leaves of classes, (M, D), (M,) -> (M,) in float32.
-
-    0 for a frequent class, and NaN for what is not a class: such rows are not read.
-
-    Args:
-        hidden: (M, D).
-        weight: (K-1, D).
-        bias: (K-1,), or None.
-        target: classes, int64.
-        order: the place of each class, (F+K,), or None for place k of class k. Places below F are
-            frequent classes, F+k is leaf k.
-        frequent: F.
-        activation: of the head, sigmoid or natural.
-        constants: of the nodes, (R, K-1), or None where all nodes are centered at 0.
-        plainly: the same of hidden, weight, bias and target in plain torch.
-    """
-    described = (order, frequent, activation, constants, plainly)
-    with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-        return _LogProb.apply(hidden, weight, bias, target, *described)
-
-
-def sample(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Tensor,
-    uniforms: Tensor,
-    activation: Activation,
-    constants: Tensor | None,
-) -> Tensor:
-    """Leaves that walks from the root reach, (P,) -> (P,); -1 where a score is NaN.
-
-    Args:
-        hidden: (M, D).
-        weight: (K-1, D).
-        bias: (K-1,), or None.
-        rows: the row of hidden of each walk, (P,) int64.
-        uniforms: in [0, 1), in float64, (H, P): a walk goes right where a(s) is above.
-        activation: of the head, sigmoid or natural.
-        constants: of the nodes, (R, K-1), or None where all nodes are centered at 0.
-    """
-    leaf = torch.empty_like(rows)
-    tensors = {"rows": rows, "uniforms": uniforms, "leaf": leaf}
-    arguments = _arguments(hidden.contiguous(), weight, bias, activation, constants, 4096)
-    with torch.cuda.device_of(hidden):
-        _sample_kernel[(len(rows),)](**tensors, **arguments, P=len(rows), num_warps=8)
-    return leaf
-
-
-def _arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    constants: Tensor | None,
-    block: int,
-) -> dict[str, Any]:
-    """What the kernels take that compute scores, by columns of at most so many numbers."""
-    return {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": hidden if bias is None else bias,
-        "constants": hidden if constants is None else constants,
-        **_sizes(hidden, weight, block),
-        **activation_arguments(activation, constants is None),
-        "BIAS": bias is not None,
-    }
-
-
-def _sizes(hidden: Tensor, weight: Tensor, block: int) -> dict[str, int]:
-    D = hidden.shape[1]
-    height = weight.shape[0].bit_length()
+def _sizes(weight: Tensor, block: int) -> dict[str, int]:
+    nodes, D = weight.shape
     block = min(block, triton.next_power_of_2(D))
-    return {"D": D, "K": weight.shape[0] + 1, "H": height, "B": block}
+    return {"D": D, "K": nodes + 1, "H": nodes.bit_length(), "B": block}
 
 
 class _LogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, order, frequent, activation, constants, plainly):
+    def forward(ctx, hidden, weight, bias, target, order, frequent, tree, plainly):
         ctx.plainly = plainly
         saved = (hidden, weight, bias, target)
         hidden, target = hidden.contiguous(), target.contiguous()
-        arguments = _arguments(hidden, weight, bias, activation, constants, 256)
-        M, H, N = len(hidden), arguments["H"], 1 << UPPER
+        arguments = tree.arguments(hidden, 256)
+        M, H = len(hidden), arguments["H"]
         # One row more than the nodes near the root: matmuls are fast where sizes are aligned.
-        near = hidden @ weight[:N].to(hidden.dtype).T
+        near = hidden @ weight[: 1 << UPPER].to(hidden.dtype).T
         keys = hidden.new_empty(M, dtype=torch.int32)
         slopes = hidden.new_empty(M, H, dtype=torch.float32)
         out = hidden.new_empty(M, dtype=torch.float32)
@@ -155,7 +137,6 @@ class _LogProb(torch.autograd.Function):
             slopes=slopes,
             out=out,
             **arguments,
-            N=N,
             U=UPPER,
             L=triton.next_power_of_2(H - UPPER),
             F=frequent,
@@ -168,15 +149,16 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, bias, target, keys, slopes = ctx.saved_tensors
         if torch.is_grad_enabled() or not is_plain(grad):
-            return *_plain_backward(ctx, hidden, weight, bias, target, grad), *[None] * 6
+            plainly = partial(ctx.plainly, target=target)
+            return *gradients(plainly, (hidden, weight, bias), grad), *[None] * 5
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
             tensors = (hidden.contiguous(), weight, bias, keys, slopes, grad.contiguous())
-            return *_backward(*tensors, *ctx.needs_input_grad[:3]), *[None] * 6
+            return *_backward(*tensors, *ctx.needs_input_grad[:3]), *[None] * 5
 
 
 def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, for_bias):
     """The gradients of hidden, weight and bias, None where they are not wanted."""
-    sizes = _sizes(hidden, weight, 1024) | {"U": UPPER}
+    sizes = _sizes(weight, 1024) | {"U": UPPER}
     M, N, R = len(hidden), 1 << UPPER, _ROWS_AT_ONCE
     K, H = sizes["K"], sizes["H"]
     columns = triton.cdiv(sizes["D"], sizes["B"])
@@ -188,7 +170,7 @@ def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, 
     largest = torch.finfo(near.dtype).max  # a steep gradient must not become infinite
     paths = {"keys": keys, "slopes": slopes, "grad": grad}
     grid = (triton.cdiv(M, R),)
-    _near_kernel[grid](**paths, out=near, M=M, largest=largest, N=N, K=K, H=H, U=UPPER, R=R)
+    _near_kernel[grid](**paths, out=near, M=M, largest=largest, K=K, H=H, U=UPPER, R=R)
     if for_hidden:
         of_hidden = near @ weight[:N].to(near.dtype)
         _hidden_kernel[(M, columns)](**paths, weight=weight, out=of_hidden, **sizes)
@@ -208,16 +190,6 @@ def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, 
             BIAS=of_bias is not None,
         )
     return of_hidden, of_weight, of_bias
-
-
-def _plain_backward(ctx, hidden, weight, bias, target, grad):
-    """The gradients by way of plain torch, differentiable."""
-    needed = ctx.needs_input_grad[:3]
-    with torch.enable_grad():
-        out = ctx.plainly(hidden, weight, bias, target)
-        wanted = [x for x, need in zip((hidden, weight, bias), needed, strict=True) if need]
-        grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=torch.is_grad_enabled()))
-    return [next(grads) if need else None for need in needed]
 
 
 @triton.jit
@@ -286,7 +258,6 @@ def _forward_kernel(
     joint,
     slope,
     edge,
-    N: tl.constexpr,  # columns of near
     D: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -315,7 +286,7 @@ def _forward_kernel(
 
     level = tl.arange(0, U)
     node, inside = _nodes(key, level, K, H)
-    s = tl.load(near + row * N + node, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(near + (row << U) + node, mask=inside, other=0.0).to(tl.float32)
     total = _steps(s, level, key, bias, slopes, settings, K, H, BIAS, NATURAL, CENTERED)
     level = U + tl.arange(0, L)
     node, inside = _nodes(key, level, K, H)
@@ -374,7 +345,6 @@ def _near_kernel(
     out,
     M,
     largest,
-    N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     U: tl.constexpr,
@@ -385,15 +355,15 @@ def _near_kernel(
     exists = row < M
     key = tl.load(keys + row, mask=exists, other=2 << H)
     g = tl.load(grad + row, mask=exists, other=0.0)
-    column = tl.arange(0, N)
-    total = tl.zeros((R, N), tl.float32)
+    column = tl.arange(0, 1 << U)
+    total = tl.zeros((R, 1 << U), tl.float32)
     for level in tl.static_range(U):
         node, inside = _nodes(key, level, K, H)
         move = tl.load(slopes + row * H + level, mask=inside, other=0.0)
         move = tl.where(inside, move * g, 0.0)
         total = tl.where(node[:, None] == column[None, :], move[:, None], total)
     total = tl.where(total > largest, largest, tl.where(total < -largest, -largest, total))
-    at = out + row[:, None] * N + column[None, :]
+    at = out + (row << U)[:, None] + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=exists[:, None])
 
 

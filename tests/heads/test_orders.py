@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from catnat import TreeLinear
-from catnat.orders import by_cooccurrence, by_embedding, by_frequency
+from catnat.orders import by_cooccurrence, by_embedding
 
 SIZES = (2, 3, 5, 8, 37, 100, 1000)
 
@@ -16,19 +16,11 @@ def is_permutation(order, K):
 @pytest.mark.parametrize("K", SIZES)
 def test_every_order_is_a_permutation(K):
     torch.manual_seed(K)
-    assert is_permutation(by_frequency(torch.randint(5, (K,))), K)
     assert is_permutation(by_embedding(torch.randn(K, 4)), K)
     assert is_permutation(by_embedding(torch.zeros(K, 4)), K)
     x = torch.randn(K, 4)
     TreeLinear(3, K, order=by_embedding(x))
     assert all(torch.equal(by_embedding(x), by_embedding(x * 2.0**n)) for n in (-66, 33, 100))
-
-
-def test_the_most_frequent_classes_come_first_and_have_the_shortest_paths():
-    counts = torch.tensor([5, 1, 9, 9, 2])
-    assert by_frequency(counts).tolist() == [2, 4, 0, 1, 3]
-    depth = (by_frequency(counts) + 5).double().log2().floor()
-    assert depth[2] == depth[3] == 2
 
 
 @pytest.mark.parametrize("K", SIZES)
@@ -55,8 +47,6 @@ def test_clusters_become_subtrees():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: by_frequency(torch.tensor([3, -1])), "counts must be >= 0, got -1"),
-        (lambda: by_frequency(torch.zeros(2, 2)), r"count for each class.*\(2, 2\)"),
         (lambda: by_embedding(torch.zeros(4)), r"\(K, D\).*\(4,\)"),
         (lambda: by_embedding(torch.full((4, 2), torch.nan)), "finite"),
     ],
@@ -71,7 +61,7 @@ def test_classes_that_follow_the_same_classes_share_a_subtree_by_cooccurrence():
     first = torch.randint(2, (4000,))  # class 0 comes before 2..5, class 1 before 6..9
     second = 2 + 4 * first + torch.randint(4, (4000,))
     tokens = torch.stack((first, second), 1).flatten()
-    order = by_cooccurrence(tokens, 10, frequent=2, dims=4)
+    order = by_cooccurrence(tokens, 10, frequent=2)
     assert order[:2].tolist() == [0, 1] and sorted(order.tolist()) == list(range(10))
     halves = (order[2:] - 2) // 4
     assert (halves[:4] == halves[0]).all() and (halves[4:] == 1 - halves[0]).all()

@@ -118,14 +118,23 @@ from catnat.kernels import triton_layer
 
 torch.manual_seed(0)
 triton_layer.UPPER = 2
+
+
+def fuse(layer, fused):
+    tree = triton_layer.FusedTree(
+        layer.weight, layer.bias, layer.head.activation, layer._constants(layer.weight)
+    )
+    assert tree.takes(layer.weight)
+    layer._fused = lambda hidden: tree if fused else None
+
+
 close = {torch.float32: dict(rtol=1e-4, atol=1e-5), torch.bfloat16: dict(rtol=0.1, atol=0.05)}
 
 
 def learn(layer, hidden, target, fused, reduction):
-    layer._fused = lambda h: triton_layer if fused else None
+    fuse(layer, fused)
     layer.zero_grad()
     hidden.grad = None
-    assert triton_layer.takes(hidden, layer.weight, layer.bias, layer.head.activation)
     loss = layer.nll(hidden, target, reduction=reduction)
     loss.backward(torch.ones_like(loss) / loss.numel())
     return loss, hidden.grad, *(p.grad for p in layer.parameters())
@@ -149,18 +158,18 @@ for K, D, head, options, dtype, reduction in cases:
     for a, b in zip(fused, plain, strict=True):
         torch.testing.assert_close(a, b, **close[dtype])
     classes = torch.tensor([0, K, -1, K - 1])
-    rows, layer._fused = hidden[:4], lambda h: triton_layer
-    assert layer._log_prob(rows, classes).isnan().tolist() == [False, True, True, False]
+    fuse(layer, True)
+    assert layer._log_prob(hidden[:4], classes).isnan().tolist() == [False, True, True, False]
     walks = []
     for way in (True, False):
-        layer._fused = lambda h: triton_layer if way else None
+        fuse(layer, way)
         tree_linear.uniform = lambda shape, *_: torch.full(shape, 0.45, dtype=torch.float64)
         walks.append(layer._draw_leaves(hidden.detach(), 1, None))
     assert (walks[0] != walks[1]).sum() <= (0 if dtype == torch.float32 else 2), walks
     if dtype == torch.float32:
         twice = []
         for way in (True, False):
-            layer._fused = lambda h: triton_layer if way else None
+            fuse(layer, way)
             (grad,) = torch.autograd.grad(layer.nll(hidden, target), hidden, create_graph=True)
             twice.append(torch.autograd.grad(grad.square().sum(), hidden)[0])
         torch.testing.assert_close(*twice, **close[dtype])
