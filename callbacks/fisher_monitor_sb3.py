@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, seed_of
 from catnat.callbacks.images import is_drawn
 from catnat.checks import require_at_least
-from catnat.sb3.distributions import OneChoice, unchecked
+from catnat.sb3.distributions import unchecked
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -71,23 +70,17 @@ class FisherMonitorSB3(BaseCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
-        state = {"latest": self.latest, "rollouts": self._rollouts, "shares": self._sums}
-        return deepcopy(state)
+        return {"latest": self.latest, "rollouts": self._rollouts, "shares": self._sums}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state."""
-        state = deepcopy(state_dict)
-        self.latest = state["latest"]
-        self._rollouts = state["rollouts"]
-        self._sums = state["shares"]
+        self.latest = state_dict["latest"]
+        self._rollouts = state_dict["rollouts"]
+        self._sums = state_dict["shares"]
 
     def _on_training_start(self) -> None:
-        policy: Any = self.model.policy
-        kinds = map(type, getattr(policy, "heads", ()))
-        self._is_certain = set(kinds) == {OneChoice}  # then there are no scores
-        if not self._is_certain:
-            heads = HeadProbe(policy).heads  # raises if the policy has no head
-            self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
+        heads = HeadProbe(self.model.policy).heads  # raises if the policy has no head
+        self._histories = histories_of(heads, self.num_samples, self._sums, str(self.seed))
 
     def _on_step(self) -> bool:
         return True
@@ -95,14 +88,14 @@ class FisherMonitorSB3(BaseCallback):
     def _on_rollout_end(self) -> None:
         number = self._rollouts
         self._rollouts += 1
-        if number % self.every_n_rollouts or self._is_certain:
+        if number % self.every_n_rollouts:
             return
         self._step = self.num_timesteps
         self._undrawn = []
         policy: Any = self.model.policy
         # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
-            entropy = self._distribution(self._choose()).entropy().mean()
+            entropy = self._distribution().entropy().mean()
         self.latest = {"train/entropy": float(entropy)}
         for name, _, scores in probe:
             if name not in self._histories:  # too large
@@ -122,44 +115,29 @@ class FisherMonitorSB3(BaseCallback):
     def _on_training_end(self) -> None:
         self._draw()
 
-    @property
-    def _buffer(self) -> Any:
-        return self.model.rollout_buffer  # type: ignore[attr-defined]
-
-    def _choose(self) -> Tensor:
-        """Indices (B,) of states in the rollout of T n, at most ``max_states`` of them."""
-        count = self._buffer.buffer_size * self._buffer.n_envs
-        if count <= self.max_states:
-            return torch.arange(count)
-        generator = torch.Generator().manual_seed(seed_of(self.seed, self._step))
-        return torch.randperm(count, generator=generator)[: self.max_states]
-
-    def _take(self, values: Any, chosen: Tensor) -> Tensor:
-        """Entries of an array (T, n, ...) on the model's device: (B, ...)."""
-        flat = torch.as_tensor(values).flatten(0, 1)
-        if len(chosen) < len(flat):
-            flat = flat[chosen]
-        return flat.to(self.model.device)
-
-    def _states(self, chosen: Tensor) -> Any:
-        """States of the rollout, (B, ...)."""
-        return tree_map(lambda x: self._take(x, chosen), self._buffer.observations)
-
-    def _distribution(self, chosen: Tensor) -> Any:
-        """The policy's distribution in these states, with the masks or memory of the rollout."""
+    def _distribution(self) -> Any:
+        """The policy's distribution in states of the rollout, with the masks or memory it had."""
         policy: Any = self.model.policy
-        buffer = self._buffer
-        states = self._states(chosen)
+        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        count = buffer.buffer_size * buffer.n_envs
+        chosen: Any = slice(None)
+        if count > self.max_states:
+            generator = torch.Generator().manual_seed(seed_of(self.seed, self._step))
+            chosen = torch.randperm(count, generator=generator)[: self.max_states]
+
+        def take(values: Any) -> Tensor:  # (T, n, ...) -> (B, ...)
+            return torch.as_tensor(values).flatten(0, 1)[chosen].to(self.model.device)
+
+        states = tree_map(take, buffer.observations)
         masks = getattr(buffer, "action_masks", None)  # HeadPPO and MaskablePPO
         if masks is not None:
-            return policy.get_distribution(states, action_masks=self._take(masks, chosen))
+            return policy.get_distribution(states, action_masks=take(masks))
         if hasattr(buffer, "hidden_states_pi"):  # RecurrentPPO: (T, layers, n, ...)
             memory = tuple(
-                self._take(state.swapaxes(1, 2), chosen).transpose(0, 1).contiguous()
+                take(state.swapaxes(1, 2)).transpose(0, 1).contiguous()
                 for state in (buffer.hidden_states_pi, buffer.cell_states_pi)
             )
-            starts = self._take(buffer.episode_starts, chosen)
-            return policy.get_distribution(states, memory, starts)[0]
+            return policy.get_distribution(states, memory, take(buffer.episode_starts))[0]
         return policy.get_distribution(states)
 
     def _draw(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -22,15 +21,10 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
 
 
 class StopSignals:
-    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once.
+    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once."""
 
-    Args:
-        on_signal: called when the first signal arrives.
-    """
-
-    def __init__(self, on_signal: Callable[[], object] = int) -> None:
+    def __init__(self) -> None:
         self.signum = 0
-        self._on_signal = on_signal
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
@@ -52,7 +46,4 @@ class StopSignals:
     def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        is_first = not self.signum
         self.signum = signum
-        if is_first:
-            self._on_signal()

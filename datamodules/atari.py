@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-import warnings
 from collections.abc import Sequence
-from traceback import walk_stack
 from typing import Any, Literal, get_args
 
 import ale_py
@@ -23,12 +20,11 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvS
 from catnat.checks import did_you_mean, require_at_least, require_choice, require_within
 
 Backend = Literal["native", "sb3"]
-Actions = NDArray[np.int64]
 _FRAME_SKIP, _NOOP_MAX, _MAX_FRAMES = 4, 30, 108_000  # a game is cut off after so many frames
 
 
 def make_atari_vec_env(
-    game: str, num_envs: int, backend: Backend = "native", seed: int = 0, num_threads: int = 0
+    game: str, num_envs: int, backend: Backend = "native", seed: int = 0
 ) -> VecEnv:
     """A vector environment of Atari games: gray frames of 84 x 84, every fourth, four stacked.
 
@@ -44,14 +40,12 @@ def make_atari_vec_env(
             are (4, 84, 84). Or "sb3", the wrappers of Stable-Baselines3 in one Python process,
             (84, 84, 4).
         seed: seed of the first game; game i has seed + i.
-        num_threads: threads of the native backend; 0 for as many as there are cores or games.
     """
     require_choice(get_args(Backend), backend=backend)
-    require_at_least(0, seed=seed, num_threads=num_threads)
     require_at_least(1, num_envs=num_envs)
     name = game_name(game)
     if backend == "native":
-        return NativeAtariVecEnv(game_names()[name], num_envs, seed, num_threads)
+        return NativeAtariVecEnv(game_names()[name], num_envs, seed)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # ALE would print its version
     # The settings of BreakoutNoFrameskip-v4. Not every game has a name of that kind.
     raw = {
@@ -95,32 +89,27 @@ class NativeAtariVecEnv(VecEnv):
     - frames stacked across a lost life belong to both lives.
 
     A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
-    that know it, because some, such as Breakout, wait for it. Two attributes tell which actions are
-    not the learner's choice:
+    that know it, because some, such as Breakout, wait for it. The attribute ``forced_actions`` has
+    the actions that the next step plays whatever actions it is given, -1 where the learner is free.
+    Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not: give
+    them ``backend="sb3"``.
 
-    - ``forced_actions``: the actions that the next step plays whatever actions it is given, -1
-      where the learner is free;
-    - ``actions_played``: the actions that the latest step did play. Transitions must be stored with
-      these. HeadPPO and HeadA2C do so; other algorithms do not, and are warned about once.
-
-    ``info`` has ``lives`` and ``episode_frame_number``. ``info["episode"]`` comes at the end of a
-    game only, with the score (not the clipped rewards) and the length in frames.
+    ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
+    and the length in frames.
 
     Args:
         rom: the game, as ale_py spells it: "ms_pacman".
         num_envs: how many games.
         seed: seed of the first game, from 0; game i has seed + i, all below 2^31.
-        num_threads: number of threads; 0 for as many as there are cores or games.
 
     Shapes:
         observations (n, 4, 84, 84) uint8, a fresh array at each step.
     """
 
-    def __init__(self, rom: str, num_envs: int, seed: int = 0, num_threads: int = 0) -> None:
+    def __init__(self, rom: str, num_envs: int, seed: int = 0) -> None:
         self._engine = AtariVectorEnv(
             rom,
             num_envs,
-            num_threads=num_threads,
             max_num_frames_per_episode=_MAX_FRAMES,
             noop_max=_NOOP_MAX,
             frameskip=_FRAME_SKIP,
@@ -136,11 +125,8 @@ class NativeAtariVecEnv(VecEnv):
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._pending = False
-        self._warned = False
-        self._began = time.time()
         self.lives = np.zeros(num_envs, np.int32)
-        self.forced_actions: Actions = np.full(num_envs, -1)
-        self.actions_played: Actions = np.full(num_envs, -1)
+        self.forced_actions = np.full(num_envs, -1)
         self._scores = np.zeros(num_envs)
         self._frames = np.zeros(num_envs, np.int64)
         self.seed(seed)
@@ -148,10 +134,9 @@ class NativeAtariVecEnv(VecEnv):
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
         """Seed the next reset: game i gets seed + i; None draws a seed."""
         most = 2**31 - self.num_envs  # the emulator's seeds have 31 bits
-        if seed is None:
-            seed = int(np.random.randint(most))
-        require_within(0, most, "[)", seed=seed)
-        return super().seed(seed)
+        first = np.random.randint(most) if seed is None else seed
+        require_within(0, most, "[)", seed=first)
+        return super().seed(first)
 
     def reset(self) -> NDArray[np.uint8]:
         """Begin new games."""
@@ -177,16 +162,11 @@ class NativeAtariVecEnv(VecEnv):
         if chosen.shape != (n,) or not all(action in self.action_space for action in chosen):
             raise ValueError(f"{n} games need as many of {self.action_space}, got {actions!r}")
         forced = self.forced_actions
-        self.actions_played = np.where(forced >= 0, forced, chosen.astype(np.int64))
-        if not self._warned and not np.array_equal(chosen, self.actions_played):
-            self._warned = _warn_of_learner()
-        self._engine.send(self.actions_played)
+        self._engine.send(np.where(forced >= 0, forced, chosen.astype(np.int64)))
         self._pending = True
 
     def step_wait(self) -> VecEnvStepReturn:
         """Wait for the step. Finished games have restarted."""
-        if not self._pending:
-            raise RuntimeError("step_wait needs a step_async before it")  # recv would wait forever
         self._pending = False  # before recv: an interrupt arrives when the step has been taken
         observations, rewards, terminated, truncated, info = self._engine.recv()
         self._scores += rewards
@@ -195,17 +175,13 @@ class NativeAtariVecEnv(VecEnv):
         # A game can be at 0 lives some steps before it is over (Qbert): that is not a lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
         frames = info["episode_frame_number"]
-        infos: list[dict[str, Any]] = [
-            {"lives": int(x), "episode_frame_number": int(y)}
-            for x, y in zip(lives, frames, strict=True)
-        ]
-        seconds = round(time.time() - self._began, 6)
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for i in np.flatnonzero(over):
             length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
             infos[i] |= {
                 "terminal_observation": info["final_obs"][i],
                 "TimeLimit.truncated": bool(truncated[i] and not terminated[i]),
-                "episode": {"r": float(self._scores[i]), "l": length, "t": seconds},  # as Monitor's
+                "episode": {"r": float(self._scores[i]), "l": length},  # as Monitor's
             }
         self._scores[over] = 0
         for i in np.flatnonzero(lost):
@@ -227,15 +203,11 @@ class NativeAtariVecEnv(VecEnv):
             self._engine.recv()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """An attribute for each game; arrays with one entry per game are taken apart."""
-        value = getattr(self, attr_name)
-        apart = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
-        return [value[i] if apart else value for i in self._get_indices(indices)]
+        """An attribute that all games share, once for each game."""
+        return [getattr(self, attr_name) for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute that all games share."""
-        if len(list(self._get_indices(indices))) != self.num_envs:
-            raise ValueError(f"{attr_name} can be set for all native games together only")
         setattr(self, attr_name, value)
 
     def env_method(
@@ -255,16 +227,3 @@ class NativeAtariVecEnv(VecEnv):
     ) -> list[bool]:
         """True for Monitor, so that evaluation counts games and not lives; False for others."""
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
-
-
-def _warn_of_learner() -> bool:
-    """Warn if an algorithm learns from actions that are not played; evaluations may give any."""
-    callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
-    learns = "collect_rollouts" in callers and "evaluate_policy" not in callers
-    if learns:
-        warnings.warn(
-            "the algorithm stores actions that are not played: after a lost life these games play "
-            'FIRE; use HeadPPO, HeadA2C or backend="sb3"',
-            stacklevel=2,
-        )
-    return learns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import gymnasium
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TransformAction
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from catnat.checks import did_you_mean, require_at_least
 from catnat.datamodules.atari import Backend, game_name, game_names, make_atari_vec_env
@@ -27,24 +26,7 @@ def modulo_actions(env: gymnasium.Env[Any, Any], num_actions: int) -> gymnasium.
     if not isinstance(space, Discrete):
         raise ValueError(f"num_actions is for Discrete action spaces, not for {space}")
     require_at_least(int(space.n), num_actions=num_actions)
-    return TransformAction(env, partial(_modulo, int(space.n)), Discrete(num_actions))
-
-
-def _modulo(n: int, action: int) -> int:
-    return action % n  # not a lambda: environments in other processes are pickled
-
-
-def _processes(spec: Any, makers: list[Any]) -> SubprocVecEnv:
-    """Environments in processes of their own, where Gymnasium may not know them yet."""
-
-    def begin(make: Any) -> Any:  # defined here, it is pickled whole: processes import less
-        if hasattr(os, "setpgrp"):  # not on Windows
-            os.setpgrp()  # Ctrl-C is for the main process, which saves before it ends the others
-        if spec is not None:
-            gymnasium.registry.setdefault(spec.id, spec)
-        return make()
-
-    return SubprocVecEnv([partial(begin, make) for make in makers])
+    return TransformAction(env, lambda action: action % space.n, Discrete(num_actions))
 
 
 def is_atari(name: str) -> bool:
@@ -75,7 +57,6 @@ def make_env(
     num_actions: int | None = None,
     normalize: bool = False,
     env_kwargs: dict[str, Any] | None = None,
-    subprocesses: bool = False,
     *,
     seed: int = 0,
     gamma: float = 0.99,
@@ -90,24 +71,20 @@ def make_env(
         num_actions: if given, an environment's actions are taken modulo their number.
         normalize: scale observations and rewards by their running moments.
         env_kwargs: arguments of the environment, such as max_episode_steps.
-        subprocesses: play each environment in a process of its own.
         seed: of the first environment; the others count on from it.
         gamma: discount of the returns whose spread scales the rewards, with ``normalize``.
     """
     if is_atari(env):
-        if num_actions is not None or normalize or env_kwargs or subprocesses:
-            options = "num_actions, normalize, env_kwargs and subprocesses"
+        if num_actions is not None or normalize or env_kwargs:
+            options = "num_actions, normalize and env_kwargs"
             raise ValueError(f"{options} are for environments other than Atari games, not {env}")
         return make_atari_vec_env(env, num_envs, backend or "native", seed)
     if backend is not None:
         raise ValueError(f"backend {backend} is for Atari games, not for {env}")
     require_at_least(1, num_envs=num_envs)
     wrapper = None if num_actions is None else partial(modulo_actions, num_actions=num_actions)
-    kind: Any = partial(_processes, gymnasium.registry.get(env)) if subprocesses else None
     try:
-        envs = make_vec_env(
-            env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs, vec_env_cls=kind
-        )
+        envs = make_vec_env(env, num_envs, seed, wrapper_class=wrapper, env_kwargs=env_kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:  # a package, or env_kwargs
         raise ValueError(f"{env}: {error}") from error
     modes = [None, *envs.get_attr("metadata")[0].get("render_modes", ())]

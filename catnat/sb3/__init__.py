@@ -1,7 +1,7 @@
 """Stable-Baselines3 with categorical heads: policies for its algorithms, and a faster PPO."""
 
 from catnat.sb3.algorithms import HeadA2C, NonFinite
-from catnat.sb3.masks import InfoMasks, MaskedPlayer
+from catnat.sb3.masks import MaskedPlayer
 from catnat.sb3.policies import (
     HeadActorCriticCnnPolicy,
     HeadActorCriticPolicy,
@@ -17,7 +17,6 @@ __all__ = [
     "HeadMultiInputActorCriticPolicy",
     "HeadPPO",
     "HeadPolicy",
-    "InfoMasks",
     "MaskedPlayer",
     "NonFinite",
     "cleanrl_schedule",

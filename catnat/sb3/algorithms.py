@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3 import A2C
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from catnat.rng import random_states, set_random_states
-from catnat.sb3.masks import forced_actions_of, has_masks
 from catnat.sb3.policies import POLICIES
 
 
@@ -56,29 +52,27 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         rollout_buffer.reset()
         self._forced = np.zeros((n_rollout_steps, env.num_envs), bool)
         callback.on_rollout_start()
-        self._require_finite(observations=self._last_obs)
+        self._require_finite("observations", self._last_obs)
         for n_steps in range(n_rollout_steps):
             with torch.no_grad():
                 obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
                 actions, values, log_probs = self._act(env, obs_tensor)
             actions = actions.cpu().numpy()
-            forced_actions = forced_actions_of(env)
-            if forced_actions is not None:
+            forced_actions = getattr(env, "forced_actions", None)
+            if isinstance(forced_actions, np.ndarray):
                 self._forced[n_steps] = forced_actions >= 0
                 actions = np.where(forced_actions >= 0, forced_actions, actions)
             new_obs, rewards, dones, infos = env.step(actions)
             self.num_timesteps += env.num_envs
-            self._require_finite(rewards=rewards, observations=new_obs)
+            self._require_finite("rewards", rewards)
+            self._require_finite("observations", new_obs)
             callback.update_locals(locals())
             if not callback.on_step():
                 return False
             self._update_info_buffer(infos, dones)
-            if isinstance(self.action_space, spaces.Discrete):
-                actions = actions.reshape(-1, 1)
             for index in np.flatnonzero(dones):  # a game that was cut off has a value
-                last_obs = infos[index].get("terminal_observation")
-                if last_obs is not None and infos[index].get("TimeLimit.truncated", False):
-                    last_obs = self.policy.obs_to_tensor(last_obs)[0]
+                if infos[index].get("TimeLimit.truncated"):
+                    last_obs, _ = self.policy.obs_to_tensor(infos[index]["terminal_observation"])
                     with torch.no_grad():
                         terminal_value = self.policy.predict_values(last_obs)[0]
                     rewards[index] += self.gamma * terminal_value
@@ -100,21 +94,17 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
-    def _require_finite(self, **values: Any) -> None:
-        for name, arrays in values.items():
-            for array in tree_leaves(arrays):
-                if array.dtype.kind == "f" and not np.isfinite(array).all():
-                    raise NonFinite(
-                        f"the environment gave {name} that are not finite, after "
-                        f"{self.num_timesteps} steps"
-                    )
+    def _require_finite(self, name: str, arrays: Any) -> None:
+        for array in tree_leaves(arrays):
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise NonFinite(
+                    f"the environment gave {name} that are not finite, after "
+                    f"{self.num_timesteps} steps"
+                )
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
         """Actions, values and log-probabilities of the policy."""
         return self.policy(obs_tensor)
-
-    def _maybe_recommend_cpu(self, mlp_class_name: str = "HeadActorCriticPolicy") -> None:
-        super()._maybe_recommend_cpu(mlp_class_name)
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_forced"]
@@ -130,12 +120,6 @@ class HeadA2C(HeadAlgorithm, A2C):
     with a head.
     """
 
-    def learn(self, *args: Any, **kwargs: Any) -> Self:
-        """As in Stable-Baselines3, with a warning where masks of the environment are not used."""
-        if self.env is not None and has_masks(self.env):
-            warnings.warn("actions are not masked: HeadA2C takes no action_masks", stacklevel=2)
-        return super().learn(*args, **kwargs)
-
     def train(self) -> None:
         """Learn from the rollout."""
         normalize_advantage = self.normalize_advantage
@@ -146,11 +130,8 @@ class HeadA2C(HeadAlgorithm, A2C):
             advantages[torch.from_numpy(self._forced)] = 0
             self.rollout_buffer.advantages = advantages.numpy()
             self.normalize_advantage = False
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):  # the error below names the update
-                super().train()
-        finally:
-            self.normalize_advantage = normalize_advantage
+        super().train()
+        self.normalize_advantage = normalize_advantage
         is_finite = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
         if not is_finite.all():
             raise NonFinite(
@@ -176,10 +157,10 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
         "global_step": model.num_timesteps,
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
-        "normalizer": {
-            name: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
-            for name, moments in _moments(model).items()
-        },
+        "normalizer": [
+            {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            for moments in _moments(model)
+        ],
         # Values of the latest update, which are written with the row of the next rollout.
         "logged": {
             name: (float(value), logger.name_to_excluded[name])
@@ -197,20 +178,15 @@ def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
     model._n_updates = state["updates"]
     model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(maxlen=model._stats_window_size)
-    for name, moments in _moments(model).items():
-        for part, value in state["normalizer"][name].items():
-            setattr(moments, part, value.item() if part == "count" else value.numpy().copy())
-    for name, (value, excluded) in state.get("logged", {}).items():
+    for moments, parts in zip(_moments(model), state["normalizer"], strict=True):
+        for part, value in parts.items():
+            setattr(moments, part, value.numpy().copy())
+    for name, (value, excluded) in state["logged"].items():
         model.logger.record(name, value, exclude=excluded)
     set_random_states(state["random"], model.device)
 
 
-def _moments(model: OnPolicyAlgorithm) -> dict[str, RunningMeanStd]:
+def _moments(model: OnPolicyAlgorithm) -> list[Any]:
     """The running moments that observations and rewards are scaled by, if they are."""
     normalizer = model.get_vec_normalize_env()
-    if normalizer is None:
-        return {}
-    moments = normalizer.obs_rms
-    if not isinstance(moments, dict):
-        moments = {"": moments}
-    return {f"obs.{key}": value for key, value in moments.items()} | {"ret": normalizer.ret_rms}
+    return tree_leaves([normalizer.obs_rms, normalizer.ret_rms]) if normalizer else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Self
@@ -24,22 +23,10 @@ from catnat.sb3.masks import split_masks
 MaskMode = Literal["prune", "renormalize"]
 
 
-class OneChoice(nn.Module):
-    """Stands for a head where an action has one choice alone: it needs no scores."""
-
-    num_categories = 1
-    num_scores = 0
-
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> HeadCategorical:
-        """The distribution that is certain, (B, 0) -> (B,)."""
-        log_probs = scores.new_zeros((*scores.shape[:-1], 1))
-        return HeadCategorical(log_probs, validate_args=False, normalized=True)
-
-
 class FromHeads:
     """Scores become one categorical distribution for each head; the first of two base classes."""
 
-    heads: Sequence[CategoricalHead | OneChoice]
+    heads: Sequence[CategoricalHead]
     several: ClassVar[bool]  # whether an action has several parts
     distribution: Any
     parts: list[HeadCategorical]  # the distribution of each head
@@ -50,16 +37,23 @@ class FromHeads:
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """The layer that gives the scores of all heads."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Initializing zero-element")  # one choice, no score
-            return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
+        return nn.Linear(latent_dim, sum(head.num_scores for head in self.heads))
 
     def proba_distribution(self, action_logits: Tensor) -> Self:
-        """Set the distribution from scores (B, sum of S)."""
+        """Set the distribution from scores (B, sum of S).
+
+        A probability that is NaN raises a ValueError, as in the policies of Stable-Baselines3. The
+        host waits for the device here. See :func:`unchecked` for code that must not wait.
+        """
         self.scores = action_logits
         self.apply_masking(self._masks)
-        if self.validate_args:
-            self._check()
+        # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
+        for part in self.parts if self.validate_args else ():
+            if is_plain(part.logits) and bool(part.logits.sum().isnan()):
+                raise ValueError(
+                    "the policy's probabilities are NaN: look for NaN in the observations and in "
+                    "the policy's parameters"
+                )
         return self
 
     def apply_masking(self, masks: Any) -> None:
@@ -94,33 +88,19 @@ class FromHeads:
     def _joined(self, actions: list[Tensor]) -> Tensor:
         return torch.stack(actions, -1) if self.several else actions[0]
 
-    def _check(self) -> None:
-        """Raise ValueError if a probability is NaN, as the policies of Stable-Baselines3 do.
-
-        The host waits for the device here. See :func:`unchecked` for code that must not wait.
-        """
-        for part in self.parts:
-            # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is
-            if is_plain(part.logits) and bool(part.logits.sum().isnan()):
-                is_nan = part.logits.isnan().any(-1).flatten()
-                raise ValueError(
-                    f"the policy's probabilities are NaN in {int(is_nan.sum())} of {len(is_nan)} "
-                    "states: look for NaN in the observations and in the policy's parameters"
-                )
-
 
 class HeadDistribution(FromHeads, CategoricalDistribution):
     """The distribution of a head over the actions of a ``Discrete`` space.
 
     Args:
-        head: called as a module, so that probes see its scores.
+        heads: one alone; called as a module, so that probes see its scores.
     """
 
     several = False
 
-    def __init__(self, head: CategoricalHead | OneChoice) -> None:
-        super().__init__(head.num_categories)
-        self.heads = [head]
+    def __init__(self, heads: Sequence[CategoricalHead]) -> None:
+        super().__init__(heads[0].num_categories)
+        self.heads = heads
 
 
 class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
@@ -132,7 +112,7 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
 
     several = True
 
-    def __init__(self, heads: Sequence[CategoricalHead | OneChoice]) -> None:
+    def __init__(self, heads: Sequence[CategoricalHead]) -> None:
         super().__init__([head.num_categories for head in heads])
         self.heads = heads
 
@@ -151,7 +131,7 @@ def unchecked(policy: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def _temporarily(target: Any, name: str, value: Any) -> Iterator[None]:
     """Change an attribute within a context."""
-    previous = getattr(target, name, None)
+    previous = getattr(target, name)
     setattr(target, name, value)
     try:
         yield

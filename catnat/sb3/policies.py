@@ -24,7 +24,6 @@ from catnat.sb3.distributions import (
     HeadDistribution,
     HeadMultiDistribution,
     MaskMode,
-    OneChoice,
     categories_of,
 )
 
@@ -50,8 +49,8 @@ def _with_masks(name: str) -> Any:
 class HeadPolicy(_Base):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
-    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space; an
-    action with one choice has no scores. A probability that is NaN raises a ValueError, as in the
+    The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. A
+    probability that is NaN raises a ValueError, as in the
     policies of Stable-Baselines3. The deterministic action is the likeliest of all categories; a
     tree does not decide it split by split.
 
@@ -99,14 +98,12 @@ class HeadPolicy(_Base):
             options.setdefault("mix", SPARSEMAX_MIX)
         heads: list[Any] = []
         for K in categories_of(self.action_space):
-            heads.append(make_head(name, K, **options) if K > 1 else OneChoice())
+            heads.append(make_head(name, K, **options))
             heads[-1].validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
-        self.action_dist: HeadDistribution | HeadMultiDistribution
-        if isinstance(self.action_space, spaces.Discrete):
-            self.action_dist = HeadDistribution(heads[0])
-        else:
-            self.action_dist = HeadMultiDistribution(heads)
+        is_single = isinstance(self.action_space, spaces.Discrete)
+        kind: Any = HeadDistribution if is_single else HeadMultiDistribution
+        self.action_dist = kind(heads)
         self.action_dist.mask_mode = self._head_arguments["mask_mode"]
         super()._build(lr_schedule)  # type: ignore[misc]
 
@@ -141,16 +138,8 @@ POLICIES: dict[str, type[BasePolicy]] = {  # by the names of Stable-Baselines3
 # -- policies for MaskablePPO and RecurrentPPO, where sb3-contrib is installed ---------------------
 
 try:
-    from sb3_contrib.common.maskable.policies import (
-        MaskableActorCriticCnnPolicy,
-        MaskableActorCriticPolicy,
-        MaskableMultiInputActorCriticPolicy,
-    )
-    from sb3_contrib.common.recurrent.policies import (
-        RecurrentActorCriticCnnPolicy,
-        RecurrentActorCriticPolicy,
-        RecurrentMultiInputActorCriticPolicy,
-    )
+    from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
+    from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 except ImportError:
     pass
 else:
@@ -158,21 +147,5 @@ else:
     class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):  # type: ignore[misc]
         """A multilayer perceptron with a head, for MaskablePPO; HeadPPO does not need it."""
 
-    class HeadMaskableActorCriticCnnPolicy(HeadPolicy, MaskableActorCriticCnnPolicy):  # type: ignore[misc]
-        """The Nature CNN with a head, for MaskablePPO."""
-
-    class HeadMaskableMultiInputActorCriticPolicy(  # type: ignore[misc]
-        HeadPolicy, MaskableMultiInputActorCriticPolicy
-    ):
-        """For ``Dict`` observations, with a head, for MaskablePPO."""
-
     class HeadRecurrentActorCriticPolicy(HeadPolicy, RecurrentActorCriticPolicy):  # type: ignore[misc]
         """An LSTM with a head, for RecurrentPPO."""
-
-    class HeadRecurrentActorCriticCnnPolicy(HeadPolicy, RecurrentActorCriticCnnPolicy):  # type: ignore[misc]
-        """The Nature CNN and an LSTM with a head, for RecurrentPPO."""
-
-    class HeadRecurrentMultiInputActorCriticPolicy(  # type: ignore[misc]
-        HeadPolicy, RecurrentMultiInputActorCriticPolicy
-    ):
-        """For ``Dict`` observations, an LSTM with a head, for RecurrentPPO."""

@@ -6,7 +6,7 @@ It also has what is CleanRL's: a value loss and a schedule of the learning rate.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from catnat.checks import require_at_least, require_choice
+from catnat.checks import require_choice
 from catnat.cuda_graph import (
     StepGraph,
     make_capturable,
     make_portable,
     portable_state,
+    set_learning_rate,
     why_not_captured,
 )
 from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
-from catnat.sb3.distributions import OneChoice, categories_of, unchecked
-from catnat.sb3.masks import decide, masks_of, split_masks, warn_of_evaluation
+from catnat.sb3.distributions import categories_of, unchecked
+from catnat.sb3.masks import masks_of, split_masks
 from catnat.sb3.policies import HeadPolicy
-from catnat.tree_heads import CatnatHead
 
 ValueLoss = Literal["sb3", "cleanrl"]
 STATISTICS = (
@@ -49,15 +49,12 @@ ROLLOUT = ("observations", "actions", "values", "log_probs", "advantages", "retu
 
 
 class HeadPPO(HeadAlgorithm, PPO):
-    """PPO for policies with a categorical head (and others over the same action spaces).
+    """PPO for policies with a categorical head.
 
     With the default options it takes the steps that ``stable_baselines3.PPO`` takes, and each of
     the two loads the zips that the other saves (``stable_baselines3.PPO`` ignores ``value_loss``).
     HeadPPO is made for a GPU: the rollout is copied there once, pictures as bytes; logged values
     are read once per update; the policy and the update are replayed as CUDA graphs.
-
-    For trees ``train/approx_kl`` is :meth:`HeadCategorical.path_kl`, which has less variance. With
-    ``target_kl`` it is the estimate of Stable-Baselines3, so that both stop at the same step.
 
     A loss, KL divergence or gradient that is not finite raises :class:`NonFinite` at the end of
     the update; resume from a checkpoint. An action that was played and has become impossible does
@@ -75,9 +72,8 @@ class HeadPPO(HeadAlgorithm, PPO):
         capture: replay the policy and the update as CUDA graphs. None: wherever that is possible.
             False: never. True: as None, with a warning that says why where it is not possible.
         masks: use the masks that an environment's ``action_masks()`` gives, as sb3-contrib's
-            MaskablePPO does, see :mod:`catnat.sb3.masks`. None: where the environment and the
-            policy have them. True: an environment or a policy without them is an error. False:
-            never.
+            MaskablePPO does, see :mod:`catnat.sb3.masks`. None: where the environment
+            has them. True: an environment without them is an error. False: never.
         kwargs: as ``args``, by name.
     """
 
@@ -100,7 +96,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         self.value_loss = value_loss
         self.capture = capture
         self.masks = masks
-        self._baked: tuple[Any, ...] | None = None
         super().__init__(*args, **kwargs)
 
     # -- rollouts --------------------------------------------------------------------------------
@@ -109,33 +104,28 @@ class HeadPPO(HeadAlgorithm, PPO):
         buffer = self.rollout_buffer
         arguments = {"obs": obs_tensor}
         if buffer.pos == 0:
-            self._scores: list[Tensor] = []  # (n, sum of S) of each step, if all heads are trees
             buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         if self.uses_masks:
             sizes = categories_of(self.action_space)
-            masks = torch.cat(split_masks(masks_of(env), sizes, (env.num_envs,), "environment"), -1)
+            masks = torch.cat(split_masks(masks_of(env), sizes, (env.num_envs,)), -1)
             if buffer.action_masks is None:
                 buffer.action_masks = np.empty((self.n_steps, *masks.shape), bool)
             buffer.action_masks[buffer.pos] = masks
             arguments["action_masks"] = masks.to(self.device)
         batch, self._layout = tree_flatten(arguments)
         # Copies, because a graph writes its output to the same place at each step.
-        outputs = [output.clone() for output in self._play(batch)]
-        if self._paths:
-            self._scores.append(outputs.pop())
-        return outputs
+        return [output.clone() for output in self._play(batch)]
 
     @torch.no_grad()
-    def _forward(self, batch: list[Tensor]) -> tuple[Tensor, ...]:
-        """Actions, values, log-probabilities and scores, without any work on the host.
+    def _forward(self, batch: list[Tensor]) -> Any:
+        """Actions, values and log-probabilities, without any work on the host.
 
         Args:
             batch: the observation, or all entries of a dict observation; then the masks, if they
                 are used.
         """
         with unchecked(self.policy):
-            outputs: tuple[Tensor, ...] = self.policy(**tree_unflatten(batch, self._layout))
-        return (*outputs, self.policy.action_dist.scores) if self._paths else outputs
+            return self.policy(**tree_unflatten(batch, self._layout))
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -147,8 +137,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._upload()
         rows: list[Tensor] = []
         self._too_far = False
-        for epoch in range(self.n_epochs):
-            self._last_epoch = epoch == self.n_epochs - 1
+        for _ in range(self.n_epochs):
             self._n_updates += 1
             first_row = len(rows)
             for indices in self._minibatches():
@@ -180,15 +169,13 @@ class HeadPPO(HeadAlgorithm, PPO):
         arrays = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
         if self.uses_masks:
             arrays["masks"] = buffer.action_masks
-        if self._paths:
-            arrays["scores"] = torch.stack(self._scores)
         flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             tree_map(lambda place, x: place.copy_(x), self._rollout, flat)
         else:
             self._rollout = tree_map(lambda x: x.to(self.device), flat)
 
-    def _minibatches(self) -> Iterator[Tensor]:
+    def _minibatches(self) -> tuple[Tensor, ...]:
         """Indices of minibatches, (B,) each, on the device: every transition once.
 
         The order is that of Stable-Baselines3, whose buffer copies each minibatch to the device.
@@ -196,7 +183,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         order = np.random.permutation(self.n_steps * self.n_envs)
         envs, steps = np.divmod(order, self.n_steps)  # its buffer sorts by environments
         indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
-        yield from indices.split(self.batch_size)
+        return indices.split(self.batch_size)
 
     def _minimize(self, indices: Tensor) -> Tensor:
         """One step of the optimizer, on the device alone; returns ``STATISTICS``.
@@ -211,15 +198,13 @@ class HeadPPO(HeadAlgorithm, PPO):
             loss.backward()
             norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
             self.policy.optimizer.step()
-        elif self.verbose >= 1:
-            print(f"Early stopping due to reaching max kl: {statistics[_KL]:.2f}")
         return torch.cat([statistics, norm[None]])
 
     def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last.
 
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
-        old one. The KL divergence is E (r - 1 - log r), or that of paths in trees.
+        old one. The KL divergence is E (r - 1 - log r).
         """
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
@@ -236,32 +221,31 @@ class HeadPPO(HeadAlgorithm, PPO):
         log_ratio = torch.where(batch["forced"], 0.0, log_prob - batch["log_probs"])
         ratio = log_ratio.exp()
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
-        value_loss = value_error(
-            values.flatten(),
-            batch["values"],
-            batch["returns"],
-            clip_value if self._clips_values else None,
-            self.value_loss,
-        )
+        value_loss = self._value_loss(values.flatten(), batch, clip_value)
         entropy_loss = -(-log_prob if entropy is None else entropy).mean()
         loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
-            # The last epoch's is logged; a captured step is the same in all epochs.
-            paths = self._paths and (self._captured or self._last_epoch)
-            kl = (self._path_kl(batch) if paths else ratio - 1 - log_ratio).mean()
+            kl = (ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
-        parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
-        return loss, torch.stack([part.detach() for part in parts])
+            parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
+            statistics = torch.stack(parts)
+        return loss, statistics
 
-    def _path_kl(self, batch: dict[str, Any]) -> Tensor:
-        """KL(old || new) along the paths to the actions, (B,); the policy has just seen them."""
-        distribution = self.policy.action_dist
-        old_parts = distribution.parts_from(batch["scores"], batch.get("masks"))
-        triples = zip(
-            old_parts, distribution.parts, batch["actions"].long().unbind(-1), strict=True
-        )
-        total = torch.stack([q.path_kl(p, action) for q, p, action in triples]).sum(0)
-        return torch.where(batch["forced"], 0.0, total)  # these were not drawn from the policy
+    def _value_loss(self, values: Tensor, batch: dict[str, Any], clip: Tensor) -> Tensor:
+        """Mean squared error of the values (B,), without a factor 1/2.
+
+        Where values are clipped, those that differ by more than ``clip`` from the values of the
+        rollout count as clipped. "sb3" takes the error of the clipped values; "cleanrl" the larger
+        one of both errors, so that a clipped value still gets a gradient towards its target.
+        """
+        error = (batch["returns"] - values).square()
+        if not self._clips_values:
+            return error.mean()
+        clipped = batch["values"] + (values - batch["values"]).clamp(-clip, clip)
+        clipped_error = (batch["returns"] - clipped).square()
+        if self.value_loss == "cleanrl":
+            clipped_error = torch.max(error, clipped_error)
+        return clipped_error.mean()
 
     def _set_numbers(self) -> dict[str, float]:
         """Copy numbers that may change between updates to the device; return the logged ones."""
@@ -272,10 +256,6 @@ class HeadPPO(HeadAlgorithm, PPO):
             clip_value = self.clip_range_vf(remaining)  # type: ignore[operator]
         numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
         self._numbers.copy_(torch.tensor(numbers))
-        baked = (self.max_grad_norm, self.normalize_advantage, self.value_loss, self._clips_values)
-        if self._captured and baked != self._baked:
-            self._optimize.reset()
-        self._baked = baked
         return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
 
     @property
@@ -284,17 +264,14 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _update_learning_rate(self, optimizers: Any) -> None:
         """Set the learning rate, in place where a captured step reads it on the device."""
-        groups = self.policy.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        super()._update_learning_rate(optimizers)
-        if self._captured:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate.fill_(group["lr"])
+        rate = self.lr_schedule(self._current_progress_remaining)
+        self.logger.record("train/learning_rate", rate)
+        for group in self.policy.optimizer.param_groups:
+            set_learning_rate(group, rate, self.device if self._captured else None)
 
     # -- setting up, saving, playing -------------------------------------------------------------
 
     def _setup_model(self) -> None:
-        categories_of(self.action_space)
         buffer_class = self.rollout_buffer_class  # a zip of stable_baselines3.PPO has one
         if buffer_class not in (None, RolloutBuffer, DictRolloutBuffer):
             raise ValueError(
@@ -302,6 +279,8 @@ class HeadPPO(HeadAlgorithm, PPO):
             )
         self.rollout_buffer_class = None
         super()._setup_model()
+        if not isinstance(self.policy, HeadPolicy):
+            raise ValueError(f"HeadPPO needs a policy with a head, got {self.policy_class}")
         self._numbers = torch.zeros(6, device=self.device)
         self._captured = False
         self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
@@ -314,22 +293,13 @@ class HeadPPO(HeadAlgorithm, PPO):
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         self.uses_masks = self._decide_masks()  # there may be another environment
         self._prepare()
-        total, callback = super()._setup_learn(*args, **kwargs)
-        if self.uses_masks:
-            warn_of_evaluation(callback)
-        return total, callback
+        return super()._setup_learn(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
-        policy = self.policy
-        optimizer = policy.optimizer
-        has_heads = isinstance(policy, HeadPolicy)
-        kinds = (CatnatHead, OneChoice)
-        trees = has_heads and all(isinstance(head, kinds) for head in policy.heads)
-        self._paths = trees and self.target_kl is None
+        optimizer = self.policy.optimizer
         obstacles = {
             "target_kl looks at each minibatch before the step": self.target_kl is not None,
-            "the policy has no head, and may wait for the device": not has_heads,
             f"{type(optimizer).__name__} cannot be captured": "capturable"
             not in optimizer.defaults,
         }
@@ -337,19 +307,21 @@ class HeadPPO(HeadAlgorithm, PPO):
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
-        if self._captured:
-            make_capturable(optimizer, self.device)
-        else:
-            make_portable(optimizer)
         self._rollout = {}
         self._play: Any = self._forward
         self._optimize: Any = self._minimize
         if self._captured:
+            make_capturable(optimizer, self.device)
             self._play = StepGraph(self._forward)
             self._optimize = StepGraph(self._minimize)
+        else:
+            make_portable(optimizer)
 
     def _decide_masks(self) -> bool:
-        return self.env is not None and decide(self.masks, self.policy, self.env)
+        has_masks = self.env is not None and self.env.has_attr("action_masks")
+        if self.masks and self.env is not None and not has_masks:
+            raise ValueError("masks is True, but the environment has no method action_masks()")
+        return has_masks and self.masks is not False
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in Stable-Baselines3; also takes ``action_masks``, see :class:`MaskedPlayer`."""
@@ -368,31 +340,8 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _scores _paths _numbers _captured _baked _layout"
-        rebuilt += " _too_far _last_epoch uses_masks rollout_buffer_class"
-        return [*super()._excluded_save_params(), *rebuilt.split()]
-
-
-def value_error(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: Tensor | None, kind: ValueLoss
-) -> Tensor:
-    """Mean squared error of the values, without a factor 1/2.
-
-    Args:
-        values: values of the present critic, (B,).
-        old_values: values of the critic when the rollout was made, (B,).
-        returns: targets of the values, (B,).
-        clip: largest difference of values and old values that counts; None for no limit.
-        kind: "sb3" takes the error of the clipped values; "cleanrl" takes the larger one of the
-            errors of clipped and unclipped values, so that a clipped value still gets a gradient
-            towards its target.
-    """
-    error = (returns - values).square()
-    if clip is None:
-        return error.mean()
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
-    clipped_error = (returns - clipped).square()
-    return (clipped_error if kind == "sb3" else torch.max(error, clipped_error)).mean()
+        rebuilt = "_play _optimize _rollout _numbers _captured _layout _too_far uses_masks"
+        return [*super()._excluded_save_params(), *rebuilt.split(), "rollout_buffer_class"]
 
 
 def cleanrl_schedule(
@@ -414,7 +363,6 @@ def cleanrl_schedule(
     >>> [rate(1 - steps / 400) for steps in (100, 200, 300, 400)]
     [1.0, 0.75, 0.5, 0.25]
     """
-    require_at_least(1, total_timesteps=total_timesteps, batch=batch)
     rollouts = total_timesteps / batch
     updates = -(-total_timesteps // batch)  # rounded up
 

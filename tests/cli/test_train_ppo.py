@@ -3,9 +3,7 @@
 
 import os
 import re
-import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 import yaml
 from cases_cli import one_line
-from cases_fresh import one_server
 from cases_ppo import (
     CLOCK,
     FOLDER,
@@ -29,8 +26,6 @@ from cases_ppo import (
 from gymnasium.envs.classic_control import CartPoleEnv
 
 import train
-from catnat.callbacks import sb3_run
-from catnat.callbacks.sb3_run import RunSB3
 from catnat.cli.main import command_line
 from catnat.sb3 import HeadPPO
 
@@ -182,26 +177,6 @@ def test_options_that_stable_baselines_has(capfd):
     assert re.search(r"test/return +│ -1", out), "the environment's own reward"
 
 
-@one_server
-def test_environments_in_processes_of_their_own(clock, monkeypatch, capfd):
-    argv = [*clock, "--num_envs=2", "--subprocesses=true", "--eval_every=0"]
-    argv += ["--num_actions=3", "--save_every=1"]
-    assert run(*argv) == 0
-
-    def end_one(self):
-        one, two = self.model.env.processes
-        assert os.getpgid(one.pid) == one.pid, "Ctrl-C is not for it"
-        if self.num_timesteps == 40:
-            two.kill()
-        return True
-
-    monkeypatch.setattr(RunSB3, "_on_step", end_one)
-    assert run(*argv) == 1
-    line = capfd.readouterr().err.splitlines()[-1]
-    assert "ended after step 40: the process of an environment has ended; the latest" in line
-    assert last("runs/ppo/natural/version_1")["global_step"] == 32
-
-
 @pytest.mark.parametrize(
     ("env", "limits"), [("CliffWalking-v1", (None, 10_000)), ("CartPole-v1", (500, 500))]
 )
@@ -230,9 +205,6 @@ class Faulty(CartPoleEnv):
     def step(self, action):
         observation, reward, _, _, info = super().step(action)
         self.calls += 1
-        if self.calls == 40 and self.fault == "hangs":
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
         lost = {self.fault: np.float32("nan")} if self.calls == 40 else {}
         observation = observation * lost.get("observations", 1)
         return observation, lost.get("rewards", reward), self.calls % 16 == 0, False, info
@@ -244,7 +216,6 @@ def faulty(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gymnasium.register("Faulty-v0", Faulty)
-    monkeypatch.setattr(sb3_run, "_PATIENCE", 0.2)
     return [*QUICK, "--env=Faulty-v0", "--total_steps=512", "--save_every=64"]
 
 
@@ -255,18 +226,6 @@ def test_numbers_of_an_environment_that_are_not_finite_are_named(fault, faulty, 
     assert f"ended after step 160: the environment gave {fault} that are not finite" in line
     assert "the latest checkpoint is" in line
     assert last()["global_step"] == 128
-
-
-@pytest.mark.parametrize("where", ["rollout", "evaluation"])
-def test_a_signal_ends_a_run_whose_environment_hangs(where, faulty, capfd):
-    """The game of an evaluation has 16 steps: the third one hangs."""
-    games = ["--eval_every=0"] if where == "rollout" else ["--eval_games=3", "--num_envs=1"]
-    began = time.monotonic()
-    assert run(*faulty, "--env_kwargs.fault=hangs", *games) == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 50, "it does not wait for the environment"
-    out = capfd.readouterr().out
-    assert "stopped by SIGTERM after step" in out
-    assert last()["global_step"] == (128 if where == "rollout" else 32)
 
 
 def test_an_environment_of_the_current_folder(monkeypatch):

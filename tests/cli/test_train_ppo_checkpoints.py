@@ -135,14 +135,14 @@ def test_the_last_evaluation_can_be_the_best(at_the_end, best, monkeypatch):
 def test_normalizers_are_kept_also_for_stable_baselines():
     argv = [*QUICK, "--normalize=true"]
     assert run(*argv) == 0
-    first = last()["normalizer"]
-    assert first["obs."]["mean"].shape == (4,)
-    assert first["obs."]["count"] == pytest.approx(132, abs=1)  # a reset and 32 steps of 4
+    moments = last()["normalizer"][0]
+    assert moments["mean"].shape == (4,)
+    assert moments["count"] == pytest.approx(132, abs=1)  # a reset and 32 steps of 4
     path = FOLDER / "checkpoints/last_vecnormalize.pkl"
     theirs = VecNormalize.load(str(path), make_vec_env("CartPole-v1", 2))
-    assert torch.equal(torch.as_tensor(theirs.obs_rms.mean), first["obs."]["mean"])
+    assert torch.equal(torch.as_tensor(theirs.obs_rms.mean), moments["mean"])
     assert run(*argv, "--total_steps=192", "--ckpt_path=last") == 0
-    assert last()["normalizer"]["obs."]["count"] == pytest.approx(200, abs=1)
+    assert last()["normalizer"][0]["count"] == pytest.approx(200, abs=1)
     assert train.main(["test", "--model=ppo", "--head=natural", *argv, "--ckpt_path=last"]) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,11 +35,17 @@ class Kept(FisherMonitorSB3):
 
     seen = ()
 
-    def _states(self, chosen):
-        states = super()._states(chosen)
-        weights = {k: v.clone() for k, v in self.model.policy.state_dict().items()}
-        self.seen = [*self.seen, (states, weights)]
-        return states
+    def _distribution(self):
+        policy = self.model.policy
+        weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
+        get_distribution = policy.get_distribution
+
+        def watched(states, *args, **kwargs):
+            self.seen = [*self.seen, (states, weights)]
+            return get_distribution(states, *args, **kwargs)
+
+        with patch.object(policy, "get_distribution", watched):
+            return super()._distribution()
 
 
 def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, steps=96):

@@ -10,7 +10,6 @@ from cases_sb3 import (
     BOX,
     SMALL,
     Guess,
-    choices,
     every_head_with,
     same_parameters,
 )
@@ -36,7 +35,7 @@ def test_deterministic_is_the_likeliest_leaf_not_the_greedy_descent():
     wide = torch.tensor([[0.45, 0.0, 0.28, 0.27]])  # greedy: right, as 0.55 > 0.45
     for name in ("sigmoid", "natural"):
         head = make_head(name, 4)
-        actions = HeadDistribution(head).proba_distribution(head.inverse(wide)).mode()
+        actions = HeadDistribution([head]).proba_distribution(head.inverse(wide)).mode()
         assert actions.item() == 0
 
 
@@ -94,23 +93,6 @@ def test_multidiscrete(head):
     assert model.predict(BOX.sample(), deterministic=True)[0].shape == (3,)
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(1), spaces.MultiDiscrete([3, 1, 2])])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.filterwarnings("error:Initializing zero-element")
-def test_actions_with_one_choice_need_no_scores(head, space, tmp_path):
-    env = make_vec_env(Guess, 2, env_kwargs={"action_space": space})
-    model = HeadPPO("MlpPolicy", env, policy_kwargs={"head": head}, **SMALL).learn(32)
-    model.save(tmp_path / "it")
-    assert space.contains(HeadPPO.load(tmp_path / "it").predict(BOX.sample())[0])
-    masks = np.ones((4, sum(choices(space))), bool)
-    _, log_prob, entropy = model.policy.evaluate_actions(
-        torch.randn(4, 3), torch.zeros(4, *space.shape), action_masks=masks
-    )
-    certain = isinstance(space, spaces.Discrete)
-    assert bool((log_prob == 0).all()) == bool((entropy == 0).all()) == certain
-    assert model.policy.action_net.out_features == sum(x.num_scores for x in model.policy.heads)
-
-
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
 def test_binary_actions_are_trained(algorithm):
     space = spaces.MultiBinary(3)
@@ -132,6 +114,7 @@ def test_binary_actions_are_trained(algorithm):
     [
         ({"head": "natural", "action_space": spaces.Box(-1, 1, (2,))}, "Discrete action space, or"),
         ({"head": "natural", "action_space": spaces.Discrete(3, start=5)}, "must begin with 0"),
+        ({"head": "natural", "action_space": spaces.Discrete(1)}, "must be at least 2, got 1"),
         ({"head": "natural", "head_options": {"width": 1}}, "no option 'width'; its options: amp"),
         ({"head": "sparsemax", "head_options": {"mix": 1.0}}, r"mix must lie in \[0, 1\), got 1.0"),
     ],

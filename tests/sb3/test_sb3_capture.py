@@ -81,19 +81,6 @@ def test_replayed_steps_are_the_same_in_other_environments(env, without_cuda):
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_what_is_baked_in_is_captured_anew(without_cuda):
-    model = learn(rollouts=1)
-    update = model._optimize
-    assert update.resets == 1  # the first numbers
-    model.ent_coef, model.vf_coef = 0.1, 0.2  # these live on the device
-    model.train()
-    assert update.resets == 1
-    assert model._numbers[4:].tolist() == pytest.approx([0.1, 0.2])
-    model.max_grad_norm = 0.1
-    model.train()
-    assert update.resets == 2
-
-
 def test_checkpoints_fit_any_device(without_cuda, tmp_path, monkeypatch):
     model = learn()
     model.save(tmp_path / "it")

@@ -16,7 +16,6 @@ from cases_sb3 import (
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.policies import ActorCriticPolicy
 
 from catnat.sb3 import (
     HeadActorCriticPolicy,
@@ -42,20 +41,17 @@ def test_predict_raises_value_error_for_nan(algorithm, cause):
         model.policy.action_net.bias.data.fill_(np.nan)
     else:
         shown[0] = np.nan
-    with pytest.raises(ValueError, match="probabilities are NaN in 1 of 1 states"):
+    with pytest.raises(ValueError, match="probabilities are NaN"):
         model.predict(shown)
 
 
 # -- zips -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HeadActorCriticPolicy, ActorCriticPolicy])
 @pytest.mark.parametrize(("writer", "reader"), [(PPO, HeadPPO), (HeadPPO, PPO)])
-def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(
-    writer, reader, kind, tmp_path
-):
+def test_each_loads_the_zip_of_the_other_and_goes_on_as_the_writer_would(writer, reader, tmp_path):
     rate = cleanrl_schedule(0.01, 1000, 32)
-    model = writer(kind, cartpole(), learning_rate=rate, **SMALL).learn(128)
+    model = writer(HeadActorCriticPolicy, cartpole(), learning_rate=rate, **SMALL).learn(128)
     model.save(tmp_path / "it")
     copy, other = (
         algorithm.load(tmp_path / "it", cartpole(), device="cpu") for algorithm in (writer, reader)

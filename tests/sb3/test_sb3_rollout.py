@@ -11,7 +11,6 @@ from cases_sb3 import (
     Count,
     Forcing,
     Guess,
-    Unmasked,
     cartpole,
     learn,
     same_parameters,
@@ -81,7 +80,6 @@ class Alternating(DummyVecEnv):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
-@pytest.mark.filterwarnings("ignore:actions are not masked")
 def test_nothing_is_learned_about_actions_in_a_state_where_all_are_forced(algorithm, normalize):
     options = FEW[algorithm] | {"normalize_advantage": normalize, "learning_rate": 0.1}
     model = algorithm("MlpPolicy", Alternating(), policy_kwargs={"net_arch": []}, **options)
@@ -91,15 +89,6 @@ def test_nothing_is_learned_about_actions_in_a_state_where_all_are_forced(algori
     moved = (model.policy.action_net.weight - before).abs().amax(0)
     assert moved[0] > 1e-3 and moved[1] == 0
     assert (model.policy.value_net.weight != values).all()
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_forced_actions_need_a_discrete_space(shape):
-    space = {"action_space": spaces.MultiDiscrete([2, 3])}
-    env = make_vec_env(Unmasked, 2, seed=0, env_kwargs=space)
-    env.forced_actions = np.zeros(shape, int)
-    with pytest.raises(ValueError, match=r"forced_actions need .* a Discrete action space, got"):
-        HeadPPO("MlpPolicy", env, **SMALL).learn(32)
 
 
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
@@ -124,7 +113,6 @@ def test_a_callback_may_stop_a_rollout_and_training_goes_on():
 
 @pytest.mark.parametrize("env", [lambda: make_vec_env(Guess, 2, seed=0), lambda: Forcing(2)])
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
-@pytest.mark.filterwarnings("ignore:actions are not masked")
 def test_a_callback_may_call_the_policy(algorithm, env):
     class Ask(BaseCallback):
         def _on_step(self):
