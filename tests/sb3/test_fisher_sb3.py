@@ -19,7 +19,6 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
 from catnat.callbacks import FisherMonitorSB3, fisher_diagnostics
-from catnat.callbacks.fisher_diagnostics import HeadHistory
 from catnat.fisher import off_diagonal_mass
 from catnat.flat_heads import SoftmaxHead
 from catnat.sb3 import (
@@ -91,20 +90,6 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
         assert row["train/entropy"] == pytest.approx(entropy.item(), abs=1e-5)
     assert "train/explained_variance" in rows[64]
     assert algorithm is A2C or "train/approx_kl" in rows[64]
-
-
-@pytest.mark.parametrize("head", ["softmax", "natural"])
-def test_the_sampled_masses_are_those_of_fisher_monitor(head):
-    monitor = Kept(num_samples=4, seed=7)
-    model, rows = run(head, monitor=monitor, steps=64)
-    history = HeadHistory(model.policy.heads[0], "/", 4, [0.0, 0.0], "7 heads.0")
-    for (states, weights), (step, row) in zip(monitor.seen, rows.items(), strict=True):
-        model.policy.load_state_dict(weights)
-        with torch.no_grad():
-            scores = model.policy.action_net(model.policy.mlp_extractor.forward_actor(states))
-        history.add(step, scores)
-        want = history.send()()[0][step]
-        assert {tag: row[tag] for tag in want} == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO])

@@ -276,18 +276,6 @@ def test_environments_in_other_processes_give_their_masks():
     assert np.array_equal(*masks) and not masks[0].all()
 
 
-def test_another_process_that_allows_nothing_is_named_and_leaves_nobody_waiting():
-    env = in_processes(Guess, Stuck)
-    try:
-        with pytest.raises(ValueError, match="the mask of state 1 allows no action"):
-            learned(HeadPPO, "MlpPolicy", env, 1)
-        assert not env.waiting
-        env.reset()
-        assert masks_of(env).any(-1).all()
-    finally:
-        env.close()
-
-
 # -- playing --------------------------------------------------------------------------------------
 
 
