@@ -116,15 +116,15 @@ class HeadPolicy(_Base):
     predict = _with_masks("predict")
 
 
-class HeadActorCriticPolicy(HeadPolicy, ActorCriticPolicy):  # type: ignore[misc]
+class HeadActorCriticPolicy(HeadPolicy, ActorCriticPolicy):
     """A multilayer perceptron with a categorical head, see :class:`HeadPolicy`."""
 
 
-class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):  # type: ignore[misc]
+class HeadActorCriticCnnPolicy(HeadPolicy, ActorCriticCnnPolicy):
     """The Nature CNN with a categorical head, see :class:`HeadPolicy`."""
 
 
-class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):  # type: ignore[misc]
+class HeadMultiInputActorCriticPolicy(HeadPolicy, MultiInputActorCriticPolicy):
     """For ``Dict`` observations, with a categorical head, see :class:`HeadPolicy`."""
 
 
@@ -144,8 +144,8 @@ except ImportError:
     pass
 else:
 
-    class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):  # type: ignore[misc]
+    class HeadMaskableActorCriticPolicy(HeadPolicy, MaskableActorCriticPolicy):
         """A multilayer perceptron with a head, for MaskablePPO; HeadPPO does not need it."""
 
-    class HeadRecurrentActorCriticPolicy(HeadPolicy, RecurrentActorCriticPolicy):  # type: ignore[misc]
+    class HeadRecurrentActorCriticPolicy(HeadPolicy, RecurrentActorCriticPolicy):
         """An LSTM with a head, for RecurrentPPO."""
