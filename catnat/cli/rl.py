@@ -6,10 +6,8 @@ A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass
-from traceback import extract_tb
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -347,19 +345,14 @@ class RLCLI(RunCLI):
         self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
         model.logger.output_formats.append(_Output(self.writer))
         callbacks = [self.fisher, *(training.callbacks or ()), self.callback]
-        try:
-            model.learn(
-                max(training.total_steps - model.num_timesteps, 0),
-                CallbackList(callbacks),
-                log_interval=self.model_type.every,
-                reset_num_timesteps=False,
-                progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
-            )
-            tested = self.test()
-        except (EOFError, ConnectionError) as error:
-            if "multiprocessing" not in extract_tb(error.__traceback__)[-1].filename:
-                raise  # what reads our output has gone
-            raise ChildProcessError("the process of an environment has ended") from error
+        model.learn(
+            max(training.total_steps - model.num_timesteps, 0),
+            CallbackList(callbacks),
+            log_interval=self.model_type.every,
+            reset_num_timesteps=False,
+            progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
+        )
+        tested = self.test()
         self.callback.keep_best(tested["test/return"])
         about = {"steps": model.num_timesteps, "actions": model.action_space}
         hparams = {
@@ -377,13 +370,8 @@ class RLCLI(RunCLI):
     def close(self) -> None:
         """Give back signals, environments and the folder."""
         for name in ("callback", "eval_env", "env", "writer"):
-            resource = vars(self).get(name)
-            if resource is None:
-                continue
-            for process in resource.processes if getattr(resource, "waiting", False) else ():
-                process.terminate()  # in a step that did not end: closing would wait for it
-            with contextlib.suppress(OSError, EOFError):  # of a process that is gone
-                resource.close()
+            if name in vars(self):
+                getattr(self, name).close()
         super().close()
 
 
