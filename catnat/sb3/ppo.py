@@ -175,7 +175,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         else:
             self._rollout = tree_map(lambda x: x.to(self.device), flat)
 
-    def _minibatches(self) -> tuple[Tensor, ...]:
+    def _minibatches(self) -> list[Tensor]:
         """Indices of minibatches, (B,) each, on the device: every transition once.
 
         The order is that of Stable-Baselines3, whose buffer copies each minibatch to the device.
@@ -183,7 +183,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         order = np.random.permutation(self.n_steps * self.n_envs)
         envs, steps = np.divmod(order, self.n_steps)  # its buffer sorts by environments
         indices = torch.from_numpy(steps * self.n_envs + envs).to(self.device)
-        return indices.split(self.batch_size)
+        return list(indices.split(self.batch_size))
 
     def _minimize(self, indices: Tensor) -> Tensor:
         """One step of the optimizer, on the device alone; returns ``STATISTICS``.
@@ -231,7 +231,7 @@ class HeadPPO(HeadAlgorithm, PPO):
             statistics = torch.stack(parts)
         return loss, statistics
 
-    def _value_loss(self, values: Tensor, batch: dict[str, Any], clip: Tensor) -> Tensor:
+    def _value_loss(self, values: Tensor, batch: dict[str, Tensor], clip: Tensor) -> Tensor:
         """Mean squared error of the values (B,), without a factor 1/2.
 
         Where values are clipped, those that differ by more than ``clip`` from the values of the
