@@ -65,7 +65,7 @@ def is_drawn(count: int, every: int) -> bool:
         count: of steps or rollouts, from 0.
         every: n; 0 for no pictures at all.
     """
-    power_of_ten = count == 0 or (str(count).strip("0") == "1" and count > 1)
+    power_of_ten = count != 1 and str(count).rstrip("0") in ("", "1")
     return every > 0 and (power_of_ten or count % every == 0)
 
 

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
@@ -31,10 +31,9 @@ class StopSignals:
         """Start to handle signals if this is the main thread: Python allows it nowhere else."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for name in _STOPPING:
-            if signum := getattr(signal, name, None):
-                handler = signal.signal(signum, self._ask_to_stop)
-                self._handlers.setdefault(signum, handler)
+        for signum in _STOPPING:
+            handler = signal.signal(signum, self._ask_to_stop)
+            self._handlers.setdefault(signum, handler)
 
     def give_back(self) -> None:
         """Put back the earlier handlers."""

@@ -107,7 +107,12 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.psi = psi * (scale / psi.square().sum(0).mean()).sqrt()
         graph = community_graph(self.communities)
         x = torch.randn(self.num_pairs, len(graph), self.in_features, generator=generator)
-        y = sums_along_edges(x @ self.psi, graph, self.theta, generator)
+        # Every pair has a graph of its own: its messages are summed along the edges drawn for it.
+        messages = x @ self.psi
+        source, target = graph.nonzero(as_tuple=True)
+        is_present = torch.rand(len(x), len(source), generator=generator) < self.theta
+        sent = messages[:, source] * is_present[..., None]
+        y = torch.zeros_like(messages).index_add_(1, target, sent)
         self.edge_probs = self.theta * graph
         self._generator = generator
         tenth = self.num_pairs // 10
@@ -135,13 +140,3 @@ class CommunityGraphDataModule(InMemoryDataModule):
                 means.add_rows(**prediction_errors(model(x, graphs), y))
         values = {name: float(value.float()) for name, value in means.compute().items()}
         return values | {"energy_score_2x": 2 * values["energy_score"]}
-
-
-def sums_along_edges(
-    messages: Tensor, graph: Tensor, theta: float, generator: torch.Generator
-) -> Tensor:
-    """Sums of the messages along random edges, drawn for each pair, (n, N, D) -> (n, N, D)."""
-    source, target = graph.nonzero(as_tuple=True)
-    is_present = torch.rand(len(messages), len(source), generator=generator) < theta
-    sent = messages[:, source] * is_present[..., None]
-    return torch.zeros_like(messages).index_add_(1, target, sent)

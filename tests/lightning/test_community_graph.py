@@ -8,7 +8,7 @@ import torch
 
 from catnat.datamodules import CommunityGraphDataModule, community_graph
 from catnat.datamodules.community_graph import community_graph as possible_edges
-from catnat.datamodules.community_graph import num_nodes, sums_along_edges
+from catnat.datamodules.community_graph import num_nodes
 from catnat.graphs import GCN
 
 PAPER = Path(__file__).resolve().parents[2] / "paper" / "paper.json"
@@ -37,11 +37,6 @@ def test_the_graph(communities):
         assert c == 0 or graph[6 * c - 1, 6 * c] == 1
 
 
-@pytest.mark.parametrize(("theta", "scale"), [(0.9, 1.56), (0.5, 2.24)])
-def test_psi_has_the_scale(theta, scale):
-    assert ready(theta=theta).psi.square().sum(0).mean() == pytest.approx(scale, rel=1e-5)
-
-
 def test_certain_edges_make_y_a_function_of_x():
     data = ready(theta=1.0, communities=2, in_features=3, out_features=5)
     x, y = pairs(data.val_dataloader())
@@ -52,16 +47,6 @@ def test_certain_edges_make_y_a_function_of_x():
     assert data.optimal["energy_score"] == pytest.approx(0, abs=1e-4)
 
 
-def test_every_pair_has_a_graph_of_its_own():
-    """Mean and variance of y given x, over pairs with one x."""
-    messages = torch.randn(1, 24, 2)
-    generator = torch.Generator().manual_seed(0)
-    graph = possible_edges(4)
-    y = sums_along_edges(messages.expand(4000, 24, 2), graph, 0.3, generator)
-    assert torch.allclose(y.mean(0), 0.3 * graph @ messages[0], atol=0.12)
-    assert torch.allclose(y.var(0), 0.21 * graph @ messages[0].square(), rtol=0.12)
-
-
 def test_parts_do_not_overlap_and_follow_the_seed():
     data = ready(num_pairs=105)
     (val, _), (test, _) = pairs(data.val_dataloader()), pairs(data.test_dataloader())
@@ -70,20 +55,6 @@ def test_parts_do_not_overlap_and_follow_the_seed():
     assert len(everything.unique(dim=0)) == 105
     other, _ = pairs(ready(num_pairs=105, seed=1).test_dataloader())
     assert not torch.equal(test, other)
-
-
-def test_training_batches_are_shuffled_pairs():
-    data = ready(batch_size=20)
-    unseen = {tuple(x.flatten().tolist()): y for x, y in zip(*data._parts["train"], strict=True)}
-    loader = data.train_dataloader()
-    draws = iter(loader)
-    batches = [next(draws), *loader.next_batches(2), *draws]
-    assert len(batches) == len(loader) == 4 and not loader.next_batches(2)
-    for x, y in batches:
-        assert x.shape == (20, 24, 4)
-        for one, other in zip(x, y, strict=True):
-            assert torch.equal(unseen.pop(tuple(one.flatten().tolist())), other)
-    assert not unseen
 
 
 def test_generating_draws_nothing_from_the_noise_of_a_run():

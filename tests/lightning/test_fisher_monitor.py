@@ -267,7 +267,10 @@ def test_the_sampled_share_of_small_batches_is_not_biased():
         paired_mean_fishers(head, scores.expand(3000, 4, 7), uniforms).movedim(0, 1)
     )
     run = [0.0, 0.0]
-    shares = [sampled_row(run, *each)["fim_sampled/off_diagonal_share"] for each in sums.tolist()]
+    shares = [
+        sampled_row(run, *step_sums)["fim_sampled/off_diagonal_share"]
+        for step_sums in sums.tolist()
+    ]
     assert sum(shares) / len(shares) == pytest.approx(0, abs=0.02)
     assert sums[:, 1].sum() / sums[:, 2].sum() == pytest.approx(0, abs=0.02)
     assert (sums[:, 1] / sums[:, 2]).mean() < -0.05

@@ -95,12 +95,3 @@ def test_a_method_that_fails_costs_its_image_only():
         logger, trainer = drawn(Conditional("softmax"), torch.rand(4, 3, 32, 32), steps=2)
     assert trainer.global_step == 2
     assert "images/prior" in logger.images and "images/reconstructions" not in logger.images
-
-
-def test_the_usage_of_the_categories_is_that_of_the_model():
-    class Module(Small):
-        usage = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
-
-    logger, _ = drawn(Module("softmax"), torch.rand(4, 4), steps=1)
-    usage = logger.images["latents/usage"]
-    assert usage[6::12, 6::12, 0].tolist() == [[0, 255], [128, 128]]

@@ -232,13 +232,6 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert epochs(ImageLoader(numbered(50), 10, shuffle=True, seed=1), 1) != [first]
 
 
-def test_a_pass_that_was_broken_off_still_ends_the_epoch():
-    loader = ImageLoader(numbered(50), 10, shuffle=True)
-    first, second = epochs(ImageLoader(numbered(50), 10, shuffle=True), 2)
-    assert number(next(iter(loader))) == first[0]
-    assert epochs(loader, 1) == [second]
-
-
 @pytest.mark.parametrize("position", range(6))
 def test_resuming_goes_on_exactly_where_it_stopped(position):
     def batches(loader, n):

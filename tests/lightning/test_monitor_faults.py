@@ -18,8 +18,8 @@ def observed(model, **options):
         warnings.simplefilter("always")
         trainer = fit(model, FisherMonitor(write_every_n_steps=2, **options), logger=logger)
     assert trainer.global_step == 5 and sorted(logger.rows) == [0, 1, 2, 3, 4]
-    told = [str(w.message) for w in caught if "could not be computed" in str(w.message)]
-    return logger.rows, told
+    messages = [str(w.message) for w in caught if "could not be computed" in str(w.message)]
+    return logger.rows, messages
 
 
 @pytest.mark.parametrize("place", ["head.step_fishers", "eigvalsh", "paired_mean_fishers"])
@@ -36,15 +36,15 @@ def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
         monkeypatch.setattr(torch.linalg, "svdvals", fails)
     else:
         monkeypatch.setattr(fisher_diagnostics, place, fails)
-    rows, told = observed(model)
+    rows, messages = observed(model)
     for row in rows.values():
         nan = {tag for tag, value in row.items() if math.isnan(value)}
         if place == "eigvalsh":
             assert nan == {"fim_spectrum/condition_number"}
         else:
             assert nan == set(row)
-    assert len(told) == (place != "eigvalsh")
-    assert all("did not converge" in each for each in told)
+    assert len(messages) == (place != "eigvalsh")
+    assert all("did not converge" in message for message in messages)
 
 
 def test_scores_that_are_nan_do_not_end_a_run():
@@ -57,10 +57,10 @@ def test_scores_that_are_nan_do_not_end_a_run():
 
     model = Broken("sparsemax")
     model.head.validate_args = False
-    rows, told = observed(model, image_every_n_steps=1)
+    rows, messages = observed(model, image_every_n_steps=1)
     assert math.isnan(rows[2]["fim_spectrum/condition_number"])
     assert all(math.isfinite(value) for value in rows[3].values())
-    assert not told, "that no error is the reason"
+    assert not messages, "that no error is the reason"
 
 
 @pytest.mark.parametrize("name", ["softmax", "natural"])
@@ -70,7 +70,9 @@ def test_a_matrix_that_is_too_large_is_not_even_tried(name, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(Small(name), FisherMonitor(), logger=logger)
-    told = [each for each in caught if "FisherMonitor observes nothing" in str(each.message)]
-    assert len(told) == (name == "softmax")
+    messages = [
+        warning for warning in caught if "FisherMonitor observes nothing" in str(warning.message)
+    ]
+    assert len(messages) == (name == "softmax")
     rows = {"softmax": {}, "natural": {tag for tag in TAGS if "sampled" not in tag}}
     assert set().union(*logger.rows.values()) == set(rows[name])

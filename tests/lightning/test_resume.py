@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 def run(root, model, variant, ckpt_path=None, callbacks=(), **options):
     data = MNISTDataModule(str(root), variant=variant, batch_size=10, download=False)
     options = {"max_steps": STEPS, "max_epochs": -1, "limit_val_batches": 1} | options
-    if not any(isinstance(each, LastCheckpoint) for each in callbacks):
+    if not any(isinstance(callback, LastCheckpoint) for callback in callbacks):
         callbacks = [LastCheckpoint(root / "last", every_n_steps=1000), *callbacks]  # random states
     trainer = quiet_trainer(callbacks=callbacks, enable_checkpointing=True, **options)
     trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)

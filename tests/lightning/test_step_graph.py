@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 
-import pytest
 import torch
 from cases_replay import cuda
 from torch import nn
@@ -34,14 +33,6 @@ def test_a_graph_is_captured_once_and_again_after_reset():
         with contextlib.suppress(RuntimeError, TypeError):
             graph(other)
     assert len(calls) == graphs.WARM_UP + 4
-
-
-@cuda
-def test_a_sequence_of_tensors_is_captured_too():
-    graph = graphs.StepGraph(lambda batch: (batch[0] * batch[1]).sum())
-    for k in range(8):
-        x, y = torch.full((3,), float(k), device="cuda"), torch.ones(3, device="cuda")
-        assert graph([x, y]).item() == 3 * k
 
 
 @cuda
@@ -98,15 +89,3 @@ def test_a_device_scalar_changes_in_place_and_is_no_part_of_a_checkpoint():
     assert model.number().item() == float(model.number) == 0.25
     assert model.number().data_ptr() == place and not model.state_dict()
     assert model.double().number().dtype == torch.float64, "it moves with its module"
-
-
-def test_a_learning_rate_changes_in_place_where_steps_are_captured():
-    group, device = {"lr": 0.1}, torch.device("cpu")
-    graphs.set_learning_rate(group, 0.2, None)
-    assert group == {"lr": 0.2}
-    graphs.set_learning_rate(group, 0.3, device)
-    place = group["lr"]
-    graphs.set_learning_rate(group, 0.4, device)
-    assert group["lr"] is place and place.item() == pytest.approx(0.4)
-    graphs.set_learning_rate(group, 0.5, None)
-    assert group == {"lr": 0.5}

@@ -91,16 +91,6 @@ def test_pictures_have_one_color_scale_up_to_a_quarter():
     assert not torch.equal(one[:, -90:], large[:, -90:]), "an entry is beyond the scale"
 
 
-def test_red_is_positive_blue_is_negative():
-    G = torch.zeros(100, 100)
-    G[50, 25], G[10, 90] = -0.25, 0.25
-    pixels = fisher_picture(G, make_head("softmax", 100), "").int()[:, :370]
-    red, blue = pixels[..., 0], pixels[..., 2]
-    (below, left), *_ = (blue > red + 60).nonzero().tolist()
-    (above, right), *_ = (red > blue + 60).nonzero().tolist()
-    assert above < below and left < right
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_image_arrives_as_it_was_given(channels, tmp_path):
     logger = TensorBoardLogger(tmp_path, name="", version="run")
