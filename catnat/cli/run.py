@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -35,8 +35,6 @@ from catnat.heads import head_names
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_str(kind.value))
-
-Until = Literal["options", "objects", "end"]
 
 # Options that give a run its length, and their values where another one gives it.
 _LENGTHS = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
@@ -76,7 +74,7 @@ class RunCLI(LightningCLI):
     hidden: ClassVar[dict[str, set[str]]] = {}  # arguments that are not options, by group
     in_batches = False  # whether everything is built, and batches are computed
 
-    def __init__(self, line: CommandLine, until: Until = "end") -> None:
+    def __init__(self, line: CommandLine, until: str = "end") -> None:
         self.line = line
         self.until = until
         self.metrics: dict[str, Any] = {}
@@ -221,13 +219,10 @@ class RunCLI(LightningCLI):
         return {f"trainer.{name}": recipe.steps_on_cpu, "model.nll_samples": 64}
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add the options that every run has."""
-        modules = "modules to import first"
-        parser.add_argument("--import", type=list[str] | str, default=[], help=modules)
-        checkpoint = "resume or test a checkpoint: a file, last or best"
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help=checkpoint)
-        steps = "steps between checkpoints"
-        parser.add_argument("--save_every", type=int | None, default=None, help=steps)
+        """Add the options that every run has; the first page of help explains them."""
+        parser.add_argument("--import", type=list[str] | str, default=[])
+        parser.add_argument("--ckpt_path", type=str | None, default=None)
+        parser.add_argument("--save_every", type=int | None, default=None)
         self.option_names.update(name.lstrip("-") for name in parser._option_string_actions)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback
 
 import train
 from catnat import __version__
-from catnat.cli.lightning import default_interval
 from catnat.cli.main import command_line
 from catnat.cli.options import MODELS
 from catnat.head import REGISTRY
@@ -166,17 +165,6 @@ def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
         assert printed(capsys, *argv)["trainer"]["max_steps"] == 9
     for option in ("--seed=7", "--seed_everything=7"):
         assert printed(capsys, option)["seed_everything"] == 7
-    config = printed(
-        capsys,
-        "--optimizer=SGD",
-        "--optimizer.lr=1e-1",
-        "--lr_scheduler=StepLR",
-        "--lr_scheduler.step_size=3",
-        "--model.optimizer=sgd",
-    )
-    assert config["optimizer"]["class_path"] == "torch.optim.SGD"
-    assert config["lr_scheduler"]["init_args"]["step_size"] == 3
-    assert config["model"]["init_args"]["optimizer"] == "sgd"
     assert printed(capsys, "--optimizer=sgd")["model"]["init_args"]["optimizer"] == "sgd"
 
 
@@ -190,8 +178,6 @@ def test_a_run_of_epochs_validates_after_each_and_one_of_steps_by_steps(workspac
     assert trainer().max_steps == 2000, "the default on a CPU"
     assert trainer("--max_steps=3").val_check_interval == 3
     assert trainer("--max_steps=3", "--accumulate_grad_batches=2").val_check_interval == 6
-    lengths = (-1, 10, 30_000, 60_000, 195_000)
-    assert [default_interval(n) for n in lengths] == [500, 500, 1_000, 2_000, 6_500]
 
 
 # -- runs -----------------------------------------------------------------------------------------

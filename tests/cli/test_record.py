@@ -100,27 +100,6 @@ def test_a_run_that_died_and_was_resumed_has_every_step_once(options, monkeypatc
     assert written["test/nll"] == [8]
 
 
-def test_a_killed_policy_leaves_no_second_curve(options):
-    first = [
-        "--model=ppo",
-        "--env=CartPole-v1",
-        "--num_envs=2",
-        "--n_steps=8",
-        "--eval_games=1",
-        "--eval_every=0",
-        "--save_every=32",
-    ]
-    folder = Path("runs/ppo/natural/version_0")
-    assert train.main([*first, "--total_steps=32"]) == 0
-    saved = (folder / "checkpoints/last.ckpt").read_bytes()
-    assert train.main(["--model=ppo", "--ckpt_path=last", "--total_steps=64"]) == 0
-    (folder / "checkpoints/last.ckpt").write_bytes(saved)  # as if it had been killed at 64
-    assert train.main(["--model=ppo", "--ckpt_path=last", "--total_steps=64"]) == 0
-    written = steps(folder)
-    assert written["fim/saturated"] == [16, 32, 48, 64]
-    assert_once({name: x for name, x in written.items() if name.startswith("fim/")})
-
-
 def test_hparams_show_the_run(options):
     assert (
         run(*options, "--seed=7", "--num_latents=4", "--data.seed=3", "--learning_rate=.002") == 0
@@ -154,14 +133,6 @@ def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(every, opti
         assert steps() == written
         again = json.loads((FOLDER / "metrics.json").read_text())
         assert tested.items() <= again.items() if died else again == metrics
-
-
-@pytest.mark.parametrize("other", ["--num_categories=5", "--model.optimizer=sgd"])
-def test_a_resume_that_is_refused_changes_nothing(other, options, capfd):
-    assert run(*options) == 0
-    before = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
-    assert run(*options, "--ckpt_path=last", "--max_steps=8", other) == 2
-    assert before == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
 
 
 def test_a_resumed_run_learns_at_the_rate_it_is_given(options):

@@ -207,14 +207,6 @@ def test_models_can_be_pickled_and_copied(kind):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
-def test_weights_of_16_bits_are_refused(kind, precision, data):
-    model, data = small(kind, data)
-    with pytest.raises(ValueError, match=f"'{precision}' .*choose from 32-true, 64-true, 16-mixed"):
-        make_trainer(precision=precision).fit(model, datamodule=data)
-
-
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [DiscreteVAE, GraphStructureLearner])
 def test_other_precisions_train_and_test(kind, precision, data):

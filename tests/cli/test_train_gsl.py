@@ -9,7 +9,6 @@ from cases import HEADS
 from cases_cli import one_line
 
 import train
-from catnat.cli.end_of_run import warnings_of
 
 
 @pytest.fixture
@@ -138,11 +137,3 @@ def test_the_learning_rate_of_the_record_is_used_or_the_option_refused(line, wor
     assert run("--ckpt_path=last", "--max_steps=7", f"--optimizer.lr={2 * rate}") == 0
     (group,) = torch.load(path)["optimizer_states"][0]["param_groups"]
     assert group["lr"] == pytest.approx(2 * rate)
-
-
-def test_a_report_tells_of_dead_edges_and_collapse_and_saturation_is_a_number_alone():
-    (line,) = warnings_of({"test/dead_edges": 3.0, "test/saturated": 0.9})
-    assert line.startswith("3 true edge(s) DIED")
-    assert warnings_of({"test/dead_edges": 0.0, "test/saturated": 0.9}) == []
-    (collapsed,) = warnings_of({"test/collapsed": 1.0})
-    assert "COLLAPSED" in collapsed
