@@ -24,9 +24,6 @@ _SHORTENED = (
     (r"\.? (?:Got|Given) value: ", ", got "),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
-# Packages of the extra "train".
-_TRAIN = ("lightning", "jsonargparse", "torchmetrics", "torchvision", "torch_geometric", "yaml")
-_TRAIN += ("stable_baselines3", "gymnasium", "rich")
 
 
 class UsageError(ValueError):
@@ -45,9 +42,6 @@ class UsageError(ValueError):
         full_names: Mapping[str, str] = {},
     ) -> None:
         text = one_line(error)
-        package = (getattr(error, "name", None) or "").partition(".")[0]
-        if package in _TRAIN:
-            text = f'{package} is missing: pip install "catnat[train]"'
         cause: BaseException = error
         while cause.__cause__ and not isinstance(error, ArgumentError):
             cause = cause.__cause__  # jsonargparse raises an error of its own for one of a class

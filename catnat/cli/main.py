@@ -86,7 +86,10 @@ def command_line(words: list[str], until: str = "end") -> Any:
             cli = import_module("catnat.cli.rl").RLCLI
         else:
             cli = import_module("catnat.cli.lightning").CatnatCLI
-    except (ValueError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        message = f'{error.name} is missing: pip install "catnat[train]"'
+        raise UsageError(ImportError(message)) from error
+    except ValueError as error:
         raise UsageError(error) from error
     return cli(line, until)
 

@@ -108,12 +108,6 @@ class Algorithm:
         self.anneal_lr = anneal_lr
         self.kwargs = kwargs
 
-    def rate(self, env: VecEnv, steps: int) -> Any:
-        """The learning rate, or its schedule."""
-        if not self.anneal_lr:
-            return self.learning_rate
-        return cleanrl_schedule(self.learning_rate, steps, self.kwargs["n_steps"] * env.num_envs)
-
 
 class PPO(Algorithm):
     """PPO; for Atari games with CleanRL's settings, which are the paper's."""
@@ -187,8 +181,7 @@ class Training:
             try:  # Stable-Baselines3 would take the CPU in place of a device that is not there
                 torch.empty(0, device=self.device).cpu()
             except (RuntimeError, AssertionError) as error:
-                reason = str(error).splitlines()[0]
-                raise ValueError(f"there is no device {self.device!r} here: {reason}") from error
+                raise ValueError(f"there is no device {self.device!r} here: {error}") from error
 
 
 class RLCLI(RunCLI):
@@ -266,19 +259,26 @@ class RLCLI(RunCLI):
             require_within(0, largest, "[)", seed=self.seed)
         self.title += f" on {config.data.env}"
         self.env = self._environments()
-        if isinstance(self.env.observation_space, spaces.Dict):
-            policy = "MultiInputPolicy"
-        else:
-            policy = "CnnPolicy" if is_image_space(self.env.observation_space) else "MlpPolicy"
+        observations = self.env.observation_space
         device = training.device
-        if device == "auto" and policy == "MlpPolicy":
-            device = "cpu"  # small networks are faster there
+        if isinstance(observations, spaces.Dict):
+            policy = "MultiInputPolicy"
+        elif is_image_space(observations):
+            policy = "CnnPolicy"
+        else:
+            policy = "MlpPolicy"
+            if device == "auto":
+                device = "cpu"  # small networks are faster there
         steps = training.total_steps
-        self.model: Any = objects.model.make(
+        algorithm = objects.model
+        rate = algorithm.learning_rate
+        if algorithm.anneal_lr:
+            rate = cleanrl_schedule(rate, steps, algorithm.kwargs["n_steps"] * self.env.num_envs)
+        self.model: Any = algorithm.make(
             policy,
             self.env,
-            learning_rate=objects.model.rate(self.env, steps),
-            policy_kwargs=objects.model.policy_kwargs,
+            learning_rate=rate,
+            policy_kwargs=algorithm.policy_kwargs,
             seed=self.seed,
             device=device,
         )
