@@ -183,16 +183,15 @@ class GraphConvolution(nn.Module):
 
     Args:
         conv: the convolution.
+        sparse: whether it is a sparse one.
 
     Shapes: as in :class:`GCN`.
     """
 
-    def __init__(self, conv: nn.Module) -> None:
+    def __init__(self, conv: nn.Module, sparse: bool) -> None:
         super().__init__()
-        from torch_geometric.nn import MessagePassing
-
         self.conv = conv
-        self.sparse = isinstance(conv, MessagePassing)
+        self.sparse = sparse
 
     def forward(self, x: Tensor, graphs: Tensor) -> Tensor:
         """Outputs of all nodes in every graph."""
@@ -211,7 +210,7 @@ class GraphConvolution(nn.Module):
 def as_predictor(module: nn.Module) -> nn.Module:
     """The module itself, or wrapped to take M graphs at once if it is one of torch-geometric's."""
     geometric: Any = sys.modules.get("torch_geometric.nn")  # imported, if the module is one of its
-    is_dense = type(module).__module__.startswith("torch_geometric.nn.dense.")
-    if is_dense or (geometric is not None and isinstance(module, geometric.MessagePassing)):
-        return GraphConvolution(module)
+    is_sparse = geometric is not None and isinstance(module, geometric.MessagePassing)
+    if is_sparse or type(module).__module__.startswith("torch_geometric.nn.dense."):
+        return GraphConvolution(module, is_sparse)
     return module

@@ -130,14 +130,10 @@ class CategoricalHead(nn.Module, ABC):
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
         """:meth:`masked` without its checks; ``before``: the mask of the scores, None for none."""
-        return self._filled(scores, mask)
-
-    def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
-        """Scores with infinite ones where the mask decides: -inf for forbidden categories."""
         if self.num_scores != self.num_categories:
             raise NotImplementedError(
                 f"{type(self).__name__} has {self.num_scores} scores for {self.num_categories} "
-                "categories: it must override _filled and allowed for masks"
+                "categories: it must override _masked and allowed for masks"
             )
         if not self._knows_masks and is_plain(scores):
             self._check_masks(scores)
@@ -159,7 +155,7 @@ class CategoricalHead(nn.Module, ABC):
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, S) -> (*, K) bool."""
         self._check(scores)
-        if self.num_scores != self.num_categories:  # no mask: see _filled
+        if self.num_scores != self.num_categories:  # no mask: see _masked
             return scores.new_ones((*scores.shape[:-1], self.num_categories), dtype=torch.bool)
         return scores != -torch.inf
 

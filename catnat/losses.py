@@ -271,7 +271,7 @@ class HeadNLL(nn.Module):
 
     def _cross_entropy(self, log_probs: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Weighted cross-entropy with smoothed probabilities of the targets, (*, K) -> (*)."""
-        uniform = 1 / self.head.num_categories
+        uniform: float | Tensor = 1 / self.head.num_categories
         if mask is not None:
             uniform = mask.to(target.dtype) / mask.sum(-1, keepdim=True)
         share = self.label_smoothing

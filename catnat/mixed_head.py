@@ -44,7 +44,14 @@ class MixedHead(CategoricalHead):
         """log((1 - mix) p + mix / n); the floor of the inner head for forbidden categories."""
         inner = self.inner._finite_log_probs(scores)
         allowed = self.allowed(scores)
-        return torch.where(allowed, self._mixed(inner, allowed.sum(-1, keepdim=True)), inner)
+        uniform = math.log(self.mix) - allowed.sum(-1, keepdim=True).to(inner.dtype).log()
+        # Not logaddexp: its second derivative is NaN where one of the two is far below the other.
+        share = inner + math.log1p(-self.mix)
+        excess = share - uniform
+        larger = excess > 0
+        gap = torch.where(larger, -excess, excess)  # not -abs: its slope at 0 is 0
+        mixed = torch.where(larger, share, uniform) + softplus(gap)
+        return torch.where(allowed, mixed, inner)
 
     def inverse(self, probs: Tensor) -> Tensor:
         """Scores for which the inner head gives p = (q - mix / K) / (1 - mix).
@@ -84,16 +91,6 @@ class MixedHead(CategoricalHead):
 
     def _masked(self, scores: Tensor, mask: Tensor, before: Tensor | None) -> Tensor:
         return self.inner._masked(scores, mask, before)
-
-    def _mixed(self, log_probs: Tensor, allowed: Tensor) -> Tensor:
-        """log((1 - mix) p + mix / n) from log p and the number n of allowed categories."""
-        uniform = math.log(self.mix) - allowed.to(log_probs.dtype).log()
-        # Not logaddexp: its second derivative is NaN where one of the two is far below the other.
-        share = log_probs + math.log1p(-self.mix)
-        excess = share - uniform
-        larger = excess > 0
-        gap = torch.where(larger, -excess, excess)  # not -abs: its slope at 0 is 0
-        return torch.where(larger, share, uniform) + softplus(gap)
 
     def _fisher_root(self, scores: Tensor) -> Tensor:
         """R with R^T R = G: the gradients of q_k in the scores over sqrt(q_k), (*, K, S)."""

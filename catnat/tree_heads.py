@@ -103,7 +103,6 @@ class CatnatHead(CategoricalHead):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill the cache again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._cache = {}
         self._fill_cache()
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +151,6 @@ class CatnatHead(CategoricalHead):
         """Numbers of leaves below the two children of each node, (S,) each."""
         ones = torch.ones(self.num_categories, dtype=torch.float64, device=device)
         return subtree_sums(ones)
-
-    def _filled(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return _decided(scores, *self._allowed_leaves(mask, scores.dtype))
 
     def _allowed_leaves(self, mask: Tensor, dtype: torch.dtype) -> _Leaves:
         """Numbers of allowed categories below the two children of each node, (*, S) each."""

@@ -72,13 +72,6 @@ class CauchyHead(CatnatHead):
         )
 
 
-class Own(CatnatHead):
-    """A split of one's own."""
-
-    def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return -torch.nn.functional.softplus(2 * x), -torch.nn.functional.softplus(-2 * x)
-
-
 class Flattened(NaturalHead):
     """A tree whose log-probabilities are not those of its scores alone."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CATEGORIES, CATNAT, DTYPES, HEADS, Flattened, Own, leaf_path, random_scores
+from cases import CATEGORIES, CATNAT, DTYPES, HEADS, CauchyHead, Flattened, leaf_path, random_scores
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
@@ -15,7 +15,7 @@ built = pytest.mark.skipif(cpu.library() is None, reason="the C kernels are not 
 
 
 def heads(K: int) -> list[CategoricalHead]:
-    return [*(make_head(name, K) for name in HEADS), Own(K), Flattened(K)]
+    return [*(make_head(name, K) for name in HEADS), CauchyHead(K), Flattened(K)]
 
 
 def uniforms(*shape: int) -> torch.Tensor:
