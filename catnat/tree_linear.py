@@ -209,7 +209,7 @@ class TreeLinear(nn.Module):
         counts = target != ignore_index
         if can_branch_on(target):
             checked_value(target[counts], self.num_categories, "target")
-        classes = torch.where(counts, target, -1)
+        classes = torch.where(counts, target.long(), -1)
         rows = hidden.reshape(-1, self.in_features)
         losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
         if reduction == "none":

@@ -179,24 +179,19 @@ def launch(
     S = scores.shape[-1]
     rows = scores.numel() // S
     backward = name.endswith("backward")
-    arguments = {
-        "constants": scores if constants is None else constants,
-        "grad": inputs[-1] if backward else scores,
-        "out": out,
-        "rows": rows,
-        "BACKWARD": backward,
-        **activation_arguments(activation, constants is None),
-    }
+    centers = scores if constants is None else constants
+    grad = inputs[-1] if backward else scores
+    arguments = activation_arguments(activation, constants is None)
+    arguments |= {"rows": rows, "BACKWARD": backward}
     if not name.startswith("tree"):
         source = inputs[0]
         count = source.shape[0]
         sizes = {"count": count, "K": S + 1, "R": _BLOCK, "HEIGHT": S.bit_length()}
-        sample = name == "path_sample"
+        arguments["SAMPLE"] = name == "path_sample"
         if count:
             grid = (triton.cdiv(count, _BLOCK),)
-            path_kernel[grid](
-                scores, source=source, SAMPLE=sample, **sizes, **arguments, num_warps=4
-            )
+            tensors = (scores, centers, source, grad, out)
+            path_kernel[grid](*tensors, **sizes, **arguments, num_warps=4)
     elif rows:
         height = (S + 1).bit_length() - 1
         P = 1 << height
@@ -208,4 +203,4 @@ def launch(
         warps = min(16, few if P <= 64 else max(1, R * P // (1024 * few)))
         sizes = {"R": R, "P": P, "HEIGHT": height, "REST": S + 1 - P}
         grid = (triton.cdiv(rows, R),)
-        tree_kernel[grid](scores, **sizes, **arguments, num_warps=warps)
+        tree_kernel[grid](scores, centers, grad, out, **sizes, **arguments, num_warps=warps)
