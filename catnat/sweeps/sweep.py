@@ -127,7 +127,8 @@ class Sweep:
     def pending(self) -> list[Run]:
         """The runs that can start now: without a row, and not started before."""
         rows = self.rows()
-        return [run for run in self.plan.runs(rows) if run.key not in rows.keys() | self._started]
+        begun = rows.keys() | self._started
+        return [run for run in self.plan.runs(rows) if run.key not in begun]
 
     def progress(self) -> tuple[str, int]:
         """Such as "plan: 3 of 5 final runs finished, 1 failed", and how many are not finished."""
