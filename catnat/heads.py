@@ -24,11 +24,6 @@ def head_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_BUILT_IN, *REGISTRY)))
 
 
-def head_option_names() -> set[str]:
-    """Names of all options of :func:`make_head`, of any registered head."""
-    return {"mix"}.union(*(_parameters(cls) for cls in REGISTRY.values()))
-
-
 def make_head(
     head: str | CategoricalHead, num_categories: int, mix: float = 0.0, **options: Any
 ) -> CategoricalHead:

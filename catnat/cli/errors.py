@@ -68,4 +68,6 @@ def one_line(message: object) -> str:
     text = (" ".join(helpful) or " ".join(lines)).partition("tensor([")[0]
     for pattern, replacement in _SHORTENED:
         text = re.sub(pattern, replacement, text)
+    for name in re.findall(r"NestedArg\(key='([\w.]+)'", str(message)):  # as it was typed
+        text = text.replace(f"--{name.partition('.')[0]}:", f"--{name}:")
     return text if len(text) < 500 else f"{text[:500]} ..."

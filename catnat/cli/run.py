@@ -282,7 +282,8 @@ class RunCLI(LightningCLI):
                 continue
             change = f"{before.get(name)} -> {options.get(name)}"
             # A model that has taken over the rate of the optimizer can resume with another.
-            is_rate = name == "optimizer.lr" and options[name] == options.get("model.learning_rate")
+            rate = options.get("model.learning_rate")
+            is_rate = name == "optimizer.lr" and options.get(name) == rate
             if f"{name}.".startswith(_FIXED) and not is_rate:
                 raise ValueError(f"checkpoint {line.ckpt_path} is of another {name}: {change}")
             changes.append(f"{name.partition('.')[2] or name} {change}")

@@ -70,7 +70,7 @@ WRONG = {
     "--policy_kwargs {head:\u00a0softmax}": "Unexpected keys: {'head'}",
     "--policy_kwargs.head_options {}": "Unexpected keys: {'head_options'}",
     "--env Breakout --seed 1147483647": "seed must lie in",
-    "--policy_kwargs.net_arch [0]": "0 does not conform",
+    "--policy_kwargs.net_arch [0]": "--policy_kwargs.net_arch: Not of type PositiveInt: 0",
     "--policy_kwargs.net_arch [-3]": "-3 does not conform",
     "--policy_kwargs.net_arch [a]": "base 10: 'a'",
     "--policy_kwargs.net_arch [8.5]": "8.5 not an integer",
