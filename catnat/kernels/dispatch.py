@@ -235,7 +235,9 @@ class _LogProbs(torch.autograd.Function):
                 return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
 
             return None, *reference.gradients(plainly, (scores,), grad), *[None] * 4
-        out = torch.empty_like(scores) if leaf is None else torch.zeros_like(scores)  # paths add
+        out = scores.new_empty(scores.shape)  # contiguous, unlike empty_like
+        if leaf is not None:
+            out.zero_()  # paths add to it
         if name == "sparsemax":  # its gradient follows from log_probs alone
             scores, log_probs = log_probs, None
         tensors = {"scores": scores, "log_probs": log_probs, "leaf": leaf, "grad": grad}

@@ -85,6 +85,20 @@ def test_threads_do_not_change_anything(name, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(both(), alone, strict=True))
 
 
+@pytest.mark.parametrize("name", ["sparsemax", "softmax", *TREES])
+def test_the_gradient_of_transposed_scores_is_that_of_a_copy(name):
+    head = make(name, 18)
+    value = torch.randint(18, (4, 7))
+    for scores in (torch.randn(head.num_scores, 7).T, torch.randn(7, 2 * head.num_scores)[:, ::2]):
+        for function in (head.log_probs, lambda scores: head.log_prob(scores, value)):
+            grads = []
+            for memory in (scores, scores.contiguous()):
+                leaf = memory.detach().requires_grad_()
+                function(leaf).square().sum().backward()
+                grads.append(leaf.grad)
+            torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("level", cpu.LEVELS)
 def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, monkeypatch):
     use_kernels(level, monkeypatch)
