@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import reprlib
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,8 +79,7 @@ class CatnatHead(CategoricalHead):
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
         self.order = None if order is None else checked_order(order, self.num_categories)
-        leaves = array("q", self.order or ())
-        self.tree_id = (self.num_categories, hashlib.sha256(leaves).digest())
+        self.tree_id = (self.num_categories, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
         self._is_lazy = self._has_paths and self.activation.is_fused
