@@ -69,8 +69,8 @@ def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     if head.num_scores > 1:  # otherwise these are constant
         values["fim_spectrum/condition_number"] = condition
         values["fim/off_diagonal_mass_l1"] = mass_l1
-    columns = (column.tolist() for column in values.values())
-    return [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)]
+    rows = torch.stack([*values.values()], -1).tolist()
+    return [dict(zip(values, row, strict=True)) for row in rows]
 
 
 def sampled_sums(pairs: Tensor) -> Tensor:

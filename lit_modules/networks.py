@@ -104,7 +104,7 @@ class Upsample(nn.ConvTranspose2d):
             return super().forward(x, output_size)
         assert self.bias is not None
         padding = int(self.padding[0])
-        size = (2 * x.shape[-2] + 1 - padding, 2 * x.shape[-1] + 1 - padding)
+        size = tuple(2 * length + 1 - padding for length in x.shape[-2:])
         columns = self.weight.flatten(1).t() @ x.flatten(2)  # (B, 9 C', n n)
         image = F.fold(columns, size, kernel_size=3, padding=padding, stride=2)
         return image + self.bias[:, None, None]
