@@ -68,8 +68,7 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Normalized log-probabilities, (*, K) -> (*, K)."""
-        # A copy, which the backward pass reads: parameters change in place before it.
-        return sparsemax_log_probs(self._checked(scores).clone())
+        return sparsemax_log_probs(self._checked(scores))
 
     def inverse(self, probs: Tensor) -> Tensor:
         """The probabilities; a little below 0 where p = 0, so that p stays 0 after rounding."""

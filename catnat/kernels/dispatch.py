@@ -216,40 +216,34 @@ class _LogProbs(torch.autograd.Function):
         paths = {} if leaf is None else {"leaf": leaf}
         _launch(fused, f"{name}_forward", activation, constants, scores=scores, **paths, out=out)
         ctx.settings = name, activation, fused
-        log_probs = out if activation is None else None
-        ctx.save_for_backward(scores, log_probs, leaf, constants)
+        source = out if name == "sparsemax" else scores  # its gradient follows from log_probs alone
+        ctx.save_for_backward(source, out if name == "softmax" else None, leaf, constants)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, activation, fused = ctx.settings
-        scores, log_probs, leaf, constants = ctx.saved_tensors
+        source, log_probs, leaf, constants = ctx.saved_tensors
         if _needs_reference(grad):
+            if name == "sparsemax":  # a derivative of log_probs comes back to this method
+                return None, reference.sparsemax_vjp(source, grad), *[None] * 4
 
             def plainly(scores: Tensor) -> Tensor:
                 if activation is None:
-                    return _REFERENCE[name](scores)
+                    return reference.softmax_log_probs(scores)
                 if leaf is None:
                     return reference.tree_log_probs(scores, activation, constants)
                 leaves = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
                 return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
 
-            return None, *reference.gradients(plainly, (scores,), grad), *[None] * 4
-        out = scores.new_empty(scores.shape)  # contiguous, unlike empty_like
+            return None, *reference.gradients(plainly, (source,), grad), *[None] * 4
+        out = source.new_empty(source.shape)  # contiguous, unlike empty_like
         if leaf is not None:
             out.zero_()  # paths add to it
-        if name == "sparsemax":  # its gradient follows from log_probs alone
-            scores, log_probs = log_probs, None
-        tensors = {"scores": scores, "log_probs": log_probs, "leaf": leaf, "grad": grad}
+        tensors = {"scores": source, "log_probs": log_probs, "leaf": leaf, "grad": grad}
         tensors = {key: x for key, x in tensors.items() if x is not None}
         _launch(fused, f"{name}_backward", activation, constants, **tensors, out=out)
         return None, out, *[None] * 4
-
-
-_REFERENCE = {
-    "sparsemax": reference.sparsemax_log_probs,
-    "softmax": reference.softmax_log_probs,
-}
 
 
 def _needs_reference(grad: Tensor) -> bool:

@@ -114,6 +114,14 @@ def sparsemax_probs(scores: Tensor) -> Tensor:
     return torch.where(excess <= 0, 0.0, excess).to(scores.dtype)  # not clamp: NaN's gradient
 
 
+def sparsemax_vjp(log_probs: Tensor, grad: Tensor) -> Tensor:
+    """Gradient in the scores from the gradient in the log-probabilities, (*, K) -> (*, K)."""
+    support = ~(log_probs <= LOG_ZERO)
+    pulled = torch.where(support, grad * torch.where(support, -log_probs, 0.0).exp(), 0.0)
+    mean = pulled.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
+    return torch.where(support, pulled - mean, 0.0)
+
+
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
