@@ -8,7 +8,8 @@ from statistics import median
 
 from measures import Claim, Runs, by_seed, mean, select, text_of, values
 
-BENCHMARK = "targets=zipf commit=b6f92d5+"  # the run of bench_output_layer.py that pages state
+BENCHMARK = "targets=zipf commit=3f28ec5"  # the run of bench_output_layer.py that pages state
+GENERATION = "targets=zipf commit=b6f92d5+"  # the last run with --generate
 LAYERS = "speed/output_layer_frequent_h200.csv"
 UNIFORM = "speed/output_layer_h200.csv"  # older runs, uniform targets
 STEP_TIMES = "language_model/step_times_h200.csv"
@@ -74,32 +75,50 @@ def quality() -> Iterator[Claim]:
         "hybrid-4096",
     )
     words = {name: test_perplexity("words", name, 1000) for name in names}
+    pairs = {
+        name: test_perplexity("pairs", name, 1000)
+        for name in ("softmax", "adaptive-1", "hybrid-1024", "hybrid-4096")
+    }
     docs = {name: test_perplexity("docs", name, 800) for name in DOCS_STEPS}
     shorter = [test_perplexity("docs", name, steps) for name, steps in DOCS_STEPS.items()]
-    text = "Its test perplexity is {} where softmax has {} (32,768 words, 4,096 of them frequent),"
-    text += " and {} where softmax has {} (131,072 words, 1,024 frequent)."
-    numbers = [words["hybrid-4096"], words["softmax"], docs["hybrid-1024"], docs["softmax"]]
+    above = {name: 100 * (words[name] / words["softmax"] - 1) for name in words}
+    above_pairs = {name: 100 * (pairs[name] / pairs["softmax"] - 1) for name in pairs}
+    below = {name: 100 * (1 - docs[name] / docs["softmax"]) for name in docs}
+    text = "{} % higher (32,768 words), {} % higher (32,768 byte pairs) and {} % lower"
+    text += " (131,072 words); adaptive softmax's is {} % lower, {} % higher and {} % lower"
+    numbers = [above["hybrid-4096"], above_pairs["hybrid-4096"], below["hybrid-1024"]]
+    numbers += [-above["adaptive-1"], above_pairs["adaptive-1"], below["adaptive-2"]]
     yield Claim("../README.md", text, numbers)
-    numbers = [words["adaptive-1"], docs["adaptive-2"]]
-    yield Claim("../README.md", "Adaptive softmax has {} and {}", numbers)
-    yield Claim("../README.md", "In the same training time softmax reaches {} there", shorter[:1])
+    text = "In the same training time softmax reaches {} on the last text instead of"
+    text += " `TreeLinear`'s {}, at its rate for longer runs"
+    yield Claim("../README.md", text, [shorter[0], docs["hybrid-1024"]])
     text = (
         "softmax ended at a test perplexity of {}, adaptive softmax with one cutoff at {}, a tree"
     )
     text += " at {}, and a tree with 64, 256, 1,024 and 4,096 frequent words at {}, {}, {} and {}:"
     yield Claim(LARGE, text, list(words.values()))
+    text = "softmax ended at {}, adaptive softmax at {}, and a tree with 1,024 and 4,096 frequent"
+    text += " pairs at {} and {}."
+    yield Claim(LARGE, text, list(pairs.values()))
+    text = "With byte pairs it is {} % worse than softmax."
+    yield Claim("language_model/README.md", text, [above_pairs["hybrid-4096"]])
+    text = "F = 1,024 is {} % above F = 4,096 (on words {} %)"
+    numbers = [100 * (tests["hybrid-1024"] / tests["hybrid-4096"] - 1) for tests in (pairs, words)]
+    yield Claim("language_model/README.md", text, numbers)
     text = (
         "softmax ended at {}, adaptive softmax at {} and the layer with 1,024 frequent words at {},"
     )
     text += " and in the same training time at {}, {} and {}"
     yield Claim(LARGE, text, [*docs.values(), *shorter])
-    above = {name: 100 * (words[name] / words["softmax"] - 1) for name in words}
-    below = {name: 100 * (1 - docs[name] / docs["softmax"]) for name in docs}
-    text = "| {} % lower (32,768 words, one cutoff), {} % lower (131,072 words, two) |"
-    yield Claim(LARGE, text, [-above["adaptive-1"], below["adaptive-2"]])
-    text = "| {} % higher (32,768 words); with 1,024 frequent words {} % higher, and {} % lower"
-    numbers = [above["hybrid-4096"], above["hybrid-1024"], below["hybrid-1024"]]
-    yield Claim(LARGE, text + " (131,072 words) |", numbers)
+    text = (
+        "| {} % lower (32,768 words, one cutoff), {} % higher (32,768 byte pairs, one), {} % lower"
+    )
+    numbers = [-above["adaptive-1"], above_pairs["adaptive-1"], below["adaptive-2"]]
+    yield Claim(LARGE, text + " (131,072 words, two) |", numbers)
+    text = "| {} % higher (32,768 words), {} % higher (32,768 byte pairs); with 1,024 frequent {} %"
+    text += " and {} % higher, and {} % lower (131,072 words) |"
+    numbers = [percent[f"hybrid-{F}"] for F in (4096, 1024) for percent in (above, above_pairs)]
+    yield Claim(LARGE, text, [*numbers, below["hybrid-1024"]])
     yield Claim(LARGE, "| {} % higher (32,768 words) |", [above["tree"]])
 
 
@@ -111,10 +130,12 @@ def speed() -> Iterator[Claim]:
     text = "took {} ms with softmax, {} with adaptive softmax and {} with `TreeLinear`"
     yield Claim(LARGE, text, step_times)
     rows = {row["layer"]: row for row in select(LAYERS, BENCHMARK)}
-    exact, adaptive, tree, small, large = (
+    exact, liger, cut, adaptive, tree, small, large = (
         rows[layer]
         for layer in (
             "linear + cross_entropy",
+            "liger",
+            "cut-cross-entropy",
             "adaptive softmax",
             "tree sigmoid",
             "hybrid, F = 1024",
@@ -125,20 +146,28 @@ def speed() -> Iterator[Claim]:
     text += " with adaptive softmax {} times"
     times = [float(exact[TIME]) / float(row[TIME]) for row in (large, small, adaptive)]
     yield Claim("../README.md", text, times)
-    drawn = [exact, tree, large, small, exact, tree, rows["hybrid, F = 64"], large]
+    text = (
+        "{} times faster than linear + cross_entropy. Liger and cut-cross-entropy are slower than"
+    )
+    text += " that, and need {} and {} GB instead of {}."
+    numbers = [times[1], *(float(row[MEMORY]) for row in (liger, cut, exact))]
+    yield Claim("language_model/README.md", text, numbers)
+    rows = {row["layer"]: row for row in select(LAYERS, GENERATION)}
+    names = ["linear + cross_entropy", "tree sigmoid", "hybrid, F = 4096", "hybrid, F = 1024"]
+    names += ["linear + cross_entropy", "tree sigmoid", "hybrid, F = 64", "hybrid, F = 4096"]
     columns = ["sample ms, batch 1"] * 4 + ["MB a sample, batch 1"] * 4
     text = "takes {} ms with a softmax, {} ms with a tree and {} to {} ms with a tree and frequent"
     text += " classes, which read {} MB, {} MB and {} to {} MB of the weight"
-    numbers = [float(row[column]) for row, column in zip(drawn, columns, strict=True)]
+    numbers = [float(rows[name][column]) for name, column in zip(names, columns, strict=True)]
     yield Claim(LARGE, text, numbers)
     (uniform,) = select(LAYERS, "targets=uniform commit=b89688e+", layer="tree sigmoid")
-    (cut,) = select(
-        "speed/output_layer_h200.csv", "K=131072 commit=4fe9f1d", layer="cut-cross-entropy"
-    )
     for text, cells in (
         ("`nn.Linear` and `cross_entropy` | | {} ms, {} GB |", [exact[TIME], exact[MEMORY]]),
-        ("{} ms, {} GB (cut-cross-entropy) |", [cut[TIME], cut[MEMORY]]),
-        ("(131,072 words, two) | {} ms, {} GB |", [adaptive[TIME], adaptive[MEMORY]]),
+        (
+            "{} ms, {} GB (cut-cross-entropy), {} ms, {} GB (Liger) |",
+            [cut[TIME], cut[MEMORY], liger[TIME], liger[MEMORY]],
+        ),
+        ("{} ms, {} GB (two cutoffs) |", [adaptive[TIME], adaptive[MEMORY]]),
         (
             "{} ms with 4,096 frequent classes, {} ms with 1,024; {} GB |",
             [large[TIME], small[TIME], large[MEMORY]],
