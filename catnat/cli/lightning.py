@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}
 _OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule"} | _RATES
-_BATCH_LIMITS = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+_COUNT_OR_SHARE = int | float | None
 # The least values of options of the Trainer, which it does not check itself.
 _LEAST = {
     -1: ("num_sanity_val_steps",),
@@ -56,6 +57,12 @@ class CatnatCLI(RunCLI):
     def find_groups(self) -> dict[str, Any]:
         """The classes of model, data and Trainer, and of our callbacks."""
         line = self.line
+        # 1 is one batch, 1.0 is all of them. The cache of typing may have turned the union round,
+        # and then the parser would read 1 as 1.0.
+        annotations = inspect.unwrap(Trainer.__init__).__annotations__
+        for name, annotation in annotations.items():
+            if annotation == _COUNT_OR_SHARE:
+                annotations[name] = _COUNT_OR_SHARE
         groups: dict[str, Any] = {"model": self.model_type}
         if line.data is None and self.recipe.data:
             line.data = DATA[self.recipe.data[0]]
@@ -84,9 +91,6 @@ class CatnatCLI(RunCLI):
         """
         config = self.config
         typed_options = dict(self.typed_options)
-        for name in _BATCH_LIMITS:  # 1 is one batch, 1.0 all of them; some parsers make 1.0 of both
-            if str(typed_options.get(f"trainer.{name}")).isdecimal():
-                config.trainer[name] = int(str(typed_options[f"trainer.{name}"]))
         max_steps = config.trainer.max_steps
         if self.line.command == "fit" and 0 <= max_steps < self.began:
             raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
