@@ -55,6 +55,19 @@ class SoftmaxHead(CategoricalHead, name="softmax"):
         off = products.masked_fill(diagonal, 0.0)
         return torch.diag_embed(off.sum(-1)) - off
 
+    def _natural_gradient(self, scores: Tensor, grad: Tensor, damping: float) -> Tensor:
+        """By Sherman and Morrison's formula, in O(K)."""
+        p = self.probs(scores)
+        if damping == 0:
+            possible = ~(p <= 0)
+            direction = _centered(grad, possible) / torch.where(possible, p, 1.0)
+            largest = torch.finfo(p.dtype).max / (4 * self.num_scores)  # their sum stays finite
+            direction = direction.clamp(-largest, largest)
+            return _centered(direction, possible)  # P diag(1/p) P, with P the projection
+        w = 1 / (p + damping)
+        shift = grad.sum(-1, keepdim=True) / damping - (w * grad).sum(-1, keepdim=True)
+        return w * (grad + p * shift / (p * w).sum(-1, keepdim=True))
+
 
 class SparsemaxHead(CategoricalHead, name="sparsemax"):
     r"""p = the point of the simplex nearest to the scores, S = K; sets many p_k to exactly 0.
@@ -115,3 +128,10 @@ class SparsemaxHead(CategoricalHead, name="sparsemax"):
         support = (log_p - LOG_ZERO).clamp(0, 1)  # on a CPU faster than by comparing; NaN stays NaN
         q = support * log_p.clamp_min(-80).neg().exp()
         return q, support, support.sum(-1, keepdim=True)
+
+
+def _centered(x: Tensor, inside: Tensor) -> Tensor:
+    """x minus its mean where ``inside`` is True, the mean taken there; 0 elsewhere."""
+    x = torch.where(inside, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - mean, 0.0)

@@ -226,6 +226,15 @@ def test_natural_gradient_is_the_pseudo_inverse(name, K):
         head.natural_gradient(scores, torch.zeros(3))
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["softmax", "natural"])
+def test_the_natural_gradient_of_many_categories_needs_no_matrix(name, damping):
+    head = make_head(name, 2**20)
+    scores = torch.zeros(head.num_scores)
+    grad = torch.randn(head.num_scores)
+    assert head.natural_gradient(scores, grad, damping).isfinite().all()
+
+
 # ---------------------------------------------------------------------------- rare categories
 
 
