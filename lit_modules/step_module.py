@@ -139,6 +139,8 @@ class StepModule(LightningModule):
             reason = self._why_eager()
             if type(self).training_step is not StepModule.training_step:
                 reason = f"{type(self).__name__} has a training_step"
+            elif not self.automatic_optimization:
+                raise ValueError("automatic_optimization = False needs a training_step of its own")
             on_cuda = self.trainer.strategy.root_device.type == "cuda"
             if reason is None:
                 self._replay = ReplayedSteps(self)

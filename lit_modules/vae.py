@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -285,21 +286,33 @@ class DiscreteVAE(StepModule):
         if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
             raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
 
-    # -- pictures, in eval mode ----------------------------------------------------------------
+    # -- pictures ------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
         """Mean pixels at the likeliest latents of x, (B, 1, 28, 28) -> (B, 1, 28, 28)."""
-        return self._mean_pixels(self(x).probs.argmax(-1))
+        with evaluating(self):
+            return self._mean_pixels(self(x).probs.argmax(-1))
 
-    @torch.no_grad()
     def sample_prior(self, n: int) -> Tensor:
         """Mean pixels at n latents from the prior, (n, 1, 28, 28)."""
         shape = (n, self.num_latents)
         z = torch.randint(self.head.num_categories, shape, device=self.device)
-        return self._mean_pixels(z)
+        with evaluating(self):
+            return self._mean_pixels(z)
 
     def _mean_pixels(self, z: Tensor) -> Tensor:
         """Mean pixels at categories, (B, N) -> (B, 1, 28, 28)."""
         one_hot = F.one_hot(z, self.head.num_categories)
         return self.decode(one_hot.to(self.dtype)).sigmoid()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into eval mode inside the block, without gradients."""
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was_training)

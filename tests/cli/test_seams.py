@@ -80,6 +80,13 @@ def test_a_subclass_that_optimizes_by_hand_is_told_why_it_is_not_replayed(data):
         make_trainer(2).fit(VAEByHand(capture=True), datamodule=images(data))
 
 
+def test_a_model_without_a_training_step_cannot_optimize_by_hand(data):
+    model = DiscreteVAE(num_latents=2, num_categories=3)
+    model.automatic_optimization = False
+    with pytest.raises(ValueError, match="automatic_optimization"):  # it would never end
+        make_trainer(2).fit(model, datamodule=images(data))
+
+
 def test_a_model_that_was_replayed_may_be_trained_without_that(without_cuda, data):  # noqa: F811
     model = DiscreteVAE(num_latents=2, num_categories=3)
     for capture in (None, False):

@@ -296,11 +296,12 @@ def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_pictures_change_nothing(kind, x):
-    model = kind().eval()
+    model = kind()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for picture in (model.reconstruct(x), model.sample_prior(3)):
         assert picture.shape[1:] == (1, 28, 28) and not picture.requires_grad
         assert 0 <= picture.min() <= picture.max() <= 1
+    assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(model.reconstruct(x), model.reconstruct(x.double()))
     assert not torch.equal(model.sample_prior(3), model.sample_prior(3))
