@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import yaml
 
+from catnat.cli.options import flat
 from catnat.sweeps.runs import (
     ABOUT,
     OBSERVING,
@@ -91,8 +90,8 @@ def rows_of(path: Path) -> list[Row]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
     config = yaml.load((path / "config.yaml").read_text(), loader)
     options = {}
-    for name, value in flat(config, ""):
-        group, _, option = name.replace("init_args.", "").partition(".")
+    for name, value in flat(config).items():
+        group, _, option = name.partition(".")
         if option == "class_path":
             options[group] = value.rpartition(".")[2]
         elif group in ("model", "data", "trainer") and value is not None:
@@ -101,15 +100,6 @@ def rows_of(path: Path) -> list[Row]:
     metrics = json.loads((path / "metrics.json").read_text())
     numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
     return [{**options, **numbers, "folder": str(path)}]
-
-
-def flat(options: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Options at every depth by their full names."""
-    for name, value in options.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{above}{name}.")
-        else:
-            yield above + name, value
 
 
 def column(metric: str, groups: Groups) -> dict[Key, str]:
