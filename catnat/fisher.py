@@ -132,10 +132,10 @@ def off_diagonal_mass(fisher: Tensor, norm: str = "fro") -> Tensor:
     return share if norm == "l1" else share.sqrt()
 
 
-def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
+def condition_number(fisher: Tensor) -> Tensor:
     """Largest over smallest eigenvalue on the support of G, (*, S, S) -> (*).
 
-    Eigenvalues up to ``rtol`` times the largest count as zero: softmax's G always has one, and
+    Eigenvalues up to 1e-6 times the largest count as zero: softmax's G always has one, and
     unreachable nodes and impossible categories give more. A zero matrix has condition number 1. The
     result is NaN for a matrix that is not finite, or whose eigenvalues the solver does not find.
     """
@@ -148,12 +148,12 @@ def condition_number(fisher: Tensor, rtol: float = 1e-6) -> Tensor:
         values = torch.linalg.eigvalsh(scaled.double()).to(fisher.dtype)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values = torch.full_like(scaled[..., 0], torch.nan)
-    return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan), rtol)
+    return condition_of_spectrum(torch.where(finite[..., None], values, torch.nan))
 
 
-def condition_of_spectrum(eigenvalues: Tensor, rtol: float = 1e-6) -> Tensor:
+def condition_of_spectrum(eigenvalues: Tensor) -> Tensor:
     """:func:`condition_number` of matrices with these eigenvalues, (*, S) -> (*)."""
     largest = eigenvalues.amax(-1)
-    inside = eigenvalues > rtol * largest[..., None]
+    inside = eigenvalues > 1e-6 * largest[..., None]
     smallest = torch.where(inside, eigenvalues, torch.inf).amin(-1)
     return torch.where(largest <= 0, 1.0, largest / smallest)

@@ -12,6 +12,8 @@ from torchmetrics import Metric
 from catnat.fisher import off_diagonal_mass
 from catnat.losses import energy_score
 
+_BINS = 10  # of edge probabilities, in the calibration error
+
 
 class FisherOffDiagonalMass(Metric):
     """Off-diagonal mass of the mean of all Fisher matrices that were added.
@@ -143,12 +145,12 @@ def prediction_means(**kwargs: Any) -> RowMeans:
     return RowMeans(dict.fromkeys(("energy_score", "pp_mae", "pp_mse"), ()), **kwargs)
 
 
-def edge_errors(theta: Tensor, truth: Tensor, num_bins: int = 10) -> dict[str, Tensor]:
+def edge_errors(theta: Tensor, truth: Tensor) -> dict[str, Tensor]:
     """Errors of edge probabilities θ against the true θ*, (*) and (*), scalars each.
 
     theta_mae is the mean absolute error; dead_edges how many true edges (θ* > 0) have θ = 0, which
     are never sampled and without a gradient. calibration is the expected calibration error: edges
-    are sorted into ``num_bins`` equal bins of θ, for each bin the mean θ is compared with the mean
+    are sorted into ten equal bins of θ, for each bin the mean θ is compared with the mean
     θ*, and the absolute differences are averaged over all edges. It is at most theta_mae: within a
     bin, errors of different sign cancel.
 
@@ -158,8 +160,8 @@ def edge_errors(theta: Tensor, truth: Tensor, num_bins: int = 10) -> dict[str, T
     theta = theta.detach().flatten()
     truth = truth.flatten()
     # A NaN is put into the first bin, and makes the difference of this bin NaN.
-    bins = (theta.double() * num_bins).nan_to_num(0.0).clamp(0, num_bins - 1).long()
-    difference = theta.new_zeros(num_bins, dtype=torch.float64)
+    bins = (theta.double() * _BINS).nan_to_num(0.0).clamp(0, _BINS - 1).long()
+    difference = theta.new_zeros(_BINS, dtype=torch.float64)
     difference.index_add_(0, bins, theta.double() - truth.double())
     return {
         "calibration": (difference.abs().sum() / len(theta)).float(),
