@@ -37,18 +37,22 @@ DEFAULT_TAIL = 0.05
 """Tail of natural where its name alone is given for a likelihood of labels."""
 
 
+class _OfCenters:
+    """An activation that needs no more of a node than its center."""
+
+    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
+        """The centers C themselves, (1, S)."""
+        return center[None].to(dtype)
+
+
 @dataclass(frozen=True)
-class SigmoidActivation:
+class SigmoidActivation(_OfCenters):
     """a(s) = 1 / (1 + exp(-x)), x = s - C.
 
     Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
     """
 
     is_fused: ClassVar[bool] = True
-
-    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
-        """The centers C themselves, (1, S)."""
-        return center[None].to(dtype)
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x = log(right / left); far out, but finite, where left or right is 0."""
@@ -206,7 +210,7 @@ class NaturalActivation:
 
 
 @dataclass(frozen=True)
-class CustomActivation:
+class CustomActivation(_OfCenters):
     """An activation given by its function x -> log(1 - a(x)), log a(x) alone, with a increasing.
 
     Scores beyond :func:`~catnat.numerics.largest_score` count as that score, with slope 0.
@@ -218,10 +222,6 @@ class CustomActivation:
     is_fused: ClassVar[bool] = False
 
     function: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def node_constants(self, center: Tensor, dtype: torch.dtype) -> Tensor:
-        """The centers C themselves, (1, S)."""
-        return center[None].to(dtype)
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x by search, |x| <= 1e6; an end of this range where left or right is 0.

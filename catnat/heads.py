@@ -53,16 +53,11 @@ def make_head(
 def _build(head: str, num_categories: int, options: dict[str, Any]) -> CategoricalHead:
     name = ALIASES.get(head, head)
     require_choice(head_names(), head=name)
-    parameters = _parameters(REGISTRY[name])
-    takes_any = any(kind == inspect.Parameter.VAR_KEYWORD for kind in parameters.values())
-    unknown = sorted(set(options) - set(parameters))
+    parameters = inspect.signature(REGISTRY[name]).parameters
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    _, *names = parameters  # the first is num_categories
+    unknown = sorted(set(options) - set(names))
     if unknown and not takes_any:
-        choices = ", ".join([*parameters, "mix"])
+        choices = ", ".join([*names, "mix"])
         raise ValueError(f"head {head!r} has no option {unknown[0]!r}; its options: {choices}")
     return REGISTRY[name](num_categories, **options)
-
-
-def _parameters(cls: type[CategoricalHead]) -> dict[str, Any]:
-    """Names and kinds of the options of a head, which follow ``num_categories``."""
-    parameters = list(inspect.signature(cls).parameters.values())
-    return {parameter.name: parameter.kind for parameter in parameters[1:]}

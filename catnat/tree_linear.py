@@ -212,9 +212,7 @@ class TreeLinear(nn.Module):
         classes = torch.where(counts, target.long(), -1)
         rows = hidden.reshape(-1, self.in_features)
         losses = torch.where(counts, -self._log_prob(rows, classes), 0.0)
-        if reduction == "none":
-            return losses.view(hidden.shape[:-1])
-        return reduced(losses, counts, reduction)
+        return reduced(losses.view(hidden.shape[:-1]), counts, reduction)
 
     @torch.no_grad()
     def sample(

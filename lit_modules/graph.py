@@ -125,8 +125,8 @@ class GraphStructureLearner(StepModule):
         require_at_least(0, psi_warmup_steps=psi_warmup_steps)
         require_at_least(3, num_samples=num_samples)
         self.save_hyperparameters(ignore=["capture", "predictor", "test_passes"])
-        self.predictor = GCN(in_features, out_features) if predictor is None else predictor
-        self.predictor = as_predictor(self.predictor)
+        predictor = GCN(in_features, out_features) if predictor is None else predictor
+        self.predictor = as_predictor(predictor)
         if estimator == "local_expectation" and not hasattr(self.predictor, "messages"):
             raise ValueError(
                 "estimator 'local_expectation' needs a predictor that is linear in the edges, with "
@@ -186,8 +186,7 @@ class GraphStructureLearner(StepModule):
 
     def forward(self, batch: Any) -> HeadCategorical:
         """The distribution of the edges, of batch shape (N, N)."""
-        q: HeadCategorical = self.head(self.scores(batch))
-        return q
+        return self.head(self.scores(batch))
 
     @property
     def theta(self) -> Tensor:

@@ -146,8 +146,7 @@ class DiscreteVAE(StepModule):
 
     def forward(self, batch: Any) -> HeadCategorical:
         """q(z | x), of batch shape (B, N)."""
-        q: HeadCategorical = self.head(self.scores(batch))
-        return q
+        return self.head(self.scores(batch))
 
     def decode(self, z: Tensor) -> Tensor:
         """Logits of the pixels for one-hot latents, (*, N, K) -> (*, 1, 28, 28)."""

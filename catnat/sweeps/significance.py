@@ -44,10 +44,8 @@ def p_value(sample: Sample, best: Sample) -> float | None:
     if min(len(sample), len(best)) < 2:
         return None
     spread, best_spread = stdev(sample), stdev(best)
-    if best_spread == 0 and (spread > 0 or fmean(sample) != fmean(best)):
-        return 0.0
     if best_spread == 0:
-        return 1.0
+        return 1.0 if spread == 0 and fmean(sample) == fmean(best) else 0.0
     return min(
         float(
             stats.ttest_ind_from_stats(
