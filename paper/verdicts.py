@@ -281,6 +281,7 @@ CLAIMS = (
     *(graph_claims, estimator_claims, draws_claims, label_claims),
     *(output_layers.quality, output_layers.speed, output_layers.speed_page),
     *(wider.noise_verdicts, wider.architecture_verdicts, wider.estimators_on_letters),
+    wider.frames_at_the_stop,
     *(games_claims.breakout_and_seaquest, games_claims.minatar_counts, wider.claims),
 )
 

@@ -28,9 +28,12 @@ from measures import (
     Runs,
     by_seed,
     curve,
+    differences,
     factor,
     log_factors,
     mean,
+    select,
+    t_interval,
     t_test,
     text_of,
     values,
@@ -53,7 +56,7 @@ OTHER_ESTIMATORS = {  # of the studies of other data
 OTHER_DATA = (  # study, words, N, K, steps
     ("glyphs", "letters of free fonts", "20", "16", 20000),
     ("glyphs", "letters of free fonts", "20", "32", 20000),
-    ("frames", "frames of Breakout, 64 x 64", "32", "32", 10000),
+    ("frames", "frames of Breakout, 64 x 64, stopped early", "32", "32", 6250),
 )
 
 
@@ -261,12 +264,37 @@ def estimators_on_letters() -> Iterator[Claim]:
         yield Claim(page, "{} to {} nats of ELBO below Gumbel", [min(gaps), max(gaps)])
 
 
+def frames_at_the_stop() -> Iterator[Claim]:
+    """Losses of softmax minus those of sigmoid, and their KL, where the runs of frames stopped."""
+    pair = [other_runs("frames", "32", "gumbel", head) for head in BOTH]
+    text = f"softmax's validation loss is {INTERVAL} nats above sigmoid's"
+    yield Claim("frames/README.md", text, t_interval(differences(pair, "val/loss_6250")))
+    text = "The KL is {} nats with softmax and {} with sigmoid"
+    numbers = [mean(values(runs, "val/kl_6250")) for runs in pair]
+    yield Claim("frames/README.md", text, numbers)
+    losses = [curve(run)[1][-9:] for runs in pair for run in runs.values()]  # the last 2,000 steps
+    largest = max(float(np.abs(np.diff(run)).max()) for run in losses)
+    mean_losses = [np.mean([curve(run)[1] for run in runs.values()], 0) for runs in pair]
+    ahead = np.sign(mean_losses[0] - mean_losses[1])
+    text = "apart by up to {} nats, and the mean curves change places {} times"
+    yield Claim("frames/README.md", text, [largest, int(np.sum(ahead[1:] != ahead[:-1]))])
+    behind = []
+    for head in BOTH:
+        search = [
+            select("frames/runs.csv", f"stage=search head={head} learning_rate={rate}")
+            for rate in ("0.001", "0.003")
+        ]
+        lower, best = (float(rows[0]["val/loss"]) for rows in search)
+        behind.append(lower - best)
+    text = "0.001 is {} (softmax) and {} (sigmoid) nats behind"
+    yield Claim("frames/README.md", text, behind)
+
+
 def other_runs(study: str, K: str, estimator: str, head: str) -> Runs:
-    """Curves of a study of other data by seed; none before its runs."""
-    if not (PAPER / study / "curves.csv").is_file():
-        return {}
+    """Curves of a study of other data by seed, until the last step that all of its runs have."""
+    (until,) = {steps for name, *_, steps in OTHER_DATA if name == study}
     where = f"num_categories={K} estimator={estimator} head={head}"
-    return by_seed(f"{study}/curves.csv", where)
+    return first_steps(by_seed(f"{study}/curves.csv", where), until)
 
 
 def other_data() -> Iterator[Claim]:
