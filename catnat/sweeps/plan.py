@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, get_loader
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
-from catnat.checks import did_you_mean
+from catnat.checks import require_choice
 from catnat.sweeps.runs import Rows, Run
 
 Options = dict[str, Any]
@@ -160,13 +160,10 @@ class Plan:
         """Leave the cells with some values of options, and the final runs with some seeds."""
         for short, wanted in only.items():
             name = self.long(short)
-            names = [*self.cells[0], "seed"]
-            if name not in names:
-                raise ValueError(f"--only: unknown {name}; {choices(name, names)}")
+            require_choice([*self.cells[0], "seed"], **{"--only": name})
             values = self.seeds if name == "seed" else [cell[name] for cell in self.cells]
             for value in wanted:
-                if value not in map(str, values):
-                    raise ValueError(f"--only {name}: unknown {value}; {choices(value, values)}")
+                require_choice(dict.fromkeys(map(str, values)), **{f"--only {name}": value})
             if name == "seed":
                 self.final_seeds = [seed for seed in self.seeds if str(seed) in wanted]
             else:
@@ -318,8 +315,7 @@ def load(name: str, scale: str | None = None) -> Plan:
     path = Path(name)
     scale_names = scales(name)
     scale = scale or ("small" if "small" in scale_names else scale_names[0])
-    if scale not in scale_names:
-        raise ValueError(f"{path.name} has no scale {scale!r}; {choices(scale, scale_names)}")
+    require_choice(scale_names, **{f"scale of {path.name}": scale})
     content = _read(path, scale)
     content.pop("scales", None)
     parser = ArgumentParser(exit_on_error=False)
@@ -368,9 +364,3 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
         else:
             result[key] = value
     return result
-
-
-def choices(value: str, names: Iterable[Any]) -> str:
-    """What could have been meant."""
-    texts = list(map(str, names))
-    return did_you_mean(value, texts)[2:] or f"choices: {', '.join(texts)}"

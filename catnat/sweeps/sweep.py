@@ -29,6 +29,7 @@ from pathlib import Path
 import yaml
 from jsonargparse.typing import PositiveInt
 
+from catnat.checks import did_you_mean
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
 from catnat.sweeps.engines import Job, Local, Outcome, Ray, Slurm, device_name
@@ -234,8 +235,9 @@ class Sweep:
                 if runs.is_finished(row):
                     text = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
                     for name in names.keys() - row.keys():
-                        close = plans.choices(name, sorted(runs.metrics_of(row)))
-                        mistake = f"a run has finished without {name}; {close}"
+                        metrics = sorted(runs.metrics_of(row))
+                        close = did_you_mean(name, metrics)
+                        mistake = f"a run has finished without {name}; it has {metrics}{close}"
             print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
         if mistake:
             raise ValueError(mistake)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
+from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Options, Plan
 from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
@@ -127,8 +128,7 @@ def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
         return None
     options = plan.options | cell
     tables = json.loads(Path(plan.paper.file).read_text())
-    if plan.paper.table not in tables:
-        raise ValueError(f"paper: {plan.paper.table}: {plans.choices(plan.paper.table, tables)}")
+    require_choice(tables, **{"table of the paper": plan.paper.table})
     for row in tables[plan.paper.table]:
         if all(options.get(name) == value for name, value in row.items() if "/" not in name):
             return float(row[metric]["mean"]) if metric in row else None
