@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from catnat.sb3.algorithms import state_of
 
 Metrics = dict[str, float]
 EVALUATION_SEED = 10**9  # added to the seed of a run: evaluations play other games
+_PATIENCE = 4  # seconds between two looks, after a signal, at whether environments answer
 
 
 class RunSB3(EvalCallback):
@@ -34,7 +36,8 @@ class RunSB3(EvalCallback):
     observations are normalized. These hold pickled code, and nothing here reads them.
 
     On SIGINT, SIGTERM or SIGHUP ``last.ckpt`` is written after the present rollout, and
-    :class:`Stopped` raised. A second SIGINT does not wait.
+    :class:`Stopped` raised. Where an environment does not answer any more, that happens within 8
+    seconds, and the steps of the present rollout are lost. A second SIGINT does not wait.
 
     Args:
         args: as for ``EvalCallback``: eval_env, ...
@@ -67,7 +70,10 @@ class RunSB3(EvalCallback):
         self.save_every = save_every
         self.longest_game = longest_game
         self.evaluated_step = 0  # step of the latest evaluation
-        self.signals = StopSignals()
+        self.signals = StopSignals(self._watch)
+        self._rollout_start: int | None = None  # step at which the present rollout began
+        self._evaluating = False
+        self._calls_before = -1  # calls of the environments at the latest look
 
     def evaluate(self) -> Metrics:
         """Returns over a number of games: always the same games, and training is not affected."""
@@ -77,6 +83,7 @@ class RunSB3(EvalCallback):
         seed = self.model.seed or 0
         self.eval_env.seed(seed + EVALUATION_SEED)
         sync_envs_normalization(self.training_env, self.eval_env)
+        self._evaluating = True
         with forked_random_state(self.model.device, seed):
             returns, lengths = evaluate_policy(
                 player,
@@ -86,6 +93,7 @@ class RunSB3(EvalCallback):
                 callback=lambda *_: self.stop_if_asked(),
                 return_episode_rewards=True,
             )
+        self._evaluating = False
         metrics = {
             "return": float(np.mean(returns)),
             "return_std": float(np.std(returns)),
@@ -148,13 +156,30 @@ class RunSB3(EvalCallback):
             if self.verbose:
                 metrics |= recent_return(self.model)
                 print(self._progress.line(step, self.model._total_timesteps, metrics), flush=True)
+        self._rollout_start = step
+
+    def _on_rollout_end(self) -> None:
+        self._rollout_start = None
 
     def _on_training_end(self) -> None:
         if self.model.num_timesteps > self._saved_step:
             self.save()
 
+    def _watch(self, *_: Any) -> None:
+        """After a signal: stop if no environment has answered since the latest look."""
+        signal.signal(signal.SIGALRM, self._watch)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
+        is_stuck = self.n_calls == self._calls_before
+        self._calls_before = self.n_calls
+        if is_stuck and self._rollout_start is not None:
+            self.model.num_timesteps = self._rollout_start  # since then nothing was learned
+            self.save()
+        if is_stuck and (self._evaluating or self._rollout_start is not None):
+            self.stop_if_asked()
+
     def close(self) -> None:
         """Give signals back."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.signals.give_back()
 
 

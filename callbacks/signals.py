@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,10 +22,15 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
 
 
 class StopSignals:
-    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once."""
+    """Remembers that SIGINT, SIGTERM or SIGHUP arrived; a second SIGINT raises at once.
 
-    def __init__(self) -> None:
+    Args:
+        on_signal: called when the first signal arrives.
+    """
+
+    def __init__(self, on_signal: Callable[[], object] = int) -> None:
         self.signum = 0
+        self._on_signal = on_signal
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
@@ -45,4 +51,6 @@ class StopSignals:
     def _ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.signum:
+            self._on_signal()
         self.signum = signum

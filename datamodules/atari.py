@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
+from traceback import walk_stack
 from typing import Any, Literal, get_args
 
 import ale_py
@@ -91,8 +93,8 @@ class NativeAtariVecEnv(VecEnv):
     A lost life ends the learner's episode, but not the game. The next action is then FIRE in games
     that know it, because some, such as Breakout, wait for it. The attribute ``forced_actions`` has
     the actions that the next step plays whatever actions it is given, -1 where the learner is free.
-    Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not: give
-    them ``backend="sb3"``.
+    Transitions must be stored with these. HeadPPO and HeadA2C do so; other algorithms do not, and
+    there is a warning: give them ``backend="sb3"``.
 
     ``info["episode"]`` comes at the end of a game only, with the score (not the clipped rewards)
     and the length in frames.
@@ -162,7 +164,16 @@ class NativeAtariVecEnv(VecEnv):
         if chosen.shape != (n,) or not all(action in self.action_space for action in chosen):
             raise ValueError(f"{n} games need as many of {self.action_space}, got {actions!r}")
         forced = self.forced_actions
-        self._engine.send(np.where(forced >= 0, forced, chosen.astype(np.int64)))
+        played = np.where(forced >= 0, forced, chosen.astype(np.int64))
+        if not np.array_equal(played, chosen):  # evaluations may give any actions, learners not
+            callers = {frame.f_code.co_name for frame, _ in walk_stack(None)}
+            if "collect_rollouts" in callers and "evaluate_policy" not in callers:
+                warnings.warn(
+                    "the algorithm stores actions that are not played: after a lost life these "
+                    'games play FIRE; use HeadPPO, HeadA2C or backend="sb3"',
+                    stacklevel=2,
+                )
+        self._engine.send(played)
         self._pending = True
 
     def step_wait(self) -> VecEnvStepReturn:

@@ -113,12 +113,20 @@ class HeadAlgorithm(OnPolicyAlgorithm):
 class HeadA2C(HeadAlgorithm, A2C):
     """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
 
-    Weights that are not finite after an update raise :class:`NonFinite`. Actions are never masked.
+    Weights that are not finite after an update raise :class:`NonFinite`. Actions are not masked, so
+    an environment that has masks is refused.
     Where an environment forces actions (see :mod:`catnat.sb3.masks`), the rollout has the actions
     that were played: the critic learns from them, the policy does not. The arguments are those of
     ``stable_baselines3.A2C``; "MlpPolicy", "CnnPolicy" and "MultiInputPolicy" are the policies
     with a head.
     """
+
+    @staticmethod
+    def _wrap_env(*args: Any, **kwargs: Any) -> VecEnv:
+        env = A2C._wrap_env(*args, **kwargs)
+        if env.has_attr("action_masks"):
+            raise ValueError("HeadA2C does not mask actions, the environment does: use HeadPPO")
+        return env
 
     def train(self) -> None:
         """Learn from the rollout."""
@@ -157,10 +165,10 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
         "global_step": model.num_timesteps,
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
-        "normalizer": [
-            {part: torch.as_tensor(value) for part, value in vars(moments).items()}
-            for moments in _moments(model)
-        ],
+        "normalizer": {
+            index: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            for index, moments in enumerate(_moments(model))
+        },
         # Values of the latest update, which are written with the row of the next rollout.
         "logged": {
             name: (float(value), logger.name_to_excluded[name])
@@ -178,7 +186,7 @@ def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
     model._n_updates = state["updates"]
     model.ep_info_buffer = deque(state["games"], maxlen=model._stats_window_size)
     model.ep_success_buffer = deque(maxlen=model._stats_window_size)
-    for moments, parts in zip(_moments(model), state["normalizer"], strict=True):
+    for moments, parts in zip(_moments(model), state["normalizer"].values(), strict=True):
         for part, value in parts.items():
             setattr(moments, part, value.numpy().copy())
     for name, (value, excluded) in state["logged"].items():

@@ -131,6 +131,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def train(self) -> None:
         """Learn from the rollout."""
+        if self._captured and self._captured_options != self._constants:
+            self._prepare()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         clips = self._set_numbers()
@@ -259,6 +261,17 @@ class HeadPPO(HeadAlgorithm, PPO):
         return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
 
     @property
+    def _constants(self) -> tuple[Any, ...]:
+        """Options that are constants of a captured update."""
+        return (
+            self.max_grad_norm,
+            self.normalize_advantage,
+            self.value_loss,
+            self._clips_values,
+            self.target_kl,
+        )
+
+    @property
     def _clips_values(self) -> bool:
         return self.clip_range_vf is not None or self.value_loss == "cleanrl"
 
@@ -307,6 +320,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         if self.capture and reason:
             warnings.warn(f"nothing is replayed as a CUDA graph: {reason}", stacklevel=2)
         self._captured = reason is None
+        self._captured_options = self._constants
         self._rollout = {}
         self._play: Any = self._forward
         self._optimize: Any = self._minimize
@@ -325,6 +339,12 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in Stable-Baselines3; also takes ``action_masks``, see :class:`MaskedPlayer`."""
+        if self.uses_masks and kwargs.get("action_masks") is None:
+            warnings.warn(
+                "actions are not masked: predict got no action_masks; play with MaskedPlayer, or "
+                "evaluate with sb3-contrib's MaskableEvalCallback",
+                stacklevel=2,
+            )
         return self.policy.predict(*args, **kwargs)
 
     def get_parameters(self) -> dict[str, dict[str, Any]]:
@@ -340,8 +360,9 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _numbers _captured _layout _too_far uses_masks"
-        return [*super()._excluded_save_params(), *rebuilt.split(), "rollout_buffer_class"]
+        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _layout _too_far"
+        rebuilt += " uses_masks rollout_buffer_class"
+        return [*super()._excluded_save_params(), *rebuilt.split()]
 
 
 def cleanrl_schedule(

@@ -71,9 +71,14 @@ def test_masks_are_used_and_said_in_one_line(capfd):
     assert state["global_step"] == 128
 
 
-def test_masks_that_are_not_used():
+def test_masks_that_are_not_used(capfd):
     assert run("--masks=false") == 0
     assert Corridor.forbidden > 0
+    capfd.readouterr()
+    assert train.main(["--model=a2c", *(word for word in QUICK if "epochs" not in word)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "HeadA2C does not mask actions" in line
+    assert not Path("runs/a2c").exists()
 
 
 def test_copies_of_actions_have_no_masks(capfd):

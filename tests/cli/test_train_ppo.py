@@ -3,7 +3,9 @@
 
 import os
 import re
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from cases_ppo import (
 from gymnasium.envs.classic_control import CartPoleEnv
 
 import train
+from catnat.callbacks import sb3_run
 from catnat.cli.main import command_line
 from catnat.sb3 import HeadPPO
 
@@ -205,6 +208,9 @@ class Faulty(CartPoleEnv):
     def step(self, action):
         observation, reward, _, _, info = super().step(action)
         self.calls += 1
+        if self.calls == 40 and self.fault == "hangs":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
         lost = {self.fault: np.float32("nan")} if self.calls == 40 else {}
         observation = observation * lost.get("observations", 1)
         return observation, lost.get("rewards", reward), self.calls % 16 == 0, False, info
@@ -226,6 +232,19 @@ def test_numbers_of_an_environment_that_are_not_finite_are_named(fault, faulty, 
     assert f"ended after step 160: the environment gave {fault} that are not finite" in line
     assert "the latest checkpoint is" in line
     assert last()["global_step"] == 128
+
+
+@pytest.mark.parametrize("where", ["rollout", "evaluation"])
+def test_a_signal_ends_a_run_whose_environment_hangs(where, faulty, monkeypatch, capfd):
+    """The game of an evaluation has 16 steps: the third one hangs."""
+    monkeypatch.setattr(sb3_run, "_PATIENCE", 0.2)
+    games = ["--eval_every=0"] if where == "rollout" else ["--eval_games=3", "--num_envs=1"]
+    began = time.monotonic()
+    assert run(*faulty, "--env_kwargs.fault=hangs", *games) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 50, "it does not wait for the environment"
+    step = 128 if where == "rollout" else 32
+    assert f"stopped by SIGTERM after step {step}; resume with" in capfd.readouterr().out
+    assert last()["global_step"] == step
 
 
 def test_an_environment_of_the_current_folder(monkeypatch):

@@ -141,6 +141,9 @@ def test_normalizers_are_kept_also_for_stable_baselines():
     path = FOLDER / "checkpoints/last_vecnormalize.pkl"
     theirs = VecNormalize.load(str(path), make_vec_env("CartPole-v1", 2))
     assert torch.equal(torch.as_tensor(theirs.obs_rms.mean), moments["mean"])
+    state = last()
+    state["normalizer"] = dict(zip(["obs.", "ret"], state["normalizer"].values(), strict=True))
+    torch.save(state, FOLDER / "checkpoints/last.ckpt")  # as earlier versions named them
     assert run(*argv, "--total_steps=192", "--ckpt_path=last") == 0
     assert last()["normalizer"][0]["count"] == pytest.approx(200, abs=1)
     assert train.main(["test", "--model=ppo", "--head=natural", *argv, "--ckpt_path=last"]) == 0

@@ -81,6 +81,28 @@ def test_replayed_steps_are_the_same_in_other_environments(env, without_cuda):
         assert torch.allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_grad_norm": 0.1},
+        {"normalize_advantage": False},
+        {"value_loss": "cleanrl"},
+        {"clip_range_vf": lambda _: 0.2},
+        {"target_kl": 0.01},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_callback_changes_is_captured_anew(change, without_cuda):
+    model = learn(rollouts=1)
+    update = model._optimize
+    model.ent_coef = 0.1  # lives on the device
+    model.train()
+    assert model._optimize is update and model._numbers[4] == pytest.approx(0.1)
+    vars(model).update(change)
+    model.train()
+    assert model._optimize is not update
+
+
 def test_checkpoints_fit_any_device(without_cuda, tmp_path, monkeypatch):
     model = learn()
     model.save(tmp_path / "it")

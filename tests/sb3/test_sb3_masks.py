@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 
 import numpy as np
@@ -24,6 +25,7 @@ from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from sb3_contrib.common.wrappers import ActionMasker
+from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
@@ -241,6 +243,19 @@ class Stuck(Guess):
 
     def action_masks(self):
         return super().action_masks() & (self.count != 4)
+
+
+def test_evaluation_without_masks_is_warned_about():
+    from sb3_contrib.common.maskable.callbacks import MaskableEvalCallback
+
+    blind = EvalCallback(guesses(kind=Guess), eval_freq=8, n_eval_episodes=1, verbose=0)
+    model = HeadPPO("MlpPolicy", guesses(), **SMALL)
+    with pytest.warns(UserWarning, match="actions are not masked.*MaskableEvalCallback"):
+        model.learn(32, blind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not masked")
+        model.learn(32, MaskableEvalCallback(guesses(), eval_freq=8, n_eval_episodes=1, verbose=0))
+        HeadPPO("MlpPolicy", guesses(kind=Guess), masks=False, **SMALL).learn(32, blind)
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiBinary(2)])

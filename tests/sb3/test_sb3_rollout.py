@@ -11,6 +11,7 @@ from cases_sb3 import (
     Count,
     Forcing,
     Guess,
+    Unmasked,
     cartpole,
     learn,
     same_parameters,
@@ -62,7 +63,7 @@ class Alternating(DummyVecEnv):
     action_space = spaces.Discrete(3)
 
     def __init__(self):
-        super().__init__([lambda: Guess(self.action_space, spaces.Box(0, 1, (2,)))] * 2)
+        super().__init__([lambda: Unmasked(self.action_space, spaces.Box(0, 1, (2,)))] * 2)
         self.steps = 0
 
     def reset(self):
@@ -111,7 +112,7 @@ def test_a_callback_may_stop_a_rollout_and_training_goes_on():
     assert model.rollout_buffer.full
 
 
-@pytest.mark.parametrize("env", [lambda: make_vec_env(Guess, 2, seed=0), lambda: Forcing(2)])
+@pytest.mark.parametrize("env", [lambda: make_vec_env(Unmasked, 2, seed=0), lambda: Forcing(2)])
 @pytest.mark.parametrize("algorithm", [HeadPPO, HeadA2C])
 def test_a_callback_may_call_the_policy(algorithm, env):
     class Ask(BaseCallback):
