@@ -274,7 +274,8 @@ def set_validation_interval(options: dict[str, Any]) -> None:
     A run of epochs validates after each, as Lightning does.
     """
     steps = options["max_steps"]
-    if options["val_check_interval"] is None and steps > 0:
+    is_default = options["val_check_interval"] is None and options["check_val_every_n_epoch"] == 1
+    if is_default and steps > 0:
         batches = options["accumulate_grad_batches"]  # of a step
         options["val_check_interval"] = batches * min(default_interval(steps), steps)
     interval = options["val_check_interval"]

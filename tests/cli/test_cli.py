@@ -176,6 +176,7 @@ def test_a_run_of_epochs_validates_after_each_and_one_of_steps_by_steps(workspac
     assert (epochs.max_steps, epochs.check_val_every_n_epoch) == (-1, 1)
     assert (steps.val_check_interval, steps.check_val_every_n_epoch) == (500, None)
     assert trainer().max_steps == 2000, "the default on a CPU"
+    assert trainer("--max_steps=3", "--check_val_every_n_epoch=2").val_check_interval == 1.0
     assert trainer("--max_steps=3").val_check_interval == 3
     assert trainer("--max_steps=3", "--accumulate_grad_batches=2").val_check_interval == 6
 

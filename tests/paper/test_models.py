@@ -13,6 +13,7 @@ from cases_callbacks import quiet_trainer
 from torch.utils.data import DataLoader
 
 from catnat import SigmoidHead, make_head
+from catnat.cli.options import HEADS
 from catnat.head import REGISTRY
 from catnat.lit_modules import DiscreteVAE
 
@@ -38,12 +39,10 @@ def test_the_exact_elbo_is_the_mean_of_many_sampled_ones():
 @pytest.fixture
 def mechanism():
     """The heads of the study by name, registered for the length of a test."""
-    with patch.dict(REGISTRY):
-        for name in [x for x, kind in REGISTRY.items() if kind.__module__ == "mechanism_heads"]:
-            del REGISTRY[name]  # a plan has imported them
-        before = dict(REGISTRY)
+    ours = {name: REGISTRY[name] for name in HEADS}  # a plan may have imported the others
+    with patch.dict(REGISTRY, ours, clear=True):
         runpy.run_path(str(PAPER / "mechanism" / "mechanism_heads.py"))
-        yield {name: make_head(name, 8) for name in REGISTRY if name not in before}
+        yield {name: make_head(name, 8) for name in REGISTRY if name not in ours}
 
 
 def test_a_transplanted_head_begins_with_the_distributions_of_the_old_one(monkeypatch):
