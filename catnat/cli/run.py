@@ -230,6 +230,8 @@ class RunCLI(LightningCLI):
         if ("help", None) in self.typed_options:
             print(re.sub(r".*Path to a configuration file\.\n", "", self.page.format_help()))
             raise SystemExit(0)
+        if self.line.head:  # modules that may define it are imported now
+            require_choice(head_names(), head=self.line.head)
         self.config = parser.parse_args(args)
 
     def before_instantiate_classes(self) -> None:
