@@ -284,7 +284,23 @@ class CatnatHead(CategoricalHead):
             wide = torch.float64
             return torch.full((self.num_scores,), self.center, dtype=wide, device=like.device)
         # x at which a node divides its leaves evenly: a(x) is the share of its bit-1 child.
-        return self.center - self._at_share(_shares(*self._make_leaves(like.device)))
+        is_traced = like.is_meta or not is_plain(like)
+        if self.activation.is_fused or is_traced or not self._is_elementwise(like):
+            return self.center - self._at_share(_shares(*self._make_leaves(like.device)))
+
+        def make(device: torch.device) -> Any:
+            return _shares(*self._make_leaves(device)).unique(return_inverse=True)
+
+        shares, index = self._cached(like, "shares", make)
+        return self.center - self._at_share(shares)[index]  # a search, for a few shares alone
+
+    def _is_elementwise(self, like: Tensor) -> bool:
+        """Whether log_activation takes any number of nodes; not if it has a parameter for each."""
+        x = torch.zeros(self.num_scores + 2, dtype=torch.float64, device=like.device)
+        try:
+            return self.log_activation(x)[0].shape == x.shape
+        except RuntimeError:
+            return False
 
     def _at_share(self, shares: Tensor) -> Tensor:
         """x at which a(x) is the share, in float64."""

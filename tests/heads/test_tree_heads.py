@@ -299,6 +299,21 @@ def test_a_split_with_a_plain_number_follows_it(K):
     )
 
 
+def test_centers_are_searched_once_for_nodes_with_equal_shares(monkeypatch):
+    head = Sharp(1000)
+    sizes = []
+    log_activation = Sharp.log_activation
+
+    def counted(self, x):
+        sizes.append(x.numel())
+        return log_activation(self, x)
+
+    monkeypatch.setattr(Sharp, "log_activation", counted)
+    assert_uniform(head)
+    assert sum(sizes) < 40 * head.num_scores
+    assert head.log_probs(torch.zeros(2, 999, device="meta")).shape == (2, 1000)
+
+
 # ------------------------------------------------------------------------------- where they are
 
 
