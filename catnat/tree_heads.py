@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from catnat.activations import Activation, CustomActivation, NaturalActivation, SigmoidActivation
-from catnat.checks import checked_order, require_finite, require_tail, require_within
+from catnat.checks import require_finite, require_tail, require_within
 from catnat.head import CategoricalHead
 from catnat.kernels.dispatch import tree_fisher, tree_log_prob, tree_log_probs, tree_sample
 from catnat.kernels.reference import tree_path_logs
@@ -23,7 +23,7 @@ from catnat.numerics import (
     takes_real_tensors,
     uniform,
 )
-from catnat.tree import path_sums, subtree_sums
+from catnat.tree import checked_leaves, path_sums, subtree_sums
 
 _Leaves = tuple[Tensor, Tensor]
 _TABLE_LIMIT = 1024  # largest K whose centers under masks are looked up
@@ -78,7 +78,8 @@ class CatnatHead(CategoricalHead):
         self.activation = activation or CustomActivation(self.log_activation)
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
-        self.order = None if order is None else checked_order(order, self.num_categories)
+        leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
+        self.order = tuple(leaves) or None
         self.tree_id = (self.num_categories, self.order)
         self._has_paths = type(self).log_probs is CatnatHead.log_probs
         # A log_activation of one's own may change before the distribution asks for it.
