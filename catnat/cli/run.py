@@ -186,7 +186,7 @@ class RunCLI(LightningCLI):
             replaced = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
             if typed_names & _LENGTHS.keys():
                 replaced |= _LENGTHS
-            files = [("config", line.record), *replaced.items(), *files]
+            files = [("config", self._read_record(line.record)), *replaced.items(), *files]
         for name, (source, _) in self.links.items():
             if f"model.{name}" in self.chosen_options:
                 raise ValueError(f"--model.{name} follows from --data.{source}: set that")
@@ -201,6 +201,22 @@ class RunCLI(LightningCLI):
         self.page.set_defaults(defaults)
         pairs = [*classes, *defaults.items(), *files, *classes, *self.typed_options, *names]
         return [f"--{name}" if value is None else f"--{name}={value}" for name, value in pairs]
+
+    def _read_record(self, path: Path) -> str:
+        """The options of the resumed run, without those that an older version had."""
+        record = yaml.safe_load(path.read_text())
+        gone_names = []
+        for group in self.groups.keys() & record.keys():
+            section = record[group] or {}
+            options = section.get("init_args", section)
+            for name in [*options]:
+                full_name = f"{group}.{name}"
+                if not any(option.startswith(full_name) for option in self.option_names):
+                    gone_names.append(full_name)
+                    del options[name]
+        if gone_names and self.is_first:
+            print(f"left out, there are no such options any more: {', '.join(sorted(gone_names))}")
+        return json.dumps(record)
 
     def _length(self) -> dict[str, Any]:
         """The default length, shorter on a CPU, where nobody gives one."""

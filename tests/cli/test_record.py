@@ -135,6 +135,16 @@ def test_a_run_that_has_ended_or_died_in_its_test_can_be_ended_again(every, opti
         assert tested.items() <= again.items() if died else again == metrics
 
 
+def test_options_of_an_older_version_are_left_out_of_a_resumed_run(options, capsys):
+    assert run(*options) == 0
+    record = FOLDER / "config.yaml"
+    text = record.read_text().replace("    num_latents: ", "    old_option: 1\n    num_latents: ")
+    record.write_text(text.replace("fisher:\n", "fisher:\n  old_seed: 0\n"))
+    assert run("--model=vae", "--head=natural", "--ckpt_path=last", "--max_steps=7") == 0
+    assert "fisher.old_seed, model.old_option" in capsys.readouterr().out
+    assert "old_" not in record.read_text()
+
+
 def test_a_resumed_run_learns_at_the_rate_it_is_given(options):
     assert run(*options, "--lr_decay=0.5", "--lr_decay_steps=4") == 0
     more = ["--ckpt_path=last", "--max_steps=6", "--learning_rate=0.01"]
