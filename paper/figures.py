@@ -1,37 +1,48 @@
 """Draw the pictures of this folder from its rows.
 
-    python paper/figures.py                   # all of them
-    python paper/figures.py factors breakout  # some of: factors, longest, breakout
-
-``factors`` also prints its table.
+python paper/figures.py                   # all of them
+python paper/figures.py factors breakout  # some of: factors, longest, breakout
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import mechanism_claims
 import numpy as np
-import wider
 from matplotlib.axes import Axes
-from measures import BOTH, PAPER, SIZES, Pair, factor, log_factors, read, select
+from measures import PAPER, factor, log_factors, read, select
+from studies import (
+    ESTIMATORS,
+    HEADS,
+    LONGEST,
+    NETWORKS,
+    OTHER_DATA,
+    SETTINGS,
+    Pair,
+    interventions,
+    networks,
+    noise,
+    other_data,
+)
 
 COLORS = {"softmax": "#0072B2", "sigmoid": "#009E73", "natural": "#D55E00"}
-MARKS = {"8": ("o", "#56B4E9"), "16": ("s", "#E69F00"), "32": ("D", "#000000")}  # by K
+MARKS = {8: ("o", "#56B4E9"), 16: ("s", "#E69F00"), 32: ("D", "#000000")}  # by K
+Logs = list[float]  # logarithms of factors, by seed
 
 
-def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Pair]], title: str) -> None:
-    """A line for each row of the table, a mark for each K."""
-    for place, pairs in enumerate(rows.values()):
-        for K, height, (softmax, head) in zip(SIZES, (-0.22, 0.0, 0.22), pairs, strict=True):
-            if softmax and head:
-                middle, low, high = factor(log_factors((softmax, head)))
+def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Logs]], title: str) -> None:
+    """A line for each row of the table, a mark for each K that was run."""
+    for place, logs_by_size in enumerate(rows.values()):
+        for K, height, logs in zip(MARKS, (-0.22, 0.0, 0.22), logs_by_size, strict=True):
+            if logs:
+                middle, low, high = factor(logs)
                 shape, color = MARKS[K]
                 axes.plot([low, high], [place + height] * 2, color=color, lw=1.3)
                 axes.plot(middle, place + height, shape, color=color, ms=4.5)
@@ -46,18 +57,35 @@ def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Pair]], title: str) -> 
     axes.set_axisbelow(True)
 
 
+def logs_of(pair: Pair, until: float = np.inf) -> Logs:
+    """The logarithms of the factors; none where one head was not run."""
+    return log_factors(*pair, until) if all(map(len, pair)) else []
+
+
+def other_studies() -> dict[str, list[Logs]]:
+    """Sigmoid with less noise, in other networks and on other data, at K = 8, 16 and 32."""
+    rows: dict[str, list[Logs]] = {}
+    for estimator, count in SETTINGS:
+        logs = logs_of(noise((estimator, count)), 10000)
+        rows[f"{estimator}, draws: {count}"] = [logs, [], []]
+    for encoder, decoder in NETWORKS:
+        rows[f"{encoder} to {decoder}"] = [[], logs_of(networks(encoder, decoder)), []]
+    for (study, _, _, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
+        logs = logs_of(other_data(study, K, estimator), steps)
+        if logs:
+            rows.setdefault(f"{study}, {estimator}", [[], [], []])[list(MARKS).index(K)] = logs
+    return rows
+
+
 def factors() -> None:
     """Factors by intervention."""
-    for claim in mechanism_claims.factors():
-        numbers = [str(n) if isinstance(n, int) else f"{n:.1f}" for n in claim.computed]
-        print(claim.sentence.format(*numbers).replace("-0.0", "0.0"))
-    table = mechanism_claims.factor_table()
+    table = {words: [logs_of(pair) for pair in pairs] for words, pairs in interventions().items()}
     first_head = list(table).index("natural")
     parts = list(table.items())
     figure, panels = plt.subplots(1, 3, figsize=(13, 5.2), layout="constrained")
     draw_factors(panels[0], dict(parts[:first_head]), "sigmoid: settings, then coupling")
     draw_factors(panels[1], dict(parts[first_head:]), "other heads")
-    draw_factors(panels[2], wider.factor_table(), "noise, networks, data")
+    draw_factors(panels[2], other_studies(), "noise, networks, data")
     for K, (shape, color) in MARKS.items():
         panels[0].plot([], [], shape, color=color, ms=4.5, label=f"K = {K}")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
@@ -66,16 +94,15 @@ def factors() -> None:
 
 def longest() -> None:
     """Validation loss over 192,000 steps."""
-    columns = [(N, K, data) for N, K in (("10", "8"), ("20", "32")) for data in ("gray", "binary")]
     figure, panels = plt.subplots(1, 4, figsize=(9.5, 2.6), layout="constrained")
-    for axes, (N, K, data) in zip(panels, columns, strict=True):
-        for head in (*BOTH, "natural"):
-            where = f"num_latents={N} num_categories={K} variant={data} head={head}"
-            runs = select("vae/longest_curve.csv", where)
-            steps = [int(name.removeprefix("val/loss_")) for name in runs[0] if "loss" in name]
-            losses = np.array([[float(run[f"val/loss_{step}"]) for step in steps] for run in runs])
+    for axes, (N, K, data) in zip(panels, LONGEST, strict=True):
+        for head in HEADS:
+            size = {"num_latents": N, "num_categories": K, "variant": data}
+            runs = select("vae/longest_curve.csv", head=head, **size)
+            losses = runs.filter(regex=r"^val/loss_").astype(float).to_numpy()
+            columns = runs.filter(regex=r"^val/loss_").columns
+            thousands = [int(name.rpartition("_")[2]) / 1000 for name in columns]
             style = "--" if head == "natural" else "-"
-            thousands = np.array(steps) / 1000
             axes.plot(thousands, losses.mean(0), style, color=COLORS[head], label=head)
             bounds = losses.min(0), losses.max(0)
             axes.fill_between(thousands, *bounds, color=COLORS[head], alpha=0.2, lw=0)
@@ -90,13 +117,11 @@ def breakout() -> None:
     """Returns of PPO in training, a line for each run."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True, layout="constrained")
     titles = ("CleanRL's settings (rate 0.00025)", "best of a short search")
-    metric = "rollout/ep_rew_mean_"
-    for run in read("games/breakout_curve.csv"):
-        axes = panels[int(run["learning_rate"] != "0.00025")]
-        points = {int(name.removeprefix(metric)): run[name] for name in run if metric in name}
-        steps = np.array(sorted(points))
-        returns = [float(points[step]) for step in steps]
-        axes.plot(steps / 1e6, returns, color=COLORS[run["head"]], lw=1)
+    for _, run in read("games/breakout_curve.csv").iterrows():
+        axes = panels[int(run["learning_rate"] != 0.00025)]
+        returns = run.filter(regex=r"^rollout/ep_rew_mean_").dropna().astype(float)
+        millions = [int(name.rpartition("_")[2]) / 1e6 for name in returns.index]
+        axes.plot(millions, returns, color=COLORS[run["head"]], lw=1)
     for axes, title, rates in zip(panels, titles, (("", ""), (", 0.002", ", 0.001")), strict=True):
         axes.set(title=title, xlabel="million steps")
         for head, rate in zip(("softmax", "natural"), rates, strict=True):

@@ -1,176 +1,217 @@
-"""What verdicts are made of: rows, tests, the factor of steps, and numbers read from pages."""
+"""Rows of runs, statistics of them, and the numbers that pages state.
+
+Runs are tables with a row for each seed. A curve is the validation losses of a run, by step.
+"""
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 PAPER = Path(__file__).resolve().parent
-Row = dict[str, str]
-Runs = dict[str, Row]  # by seed
-Pair = Sequence[Runs]  # of two
-Numbers = list[float]
-SIZES = ("8", "16", "32")  # K of (10, 8), (20, 16), (20, 32)
-TREES = ("sigmoid", "natural")
-INTERVAL = "{} [{}, {}]"  # in a sentence: value and bounds
-BOTH = ("softmax", "sigmoid")
-NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)"
+PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *PAPER.parent.glob("docs/*.md")]
+NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?")
+END = re.compile(r"\n\n|\n- |\n\||\n#")  # of a paragraph, an entry of a list, or a row
+Runs = pd.DataFrame
+Numbers = Sequence[float]
 
 
-class Claim(NamedTuple):
-    """A sentence of a page, and its numbers as the rows have them."""
-
-    page: str
-    sentence: str  # {} for each number
-    computed: Sequence[float]
+# -- rows ------------------------------------------------------------------------------------------
 
 
 @cache
-def read(path: str) -> list[Row]:
+def read(path: str) -> Runs:
     """Finished rows. If a row is a validation (column step), its run gets columns METRIC_STEP."""
-    with (PAPER / path).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if "step" not in rows[0]:
-        return [row for row in rows if row.get("status", "finished") == "finished"]
-    runs: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        options = {name: value for name, value in row.items() if name != "step" and "/" not in name}
-        metrics = {f"{name}_{row['step']}": row[name] for name in row if "/" in name}
-        runs.setdefault(tuple(options.values()), options).update(metrics)
-    return list(runs.values())
+    rows = pd.read_csv(PAPER / path)
+    if "status" in rows:
+        rows = rows[rows["status"] == "finished"]
+    options = [name for name in rows if "/" not in name]
+    rows[options] = rows[options].astype(object).fillna("")
+    if "step" not in rows:
+        return rows
+    options.remove("step")
+    metrics = [name for name in rows if "/" in name]
+    runs = rows.pivot(index=options, columns="step", values=metrics)
+    runs.columns = [f"{metric}_{step}" for metric, step in runs.columns]
+    return runs.reset_index()
 
 
-@cache
-def printed() -> dict[str, list[dict[str, Any]]]:
-    """The paper's own tables."""
-    tables: dict[str, list[dict[str, Any]]] = json.loads((PAPER / "paper.json").read_text())
-    return tables
+def select(path: str, **options: Any) -> Runs:
+    """The rows in which each option has the value, or one of a list of values."""
+    rows = read(path)
+    for name, value in options.items():
+        rows = rows[rows[name].isin(value if isinstance(value, list) else [value])]
+    return rows
 
 
-def select(path: str, options: str = "", **more: str) -> list[Row]:
-    """Rows by "name=value name=first|second ..." and by further values; empty values match, too."""
-    wanted = dict(option.split("=") for option in options.split()) | more
-    allowed = {name: value.split("|") for name, value in wanted.items()}
-    return [row for row in read(path) if all(row[name] in allowed[name] for name in allowed)]
-
-
-def by_seed(path: str, options: str = "", **more: str) -> Runs:
+def by_seed(path: str, **options: Any) -> Runs:
     """The selected runs by seed; the last one where a seed was run twice."""
-    return {row["seed"]: row for row in select(path, options, **more)}
+    runs = select(path, **options).drop_duplicates("seed", keep="last")
+    return runs.set_index("seed").sort_index()
 
 
-def values(runs: Runs, metric: str) -> Numbers:
-    """A metric of all runs, in the order of their seeds."""
-    return [float(runs[seed][metric]) for seed in sorted(runs)]
+# -- statistics ------------------------------------------------------------------------------------
 
 
-def differences(pair: Pair, metric: str) -> Numbers:
-    """A metric of the first runs minus that of the second, by seed."""
-    first, second = pair
-    common = sorted(first.keys() & second.keys())
-    return [float(first[seed][metric]) - float(second[seed][metric]) for seed in common]
+def interval(numbers: Numbers) -> list[float]:
+    """Mean and 95 % t interval; one number alone has none."""
+    if len(numbers) == 1:
+        return [*numbers]
+    test = stats.ttest_1samp(numbers, 0)
+    return [float(np.mean(numbers)), *test.confidence_interval()]
 
 
-def mean(numbers: Numbers) -> float:
-    """Arithmetic mean."""
-    return float(np.mean(numbers))
+def factor(log_factors: Numbers) -> list[float]:
+    """Geometric mean and 95 % t interval of factors, from their logarithms."""
+    return [float(bound) for bound in np.exp(interval(log_factors))]
 
 
-def t_interval(numbers: Numbers) -> Numbers:
-    """Mean and 95 % t interval."""
-    low, high = stats.ttest_1samp(numbers, 0).confidence_interval()
-    return [mean(numbers), low, high]
-
-
-def t_test(numbers: Numbers) -> float:
+def p_of(numbers: Numbers) -> float:
     """The p of a mean of 0."""
     return float(stats.ttest_1samp(numbers, 0).pvalue)
 
 
-def welch(pair: Pair, metric: str) -> Numbers:
-    """Difference of means and Welch's 95 % interval."""
-    first, second = (values(runs, metric) for runs in pair)
-    low, high = stats.ttest_ind(first, second, equal_var=False).confidence_interval()
-    return [mean(first) - mean(second), low, high]
+def welch(first: Numbers, second: Numbers) -> list[float]:
+    """Difference of means, Welch's 95 % interval, and p."""
+    test = stats.ttest_ind(first, second, equal_var=False)
+    difference = float(np.mean(first) - np.mean(second))
+    return [difference, *test.confidence_interval(), float(test.pvalue)]
 
 
-def p_value(pair: Pair, metric: str) -> float:
-    """The p of Welch's test."""
-    first, second = (values(runs, metric) for runs in pair)
-    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
+def differences(first: Runs, second: Runs, metric: str) -> list[float]:
+    """A metric of the first runs minus that of the second, by seed."""
+    return (first[metric] - second[metric]).dropna().tolist()
 
 
-def curve(run: Row, until: int = 10**9) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of the steps, and validation losses."""
-    named = {name.removeprefix("val/loss_"): value for name, value in run.items() if value}
-    losses = {int(step): float(value) for step, value in named.items() if step.isdecimal()}
-    steps = sorted(step for step in losses if step <= until)
-    return np.log(steps), np.array([losses[step] for step in steps])
+def curve(run: pd.Series[Any], until: float = np.inf) -> pd.Series[float]:
+    """The validation losses of a run by the logarithm of the step."""
+    losses = run.filter(regex=r"^val/loss_\d+$").dropna().astype(float)
+    losses.index = [int(name.rpartition("_")[2]) for name in losses.index]
+    losses = losses[losses.index <= until].sort_index()
+    return losses.set_axis(np.log(losses.index))
 
 
-def log_step_of(log_steps: np.ndarray, losses: np.ndarray, target: float) -> float:
+def log_step_of(losses: pd.Series[float], target: float) -> float:
     """When a curve first reaches a loss, interpolated over the logarithm of the steps."""
-    place = int(np.argmax(losses <= target))
-    if place == 0:
+    after = int(np.argmax(losses <= target))
+    if after == 0:
         raise ValueError(f"the loss {target} is not between two validations of the run")
-    share = (losses[place - 1] - target) / (losses[place - 1] - losses[place])
-    return float(log_steps[place - 1] + share * (log_steps[place] - log_steps[place - 1]))
+    points = losses.iloc[[after, after - 1]]
+    return float(np.interp(target, points, points.index))
 
 
-def log_factors(pair: Pair, until: int = 10**9) -> Numbers:
+def log_factors(first: Runs, second: Runs, until: float = np.inf) -> list[float]:
     """By seed, log of the steps of the first head divided by those of the second to the same loss.
 
     The loss is the higher one of their last two: softmax's, where softmax is behind.
     """
-    ratios = []
-    for seed in sorted(pair[0].keys() & pair[1].keys()):
-        curves = [curve(runs[seed], until) for runs in pair]
-        target = max(losses[-1] for _, losses in curves)
-        first, second = (log_step_of(*points, target) for points in curves)
-        ratios.append(first - second)
-    return ratios
+    logs = []
+    for seed in first.index.intersection(second.index):
+        curves = [curve(runs.loc[seed], until) for runs in (first, second)]
+        target = max(losses.iloc[-1] for losses in curves)
+        one, other = (log_step_of(losses, target) for losses in curves)
+        logs.append(one - other)
+    return logs
 
 
-def factor(ratios: Numbers) -> Numbers:
-    """Geometric mean and 95 % t interval of factors, from their logarithms."""
-    return [float(bound) for bound in np.exp(t_interval(ratios))]
+def mean_curve(runs: Runs) -> pd.Series[float]:
+    """The mean of the curves, as far as all of them go."""
+    return pd.concat([curve(run) for _, run in runs.iterrows()], axis=1).dropna().mean(axis=1)
 
 
-def vae(head: str, N: str, K: str, variant: str, options: str = "") -> Runs:
-    """Runs of the convolutional VAE: 60,000 steps of Adam at rate 0.001, unless options differ."""
-    setting = (
-        "model=vae stage=final lr_decay=1.0 optimizer=adam learning_rate=0.001 max_steps=60000"
-    )
-    size = f"num_latents={N} num_categories={K} variant={variant}"
-    return by_seed("vae/runs.csv", f"{setting} {options} {size} head={head}")
+def crossing(first: Runs, second: Runs) -> list[int]:
+    """The last step at which the mean curves change places, to a hundred; none if they never do."""
+    seeds = first.index.intersection(second.index)
+    ahead = (mean_curve(first.loc[seeds]) - mean_curve(second.loc[seeds])).dropna()
+    signs = np.sign(ahead.to_numpy())
+    changes = np.flatnonzero(signs[:-1] != signs[1:])
+    if not len(changes):
+        return []
+    points = ahead.iloc[changes[-1] : changes[-1] + 2].sort_values()
+    return [int(round(np.exp(np.interp(0, points, points.index)), -2))]
 
 
-def text_of(page: str) -> str:
-    """A page on one line."""
-    return " ".join((PAPER / page).read_text().split())
+def interquartile_mean(*games: np.ndarray, axis: int = -1) -> Any:
+    """The mean of the middle half of all returns together."""
+    return stats.trim_mean(np.concatenate(games, axis), 0.25, axis)
 
 
-def pattern_of(claim: Claim) -> str:
-    """The regular expression of a sentence, with a group for each number."""
-    return re.escape(" ".join(claim.sentence.split())).replace(r"\{\}", NUMBER)
+def bootstrap(samples: Sequence[Numbers], statistic: Callable[..., Any]) -> list[float]:
+    """A statistic of some samples and its 95 % interval, by the percentiles of 5,000 draws."""
+    arrays = [np.array(sample) for sample in samples]
+    rng = np.random.default_rng(1)
+    drawn = stats.bootstrap(arrays, statistic, method="percentile", n_resamples=5000, rng=rng)
+    return [float(statistic(*arrays)), *map(float, drawn.confidence_interval)]
 
 
-def stated(claim: Claim) -> list[str]:
-    """The numbers of the sentence in its page; none if the page does not have it exactly once."""
-    matches = list(re.finditer(pattern_of(claim), text_of(claim.page)))
-    return list(matches[0].groups()) if len(matches) == 1 else []
+# -- pages -----------------------------------------------------------------------------------------
 
 
-def agrees(number: str, computed: float) -> bool:
+class Statement(NamedTuple):
+    """A place of a page: the words of a claim, and the numbers behind them.
+
+    Attributes:
+        page: its file.
+        is_row: whether it is a row of a table.
+        numbers: all of them until the end of the paragraph, of the list's entry, or of the row.
+    """
+
+    page: Path
+    is_row: bool
+    numbers: list[re.Match[str]]
+
+    def holds(self, computed: Numbers) -> bool:
+        """Whether the computed numbers are there, in their order, with the first one at once.
+
+        A row has no other numbers.
+        """
+        places = self.places(computed)
+        has_all = len(places) == len(computed) and places[0] == 0
+        return has_all and (not self.is_row or len(places) == len(self.numbers))
+
+    def places(self, computed: Numbers) -> list[int]:
+        """Which of the numbers are the computed ones; others, such as "K = 8", lie between them."""
+        places: list[int] = []
+        for place, number in enumerate(self.numbers):
+            if len(places) < len(computed) and agrees(number[0], computed[len(places)]):
+                places.append(place)
+        return places
+
+
+def statements(words: str, count: int) -> Iterator[Statement]:
+    """The places in pages that have these words, or rows that begin so with a count of numbers."""
+    is_row = words.startswith("|")
+    start = "^" if is_row else ""
+    pattern = re.compile(start + r"\s+".join(map(re.escape, words.split())), re.MULTILINE)
+    for page in PAGES:
+        text = page.read_text()
+        for match in pattern.finditer(text):
+            end = END.search(text, match.end())
+            numbers = NUMBER.finditer(text, match.end(), end.start() if end else len(text))
+            statement = Statement(page, is_row, list(numbers))
+            if not is_row or len(statement.numbers) == count:
+                yield statement
+
+
+def agrees(stated: str, computed: float) -> bool:
     """Whether a number of a page is the computed one, to the digits that it has."""
-    mantissa, _, exponent = number.replace(",", "").partition("e")
+    mantissa, _, exponent = stated.replace(",", "").partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    return abs(float(number.replace(",", "")) - computed) <= 0.5001 * unit
+    return abs(float(stated.replace(",", "")) - computed) <= 0.5001 * unit
+
+
+def renew(row: Statement, computed: Numbers) -> None:
+    """Put computed numbers into a row of a table, with as many digits as there are now."""
+    text = row.page.read_text()
+    for match, number in reversed(list(zip(row.numbers, computed, strict=True))):
+        digits = len(match[0].partition(".")[2])
+        written = re.sub(r"^-(0(\.0*)?)$", r"\1", f"{number:,.{digits}f}")
+        text = text[: match.start()] + written + text[match.end() :]
+    row.page.write_text(text)

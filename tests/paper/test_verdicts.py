@@ -10,9 +10,10 @@ import pytest
 PAPER = Path(__file__).parents[2] / "paper"
 sys.path.append(str(PAPER))  # its programs are run from there
 
+pytest.importorskip("pandas")
 import measures  # noqa: E402
+import pandas as pd  # noqa: E402
 import verdicts  # noqa: E402
-import wider  # noqa: E402
 
 # Decimals that are options of runs or levels of tests, not results.
 SETTINGS = re.compile(
@@ -23,24 +24,30 @@ SETTINGS = re.compile(
 
 @pytest.fixture(scope="module")
 def claims():
-    return list(chain.from_iterable(study() for study in verdicts.CLAIMS))
+    """Words, numbers, and the places that state them."""
+    claims = []
+    for words, numbers in chain.from_iterable(study() for study in verdicts.STUDIES):
+        computed = [float(number) for number in numbers]
+        claims.append((words, computed, list(measures.statements(words, len(computed)))))
+    return claims
 
 
 def test_pages_state_what_the_rows_say(claims):
-    for claim in claims:
-        numbers = measures.stated(claim)
-        assert len(numbers) == len(claim.computed), f"{claim.page}: {claim.sentence}"
-        for number, computed in zip(numbers, claim.computed, strict=True):
-            assert measures.agrees(number, computed), (claim, number, computed)
+    for words, computed, statements in claims:
+        assert statements, f"no page says {words} {computed}"
+        for statement in statements:
+            assert statement.holds(computed), (statement.page, words, computed)
 
 
-@pytest.mark.parametrize("page", [path.relative_to(PAPER) for path in PAPER.glob("**/README.md")])
+@pytest.mark.parametrize("page", [*PAPER.glob("**/README.md")], ids=lambda page: page.parent.name)
 def test_pages_state_no_other_results(claims, page):
-    text = measures.text_of(str(page))
-    for claim in claims:
-        if claim.page == str(page):
-            text = re.sub(measures.pattern_of(claim), " ", text)
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
+    text = page.read_text()
+    for _, computed, statements in claims:
+        for statement in statements:
+            for place in statement.places(computed) if statement.page == page else ():
+                start, end = statement.numbers[place].span()
+                text = text[:start] + " " * (end - start) + text[end:]
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", " ".join(text.split()))
     unclaimed = re.findall(r"\d+\.\d+", SETTINGS.sub(" ", text))
     assert not unclaimed, f"{page} has numbers without a claim"
 
@@ -53,19 +60,54 @@ def test_a_number_agrees_to_its_last_digit(number, computed, expected):
     assert measures.agrees(number, computed) is expected
 
 
+def page_with(folder, monkeypatch, text):
+    page = folder / "page.md"
+    page.write_text(text)
+    monkeypatch.setattr(measures, "PAGES", [page])
+    return page
+
+
+@pytest.mark.parametrize(
+    "computed, expected",
+    [([2.04, 1.23, 3.39], True), ([2.05, 1.23, 3.39], False), ([1.23, 3.39], False)],
+)
+def test_a_sentence_has_its_numbers_in_order_and_the_first_at_once(
+    tmp_path, monkeypatch, computed, expected
+):
+    text = "So the factor\nis 2.04 at K = 8, and [1.23, 3.39] elsewhere.\n\nIt is 2.05."
+    page_with(tmp_path, monkeypatch, text)
+    (statement,) = measures.statements("the factor is", len(computed))
+    assert statement.holds(computed) is expected
+
+
+def test_a_row_has_no_other_numbers_and_is_renewed(tmp_path, monkeypatch):
+    page = page_with(
+        tmp_path, monkeypatch, "| a | n |\n|---|---|\n| it | 1,200 | 0.5 [0.1, 0.9] |\n"
+    )
+    (row,) = measures.statements("| it |", 4)
+    assert row.holds([1200, 0.5, 0.1, 0.9])
+    assert not list(measures.statements("| it |", 3))
+    measures.renew(row, [1300, -0.04, -1.26, 2])
+    assert page.read_text().endswith("| it | 1,300 | 0.0 [-1.3, 2.0] |\n")
+
+
+def curves(*losses):
+    columns = [f"val/loss_{step}" for step in (10, 100, 1000)]
+    return pd.DataFrame([losses], columns=columns, index=[1])
+
+
 def test_a_factor_is_the_ratio_of_steps_to_the_same_loss():
-    slow = {"1": {f"val/loss_{step}": str(loss) for step, loss in ((10, 9), (100, 8), (1000, 7))}}
-    fast = {"1": {f"val/loss_{step}": str(loss) for step, loss in ((10, 8), (100, 6), (1000, 5))}}
-    (ratio,) = measures.log_factors((slow, fast))  # to a loss of 7, after 1,000 and 10^1.5 steps
+    slow, fast = curves(9, 8, 7), curves(8, 6, 5)
+    (ratio,) = measures.log_factors(slow, fast)  # to a loss of 7, after 1,000 and 10^1.5 steps
     assert ratio == pytest.approx(1.5 * 2.302585, rel=1e-5)
-    assert measures.log_factors((fast, slow)) == pytest.approx([-ratio])
-    assert measures.log_factors((slow, slow)) == [0]
+    assert measures.log_factors(fast, slow) == pytest.approx([-ratio])
+    assert measures.log_factors(slow, slow) == [0]
 
 
 def test_curves_cross_where_their_means_change_places():
-    ahead_early = {"1": {"val/loss_10": "9", "val/loss_100": "7", "val/loss_1000": "6"}}
-    ahead_late = {"1": {"val/loss_10": "10", "val/loss_100": "8", "val/loss_1000": "5"}}
-    assert wider.crossing([ahead_early, ahead_late]) == pytest.approx(10**2.5)
-    (row,) = wider.factor_row("README.md", "words", [ahead_early, ahead_late])
-    assert row.sentence == "| words | {} | {} | {} |"
-    assert row.computed == pytest.approx([1, 10 ** (1 / 3), 300])
+    ahead_early, ahead_late = curves(9, 7, 6), curves(10, 8, 5)
+    assert measures.crossing(ahead_early, ahead_late) == [300]  # 10^2.5
+    assert measures.crossing(ahead_early, curves(10, 8, 7)) == []
+    ((words, numbers),) = verdicts.factor_row(["words"], [ahead_early, ahead_late], 1000)
+    assert words == "| words |"
+    assert numbers == pytest.approx([1, 10 ** (1 / 3), 300])
