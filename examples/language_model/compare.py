@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
 NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
+SEEN = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)  # least counts of the bins of by_count.csv
 OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "tree", "tree-apart")
 OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096", "hybrid-8192")
 Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to begin with
@@ -133,6 +134,7 @@ class Trained:
             name: Windows(stream.to(options.device), options.rows, options.length)
             for name, stream in self.data.stream.items()
         }
+        self.seen = torch.zeros(K, dtype=torch.int64, device=options.device)  # of each token
 
     def train(self, steps: int, look_every: int) -> Iterator[tuple[int, float]]:
         """Train, and stop at times: the steps done, and the seconds spent on them."""
@@ -146,6 +148,7 @@ class Trained:
             with self.precision():
                 hidden = self.model["trunk"](batch[:, :-1])
                 loss = self.model["output"].nll(hidden, batch[:, 1:].flatten())
+            self.seen += batch[:, 1:].flatten().bincount(minlength=len(self.seen))
             self.optimizer.zero_grad()
             loss.backward()
             if self.options.model == "transformer":
@@ -162,9 +165,37 @@ class Trained:
         half = self.options.precision == "bfloat16"
         return torch.autocast(self.options.device, torch.bfloat16, enabled=half)
 
-    @torch.no_grad()
     def look(self, split: str, most: int, accuracy_rows: int = 0) -> dict[str, float]:
         """Perplexity per word of a split, of frequent and rare tokens, and accuracy."""
+        loss, target, hits = self.losses(split, most, accuracy_rows)
+        rare = target >= FREQUENT
+        words = self.data.words_per_token[split]
+        return {
+            split: math.exp(loss.mean().item() / words),
+            f"{split}_frequent": math.exp(loss[~rare].mean().item()),
+            f"{split}_rare": math.exp(loss[rare].mean().item()),
+            "accuracy": hits.mean().item() if len(hits) else math.nan,
+        }
+
+    def by_count(self, most: int) -> Iterator[tuple[int, bool, int, float]]:
+        """The mean test loss of tokens by how often they were trained on, rare ones apart.
+
+        The least count of a bin, whether its tokens are rare, their number, and their mean loss.
+        """
+        loss, target, _ = self.losses("test", most)
+        bins = torch.bucketize(
+            self.seen[target], torch.tensor(SEEN, device=target.device), right=True
+        )
+        for place, rare in itertools.product(range(1, len(SEEN) + 1), (False, True)):
+            inside = loss[(bins == place) & ((target >= FREQUENT) == rare)]
+            if len(inside):
+                yield SEEN[place - 1], rare, len(inside), inside.mean().item()
+
+    @torch.no_grad()
+    def losses(
+        self, split: str, most: int, accuracy_rows: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses and targets of a split, and whether some of the likeliest tokens are right."""
         self.model.eval()
         trunk, output = self.model["trunk"], self.model["output"]
         memory, trunk.memory = trunk.memory, None
@@ -182,15 +213,7 @@ class Trained:
             targets.append(target)
         trunk.memory = memory
         self.model.train()
-        loss = torch.cat(losses)
-        rare = torch.cat(targets) >= FREQUENT
-        words = self.data.words_per_token[split]
-        return {
-            split: math.exp(loss.mean().item() / words),
-            f"{split}_frequent": math.exp(loss[~rare].mean().item()),
-            f"{split}_rare": math.exp(loss[rare].mean().item()),
-            "accuracy": torch.cat(hits).mean().item() if hits else math.nan,
-        }
+        return torch.cat(losses), torch.cat(targets), torch.cat(hits) if hits else torch.empty(0)
 
     def clock(self) -> float:
         """Seconds, after the device has done its work."""
@@ -207,8 +230,10 @@ def read_data(options: argparse.Namespace) -> TextData:
     return data
 
 
-def do_run(run: Run, options: argparse.Namespace) -> tuple[dict[str, float], list[tuple[Any, ...]]]:
-    """Train one model; its numbers, and its validation perplexity over steps and seconds."""
+def do_run(
+    run: Run, options: argparse.Namespace
+) -> tuple[dict[str, float], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Train one model; its numbers, its validation perplexity over time, its losses by count."""
     trained = Trained(run, options)
     curve = []
     for step, seconds in trained.train(run.steps, max(1, run.steps // 20)):
@@ -216,10 +241,11 @@ def do_run(run: Run, options: argparse.Namespace) -> tuple[dict[str, float], lis
     tokens = run.steps * options.rows * options.length
     numbers = {"tokens_per_s": tokens / curve[-1][1], "seconds": curve[-1][1]}
     numbers |= trained.look("val", 32) | trained.look("test", options.test_batches, 256)
+    by_count = list(trained.by_count(options.test_batches))
     del trained
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    return numbers, curve
+    return numbers, curve, by_count
 
 
 def measure_speed(options: argparse.Namespace) -> None:
@@ -351,12 +377,20 @@ class Comparison:
                 for process in multiprocessing.active_children():
                     process.kill()
 
-    def keep(self, run: Run, numbers: dict[str, float], curve: list[tuple[Any, ...]]) -> None:
-        """Write the row of a run and its curve, and print it."""
+    def keep(
+        self,
+        run: Run,
+        numbers: dict[str, float],
+        curve: list[tuple[Any, ...]],
+        by_count: list[tuple[Any, ...]],
+    ) -> None:
+        """Write the row of a run, its curve and its losses by count, and print it."""
         self.results[run] = numbers
         append(self.path, (*Run._fields, *NUMBERS), [(*run, *(numbers[n] for n in NUMBERS))])
         header = (*Run._fields, "step", "seconds", "val")
         append(self.options.out / "curves.csv", header, [(*run, *point) for point in curve])
+        header = (*Run._fields, "seen", "rare", "tokens", "loss")
+        append(self.options.out / "by_count.csv", header, [(*run, *losses) for losses in by_count])
         print(*run, *(f"{name} {numbers[name]:.4g}" for name in NUMBERS), flush=True)
 
     def write_table(self) -> None:
