@@ -458,13 +458,11 @@ def quality() -> Claims:
     names = [(text, name) for text in STEPS for name in outputs_of(text)]
     tests = {x: output(*x, STEPS[x[0]])["test"].mean() for x in names}
     above = {x: 100 * (tests[x] / tests[x[0], "softmax"] - 1) for x in tests}
-    shorter = output("docs", "softmax", EQUAL_TIME["softmax"])["test"].mean()
     hybrid = [above["words", "hybrid-4096"], above["pairs", "hybrid-4096"]]
     below = -above["docs", "hybrid-1024"]
     adaptive = [-above["words", "adaptive-1"], above["pairs", "adaptive-1"]]
     adaptive.append(-above["docs", "adaptive-2"])
     yield "Beside softmax's, its test perplexity is", [*hybrid, below, *adaptive]
-    yield "In the same training time softmax reaches", [shorter, tests["docs", "hybrid-1024"]]
     yield "With byte pairs it is", hybrid[1:]
     ratios = [tests[x, "hybrid-1024"] / tests[x, "hybrid-4096"] for x in ("pairs", "words")]
     yield "not refuted by the rule, F = 1,024 is", [100 * (ratio - 1) for ratio in ratios]
