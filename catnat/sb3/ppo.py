@@ -30,8 +30,8 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
-from catnat.sb3.distributions import categories_of, unchecked
-from catnat.sb3.masks import masks_of, split_masks
+from catnat.sb3.distributions import unchecked
+from catnat.sb3.masks import masks_of
 from catnat.sb3.policies import HeadPolicy
 
 ValueLoss = Literal["sb3", "cleanrl"]
@@ -45,7 +45,17 @@ STATISTICS = (
     "grad_norm",
 )
 _KL = STATISTICS.index("approx_kl")
-ROLLOUT = ("observations", "actions", "values", "log_probs", "advantages", "returns")
+# What an update reads of the buffer; there are no masks where they are not used.
+ROLLOUT = (
+    "observations",
+    "actions",
+    "action_masks",
+    "forced",
+    "values",
+    "log_probs",
+    "advantages",
+    "returns",
+)
 
 
 class HeadPPO(HeadAlgorithm, PPO):
@@ -81,7 +91,6 @@ class HeadPPO(HeadAlgorithm, PPO):
     # environment later would fail: it may be closed, or in the middle of a step.
     uses_masks: bool = False
     policy: Any
-    rollout_buffer: Any
     _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
 
     def __init__(
@@ -101,13 +110,10 @@ class HeadPPO(HeadAlgorithm, PPO):
     # -- rollouts --------------------------------------------------------------------------------
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
-        buffer = self.rollout_buffer
         arguments = {"obs": obs_tensor}
-        if buffer.pos == 0:
-            buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         if self.uses_masks:
-            sizes = categories_of(self.action_space)
-            masks = torch.cat(split_masks(masks_of(env), sizes, (env.num_envs,)), -1)
+            masks = masks_of(env)
+            buffer = self.rollout_buffer
             if buffer.action_masks is None:
                 buffer.action_masks = np.empty((self.n_steps, *masks.shape), bool)
             buffer.action_masks[buffer.pos] = masks
@@ -167,10 +173,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
-        buffer = self.rollout_buffer
-        arrays = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
-        if self.uses_masks:
-            arrays["masks"] = buffer.action_masks
+        arrays = {name: getattr(self.rollout_buffer, name) for name in ROLLOUT}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             tree_map(lambda place, x: place.copy_(x), self._rollout, flat)
@@ -210,11 +214,10 @@ class HeadPPO(HeadAlgorithm, PPO):
         """
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
-        masks = {"action_masks": batch["masks"]} if self.uses_masks else {}
         actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
         with unchecked(self.policy):
             values, log_prob, entropy = self.policy.evaluate_actions(
-                batch["observations"], actions, **masks
+                batch["observations"], actions, action_masks=batch.get("action_masks")
             )
         advantages = batch["advantages"]
         if self.normalize_advantage and len(advantages) > 1:
@@ -224,13 +227,12 @@ class HeadPPO(HeadAlgorithm, PPO):
         ratio = log_ratio.exp()
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
         value_loss = self._value_loss(values.flatten(), batch, clip_value)
-        entropy_loss = -(-log_prob if entropy is None else entropy).mean()
+        entropy_loss = -entropy.mean()
         loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
             kl = (ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
-            parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
-            statistics = torch.stack(parts)
+            statistics = torch.stack((policy_loss, value_loss, entropy_loss, kl, clipped, loss))
         return loss, statistics
 
     def _value_loss(self, values: Tensor, batch: dict[str, Tensor], clip: Tensor) -> Tensor:
@@ -253,9 +255,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
         clip = self.clip_range(remaining)  # type: ignore[operator]
-        clip_value = clip
-        if self.clip_range_vf is not None:
-            clip_value = self.clip_range_vf(remaining)  # type: ignore[operator]
+        clip_value = (self.clip_range_vf or self.clip_range)(remaining)  # type: ignore[operator]
         numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
         self._numbers.copy_(torch.tensor(numbers))
         return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})

@@ -145,7 +145,7 @@ def test_captured_work_never_waits(head):
     space = spaces.MultiDiscrete([3, 5])
     for env in (cartpole(2), make_vec_env(Guess, 2, env_kwargs={"action_space": space})):
         model = learn(env=env, head=head, rollouts=1, value_loss="cleanrl")
-        names = ["observations", "masks"] if model.uses_masks else ["observations"]
+        names = ["observations", "action_masks"] if model.uses_masks else ["observations"]
         with Waiting():
             model._forward([model._rollout[name][:2] for name in names])
             loss, _ = model._loss(torch.arange(16))
@@ -182,7 +182,7 @@ def test_graphs_with_masks_take_the_steps_of_eager_training(head, space):
     )
     assert replayed._captured and replayed.uses_masks and replayed._optimize._graph is not None
     rollout = replayed._rollout
-    masks = rollout["masks"].split(choices(space), -1)
+    masks = rollout["action_masks"].split(choices(space), -1)
     for mask, actions in zip(masks, rollout["actions"].unbind(-1), strict=True):
         assert mask.gather(-1, actions[..., None]).all()
     for a, b in zip(eager.policy.parameters(), replayed.policy.parameters(), strict=True):
