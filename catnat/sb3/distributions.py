@@ -34,7 +34,7 @@ class FromHeads:
     parts: list[HeadCategorical]  # the distribution of each head
     scores: Tensor  # (B, sum of S)
     validate_args = True  # raise ValueError where a probability is NaN
-    _masks: Any = None  # of the next scores
+    masks: Any = None  # of the next scores
 
     def __init__(self, heads: Sequence[CategoricalHead], mask_mode: MaskMode = "prune") -> None:
         self.heads = heads
@@ -53,7 +53,7 @@ class FromHeads:
         host waits for the device here. See :func:`unchecked` for code that must not wait.
         """
         self.scores = action_logits
-        self.apply_masking(self._masks)
+        self.apply_masking(self.masks)
         # Log-probabilities are finite or NaN, so their sum is NaN if and only if one of them is.
         for part in self.parts if self.validate_args else ():
             if is_plain(part.logits) and bool(part.logits.sum().isnan()):
@@ -82,9 +82,15 @@ class FromHeads:
         log_probs = torch.where(mask, head(scores).logits, -torch.inf).log_softmax(-1)
         return HeadCategorical(finite_log_probs(log_probs), validate_args=False, normalized=True)
 
-    def allowing(self, masks: Any) -> AbstractContextManager[None]:
-        """Within this context masks hold for all scores; None leaves the present masks."""
-        return _temporarily(self, "_masks", self._masks if masks is None else masks)
+    @contextmanager
+    def using(self, **attributes: Any) -> Iterator[None]:
+        """Within this context attributes have other values, such as the masks of all scores."""
+        previous = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self).update(previous)
 
     def sample(self) -> Tensor:
         """Random actions (B,), or (B, A) where an action has several parts."""
@@ -104,20 +110,10 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
     several = True
 
 
-def unchecked(policy: nn.Module) -> AbstractContextManager[None]:
+def unchecked(policy: Any) -> AbstractContextManager[None]:
     """Within this context a policy does not check for NaN, and so does not wait for the device."""
-    return _temporarily(policy.action_dist, "validate_args", False)
-
-
-@contextmanager
-def _temporarily(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Change an attribute within a context."""
-    previous = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, previous)
+    distribution: FromHeads = policy.action_dist
+    return distribution.using(validate_args=False)
 
 
 def draw(distribution: HeadCategorical) -> Tensor:

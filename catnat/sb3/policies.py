@@ -7,7 +7,7 @@ file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.policies import (
@@ -25,24 +25,21 @@ from catnat.sb3.masks import categories_of
 
 SPARSEMAX_MIX = 1e-3  # default of the option mix of sparsemax
 
-if TYPE_CHECKING:
-    _Base = BasePolicy
-else:
-    _Base = object
-
 
 def _with_masks(name: str) -> Any:
     """A method of the policies of Stable-Baselines3, which also takes masks."""
 
     def method(self: HeadPolicy, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
-        with self.action_dist.allowing(action_masks):
+        if action_masks is None:  # a method that has called this one may have masks
+            action_masks = self.action_dist.masks
+        with self.action_dist.using(masks=action_masks):
             return getattr(super(HeadPolicy, self), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
 
 
-class HeadPolicy(_Base):
+class HeadPolicy(BasePolicy):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
     The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. A

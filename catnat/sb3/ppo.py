@@ -18,7 +18,7 @@ from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from catnat.checks import require_choice
 from catnat.cuda_graph import (
@@ -87,9 +87,6 @@ class HeadPPO(HeadAlgorithm, PPO):
         kwargs: as ``args``, by name.
     """
 
-    # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
-    # environment later would fail: it may be closed, or in the middle of a step.
-    uses_masks: bool = False
     policy: Any
     _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
 
@@ -118,20 +115,14 @@ class HeadPPO(HeadAlgorithm, PPO):
                 buffer.action_masks = np.empty((self.n_steps, *masks.shape), bool)
             buffer.action_masks[buffer.pos] = masks
             arguments["action_masks"] = masks.to(self.device)
-        batch, self._layout = tree_flatten(arguments)
         # Copies, because a graph writes its output to the same place at each step.
-        return [output.clone() for output in self._play(batch)]
+        return [output.clone() for output in self._play(arguments)]
 
     @torch.no_grad()
-    def _forward(self, batch: list[Tensor]) -> Any:
-        """Actions, values and log-probabilities, without any work on the host.
-
-        Args:
-            batch: the observation, or all entries of a dict observation; then the masks, if they
-                are used.
-        """
+    def _forward(self, arguments: dict[str, Any]) -> Any:
+        """Actions, values and log-probabilities, without any work on the host."""
         with unchecked(self.policy):
-            return self.policy(**tree_unflatten(batch, self._layout))
+            return self.policy(**arguments)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -204,9 +195,9 @@ class HeadPPO(HeadAlgorithm, PPO):
             loss.backward()
             norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
             self.policy.optimizer.step()
-        return torch.cat([statistics, norm[None]])
+        return torch.stack([*statistics, norm]).detach()
 
-    def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, indices: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last.
 
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
@@ -232,8 +223,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         with torch.no_grad():
             kl = (ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
-            statistics = torch.stack((policy_loss, value_loss, entropy_loss, kl, clipped, loss))
-        return loss, statistics
+        return loss, (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
 
     def _value_loss(self, values: Tensor, batch: dict[str, Tensor], clip: Tensor) -> Tensor:
         """Mean squared error of the values (B,), without a factor 1/2.
@@ -296,7 +286,7 @@ class HeadPPO(HeadAlgorithm, PPO):
             raise ValueError(f"HeadPPO needs a policy with a head, got {self.policy_class}")
         self._numbers = torch.zeros(6, device=self.device)
         self._captured = False
-        self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
+        self.uses_masks = self._decide_masks()
 
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
@@ -332,10 +322,16 @@ class HeadPPO(HeadAlgorithm, PPO):
             make_portable(optimizer)
 
     def _decide_masks(self) -> bool:
-        has_masks = self.env is not None and self.env.has_attr("action_masks")
-        if self.masks and self.env is not None and not has_masks:
+        """Whether masks are used, decided when a model is made and when it begins to learn.
+
+        Asking the environment later would fail: it may be closed, or in the middle of a step.
+        """
+        if self.env is None or self.masks is False:
+            return False
+        has_masks = self.env.has_attr("action_masks")
+        if self.masks and not has_masks:
             raise ValueError("masks is True, but the environment has no method action_masks()")
-        return has_masks and self.masks is not False
+        return has_masks
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in Stable-Baselines3; also takes ``action_masks``, see :class:`MaskedPlayer`."""
@@ -360,7 +356,7 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _layout _too_far"
+        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _too_far"
         rebuilt += " uses_masks rollout_buffer_class"
         return [*super()._excluded_save_params(), *rebuilt.split()]
 

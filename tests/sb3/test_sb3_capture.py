@@ -145,9 +145,11 @@ def test_captured_work_never_waits(head):
     space = spaces.MultiDiscrete([3, 5])
     for env in (cartpole(2), make_vec_env(Guess, 2, env_kwargs={"action_space": space})):
         model = learn(env=env, head=head, rollouts=1, value_loss="cleanrl")
-        names = ["observations", "action_masks"] if model.uses_masks else ["observations"]
+        arguments = {"obs": model._rollout["observations"][:2]}
+        if model.uses_masks:
+            arguments["action_masks"] = model._rollout["action_masks"][:2]
         with Waiting():
-            model._forward([model._rollout[name][:2] for name in names])
+            model._forward(arguments)
             loss, _ = model._loss(torch.arange(16))
             loss.backward()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), Waiting():
