@@ -130,14 +130,16 @@ class StepModule(LightningModule):
     # -- Lightning's hooks ---------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check the precision, and decide whether steps are replayed."""
+        """Check the precision, and decide whether steps are replayed; forget a run cut short."""
         if self.trainer.precision in ("16-true", "bf16-true"):
             raise ValueError(
                 f"precision {self.trainer.precision!r} keeps the weights in 16 bits, where small "
                 "steps are lost; choose from 32-true, 64-true, 16-mixed, bf16-mixed"
             )
+        self.val_means.reset()
+        self.test_means.reset()
         if stage == "fit":
-            StepModule.teardown(self, stage)  # after a run that was cut short
+            StepModule.teardown(self, stage)
             reason = self._why_eager()
             if type(self).training_step is not StepModule.training_step:
                 reason = f"{type(self).__name__} has a training_step"
@@ -212,20 +214,17 @@ class StepModule(LightningModule):
             self._replay = None
             self.automatic_optimization = True
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the rows of earlier epochs."""
-        self.val_means.reset()
-        self.test_means.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
-
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of all rows of all ranks; a subclass may evaluate in its own way."""
+        """Log the metrics of all rows of all ranks, and forget the rows.
+
+        There are no rows where a subclass evaluates in its own way.
+        """
         stage = "test" if self.trainer.testing else "val"
-        if means := getattr(self, f"{stage}_means").compute():
+        rows: RowMeans = getattr(self, f"{stage}_means")
+        if means := rows.compute():
             metrics = self.epoch_metrics(stage, means).items()
             self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
-        StepModule.on_validation_epoch_start(self)  # a subclass may have its own
+        rows.reset()
 
     on_test_epoch_end = on_validation_epoch_end
 

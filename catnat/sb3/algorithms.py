@@ -161,7 +161,10 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
         "normalizer": {
-            index: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            index: {
+                part: torch.as_tensor(value, dtype=torch.float64)
+                for part, value in vars(moments).items()
+            }
             for index, moments in enumerate(_moments(model))
         },
         # Values of the latest update, which are written with the row of the next rollout.

@@ -63,26 +63,21 @@ def checked_masks(masks: Any, sizes: Sequence[int], batch: Sequence[int]) -> Ten
         sizes: K of each action.
         batch: the shape *.
     """
-    on_device = isinstance(masks, Tensor) and not can_branch_on(masks)
-    if on_device:
-        allowed: Tensor = masks.bool()
-    else:
-        numbers = np.asarray(masks)
-        allowed = torch.from_numpy(np.array(numbers, bool))  # a copy, which torch may write to
-        wrong = numbers[numbers != allowed.numpy()]
-        if wrong.size:
-            raise ValueError(
-                f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong[0]}"
-            )
-    rows = math.prod(batch)
-    if allowed.numel() != rows * sum(sizes):
-        raise ValueError(f"masks need {sum(sizes)} entries for each of {rows} states")
-    allowed = allowed.reshape(*batch, sum(sizes))
-    for part in () if on_device else allowed.split(list(sizes), -1):
-        is_empty = ~part.any(-1).flatten()
-        if is_empty.any():
-            raise ValueError(f"the mask of state {int(is_empty.nonzero()[0])} allows no action")
-    return allowed
+    shape = (*batch, sum(sizes))
+    if math.prod(np.shape(masks)) != math.prod(shape):
+        raise ValueError(f"masks need {shape[-1]} entries for each of {math.prod(batch)} states")
+    if isinstance(masks, Tensor) and not can_branch_on(masks):
+        return masks.bool().reshape(shape)
+    numbers = np.asarray(masks).reshape(shape)
+    allowed = numbers.astype(bool)
+    wrong = numbers[numbers != allowed]
+    if wrong.size:
+        raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong[0]}")
+    for part in np.split(allowed, np.cumsum(sizes)[:-1], -1):
+        empty_rows = np.flatnonzero(~part.any(-1))
+        if empty_rows.size:
+            raise ValueError(f"the mask of state {empty_rows[0]} allows no action")
+    return torch.from_numpy(allowed)
 
 
 class MaskedPlayer:

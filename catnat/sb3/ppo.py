@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
@@ -152,14 +151,15 @@ class HeadPPO(HeadAlgorithm, PPO):
                 f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
                 f"{self.num_timesteps} steps"
             )
-        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
-        record["approx_kl"] = float(table[first_row:, _KL].double().mean())
-        record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        columns = dict(zip(STATISTICS, table.double().unbind(1), strict=True))
+        record: dict[str, Any] = {name: column.mean() for name, column in columns.items()}
+        record["approx_kl"] = columns["approx_kl"][first_row:].mean()  # of the last epoch
+        record["loss"] = columns["loss"][-1]
         buffer = self.rollout_buffer
         explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-        record["explained_variance"] = float(explained)
+        record["explained_variance"] = explained
         for name, value in (record | clips).items():
-            self.logger.record(f"train/{name}", value)
+            self.logger.record(f"train/{name}", float(value))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _upload(self) -> None:
@@ -291,12 +291,9 @@ class HeadPPO(HeadAlgorithm, PPO):
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
         with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+            self.uses_masks = self._decide_masks()  # there may be another environment
+            self._prepare()
             return super().learn(*args, **kwargs)
-
-    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
-        self.uses_masks = self._decide_masks()  # there may be another environment
-        self._prepare()
-        return super()._setup_learn(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
