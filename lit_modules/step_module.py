@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -112,7 +111,7 @@ class StepModule(LightningModule):
         elif self._trainer is not None and self.trainer.precision == "32-true":
             # Elsewhere gradients may be scaled, and fused optimizers cannot clip them then.
             device = self.trainer.strategy.root_device.type  # the model is moved there later
-            if device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters:
+            if device in ("cpu", "cuda") and "fused" in capturable_options(kind):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
 
