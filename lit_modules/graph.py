@@ -20,7 +20,7 @@ from catnat.graphs import (
 )
 from catnat.lit_modules.step_module import StepModule
 from catnat.losses import energy_from_terms, energy_terms
-from catnat.metrics import RowMeans, edge_errors, prediction_errors, prediction_means
+from catnat.metrics import RowMeans, edge_errors, prediction_errors
 
 Estimator = Literal["score_function", "local_expectation"]
 Schedule = Literal["constant", "linear"]
@@ -144,12 +144,12 @@ class GraphStructureLearner(StepModule):
         self.psi_warmup_steps = psi_warmup_steps
         self.edge_scores = nn.Parameter(self.initial_scores())
         self.theta_moves = DeviceScalar(1.0)  # 0 while psi is trained alone
-        self._rate_factor: float | None = None  # on the learning rates, in the step before
         self._sets_rates = False  # not those of an optimizer that is not our own
         self._num_steps: float = 0  # of the run; known when training starts
-        self._prediction = prediction_means()
-        self._means = RowMeans({"saturated": (), "theta": (num_nodes, num_nodes)})
-        self._loss_mean = RowMeans({"loss": ()})  # of validations
+        errors = dict.fromkeys(("energy_score", "pp_mae", "pp_mse", "saturated"), ())
+        shapes = {**errors, "theta": (num_nodes, num_nodes)}
+        self.val_means = RowMeans({"loss": (), **shapes})
+        self.test_means = RowMeans(shapes)
         self._latest_batch: Any = None  # of an evaluation
 
     def initial_scores(self, low: float = 0.0, high: float = 0.1) -> Tensor:
@@ -227,20 +227,23 @@ class GraphStructureLearner(StepModule):
         return self.make_optimizer(torch.optim.Adam, groups)
 
     def on_train_start(self) -> None:
-        """Find out how many steps the run has, for the linear schedule."""
+        """Find out how many steps a linear schedule has; set the learning rates of a constant one.
+
+        Those of a checkpoint may be others.
+        """
         super().on_train_start()
         self._num_steps = self.trainer.estimated_stepping_batches
-        self._rate_factor = None
         has_end = 0 < self._num_steps < float("inf")
         if self.lr_schedule == "linear" and not (has_end and self._sets_rates):
             raise ValueError("lr_schedule 'linear' needs max_steps, and the model's own optimizer")
+        if self._sets_rates:
+            self.set_learning_rates(*self.learning_rates)
 
     def prepare_step(self, step: int) -> None:
         """Set the learning rates of a step, and whether θ moves in it."""
-        factor = 1 - step / self._num_steps if self.lr_schedule == "linear" else 1.0
-        if factor != self._rate_factor and self._sets_rates:
-            self._rate_factor = factor
-            self.set_learning_rates(*(rate * max(factor, 0.0) for rate in self.learning_rates))
+        if self.lr_schedule == "linear":
+            factor = max(1 - step / self._num_steps, 0.0)
+            self.set_learning_rates(*(rate * factor for rate in self.learning_rates))
         self.theta_moves.set(step >= self.psi_warmup_steps)
 
     # -- evaluation ------------------------------------------------------------------------
@@ -249,26 +252,27 @@ class GraphStructureLearner(StepModule):
         """One pass."""
         with self.evaluation_noise(batch_idx):
             loss = self.loss(batch, self(batch))
-            self._add(batch, passes=1)
-        self._loss_mean.add_rows(loss=loss.expand(len(batch[1])))
+            self.val_means.add_rows(**self._rows(batch), loss=loss.expand(len(batch[1])))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """``test_passes`` passes."""
         with self.evaluation_noise(batch_idx):
-            self._add(batch, self.test_passes)
+            for _ in range(self.test_passes):
+                self.test_means.add_rows(**self._rows(batch))
 
-    def _add(self, batch: Any, passes: int) -> None:
-        """Add the predictions of some passes over a batch, and θ, to the means of this epoch."""
+    def _rows(self, batch: Any) -> dict[str, Tensor]:
+        """Errors of the predictions of one pass for each pair of a batch, and the present θ."""
         self._latest_batch = batch
         x, y = self._pair(batch)
         scores = self.scores(batch)
         theta = self.head(scores).probs[..., 1]
-        for _ in range(passes):
-            graphs = sample_graphs(theta, self.num_samples)
-            self._prediction.add_rows(**prediction_errors(self.predictor(x, graphs), y))
+        graphs = sample_graphs(theta, self.num_samples)
         saturated = self.head.saturated(scores).double().mean()
-        pairs = len(y)  # none, if this rank's share of the last batch is empty
-        self._means.update(pairs, saturated=saturated * pairs, theta=theta.double() * pairs)
+        return {
+            **prediction_errors(self.predictor(x, graphs), y),
+            "saturated": saturated.expand(len(y)),
+            "theta": theta.double().expand(len(y), -1, -1),
+        }
 
     def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
         """x and y, after checking the shapes that the default predictor needs."""
@@ -282,19 +286,13 @@ class GraphStructureLearner(StepModule):
                 )
         return x, y
 
-    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
-        """Means over all pairs of all ranks, and the distance from the truth where it is known."""
-        means = self._means.compute()
-        if not means:
-            return {}  # a subclass evaluates in its own way
-        means |= self._prediction.compute() | self._loss_mean.compute()
-        values = {name: mean.float() for name, mean in means.items()}
-        theta = values.pop("theta")
-        values["energy_score_2x"] = 2 * values["energy_score"]
-        data = getattr(self.trainer, "datamodule", None)
-        optimal = getattr(data, "optimal", None) if stage == "test" else None
-        if optimal is not None:
-            values["gap_2x"] = values["energy_score_2x"] - optimal["energy_score_2x"]
+    def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Means over all pairs, and the distance from the truth where it is known."""
+        theta = means.pop("theta").float()
+        means["energy_score_2x"] = 2 * means["energy_score"]
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if stage == "test" and hasattr(data, "optimal"):
+            means["gap_2x"] = means["energy_score_2x"] - data.optimal["energy_score_2x"]
         if (truth := getattr(data, "edge_probs", None)) is not None:
-            values |= edge_errors(theta, truth.to(self.device))
-        return values
+            means |= edge_errors(theta, truth.to(self.device))
+        return means

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -45,14 +45,6 @@ class MLPDiscreteVAE(DiscreteVAE):
             with the same results. None: wherever that is possible.
     """
 
-    _options_not_used: ClassVar[tuple[str, ...]] = (
-        "lr_decay",
-        "lr_decay_steps",
-        "temperature_rate",
-        "min_temperature",
-        "estimator",
-    )
-
     def __init__(
         self,
         head: str = "natural",
@@ -75,16 +67,27 @@ class MLPDiscreteVAE(DiscreteVAE):
                 f"the leave-one-out baseline needs num_samples >= 2, got {num_samples}"
             )
         super().__init__(
-            head=head,
-            num_latents=num_latents,
-            num_categories=num_categories,
-            learning_rate=learning_rate,
-            optimizer=optimizer,
+            head,
+            num_latents,
+            num_categories,
+            learning_rate,
+            optimizer,
             gradient_clip=gradient_clip,
             nll_samples=nll_samples,
             head_options=head_options,
             estimator="score-function",
             capture=capture,
+        )
+        # Options of DiscreteVAE that are not used here are left out.
+        self.save_hyperparameters(
+            ignore=[
+                "capture",
+                "estimator",
+                "lr_decay",
+                "lr_decay_steps",
+                "min_temperature",
+                "temperature_rate",
+            ]
         )
         self.baseline = baseline_value if baseline == "constant" else None
         self.num_samples = num_samples
@@ -93,10 +96,10 @@ class MLPDiscreteVAE(DiscreteVAE):
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
         return mlp_encoder(num_scores), mlp_decoder(num_inputs)
 
-    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+    def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """As for a :class:`DiscreteVAE`, with the ELBO of the paper's table."""
-        means = super().epoch_metrics(stage)
-        if stage == "test" and means:
+        means = super().epoch_metrics(stage, means)
+        if stage == "test":
             log_prior = self.num_latents * math.log(self.head.num_categories)
             means["elbo_table"] = means["elbo"] + log_prior * (1 - 1 / _TABLE_BATCH)
         return means

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,7 +67,14 @@ def mlp_encoder(num_outputs: int) -> nn.Sequential:
 
     Shapes: images (B, 1, 28, 28), result (B, num_outputs).
     """
-    return nn.Sequential(nn.Flatten(), *_mlp(784, 512, 256, num_outputs))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 512),
+        nn.ReLU(),
+        nn.Linear(512, 256),
+        nn.ReLU(),
+        nn.Linear(256, num_outputs),
+    )
 
 
 def mlp_decoder(num_inputs: int) -> nn.Sequential:
@@ -76,14 +82,14 @@ def mlp_decoder(num_inputs: int) -> nn.Sequential:
 
     Shapes: latents (B, num_inputs), result the logits of the pixels (B, 1, 28, 28).
     """
-    return nn.Sequential(*_mlp(num_inputs, 256, 512, 784), nn.Unflatten(1, IMAGE_SHAPE))
-
-
-def _mlp(*sizes: int) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return layers[:-1]
+    return nn.Sequential(
+        nn.Linear(num_inputs, 256),
+        nn.ReLU(),
+        nn.Linear(256, 512),
+        nn.ReLU(),
+        nn.Linear(512, 784),
+        nn.Unflatten(1, IMAGE_SHAPE),
+    )
 
 
 class Upsample(nn.ConvTranspose2d):
@@ -98,10 +104,10 @@ class Upsample(nn.ConvTranspose2d):
             in_channels, out_channels, 3, stride=2, padding=padding, output_padding=padding
         )
 
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """The transposed convolution of x."""
-        if not (_SLOW_TRANSPOSED and x.device.type == "cpu") or output_size is not None:
-            return super().forward(x, output_size)
+        if not (_SLOW_TRANSPOSED and x.device.type == "cpu"):
+            return super().forward(x)
         assert self.bias is not None
         padding = int(self.padding[0])
         size = tuple(2 * length + 1 - padding for length in x.shape[-2:])

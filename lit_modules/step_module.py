@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -59,6 +58,8 @@ class StepModule(LightningModule):
         super().__init__()
         self.capture = capture
         self.gradient_clip = gradient_clip
+        self.val_means = RowMeans({})  # of what validation_step measures; a subclass names it
+        self.test_means = RowMeans({})  # the same of test_step
         self.step_observers: list[Any] = []  # of replayed steps, see ReplayedSteps
         self._replay: ReplayedSteps | None = None  # only during a run whose steps are replayed
 
@@ -79,13 +80,14 @@ class StepModule(LightningModule):
         """Why the device cannot compute a step alone; None if it can."""
         return None
 
-    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
+    def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is logged after an epoch of the stage "val" or "test".
 
-        It comes from :class:`~catnat.metrics.RowMeans` that are attributes of the module. They
-        forget their rows once this has been called.
+        Args:
+            stage: the stage.
+            means: over all rows of all ranks that were added to ``val_means`` or ``test_means``.
         """
-        return {}
+        return means
 
     # -- what a subclass uses ------------------------------------------------------------------
 
@@ -109,14 +111,13 @@ class StepModule(LightningModule):
         elif self._trainer is not None and self.trainer.precision == "32-true":
             # Elsewhere gradients may be scaled, and fused optimizers cannot clip them then.
             device = self.trainer.strategy.root_device.type  # the model is moved there later
-            if device in ("cpu", "cuda") and "fused" in inspect.signature(kind).parameters:
+            if device in ("cpu", "cuda") and "fused" in capturable_options(kind):
                 options["fused"] = True
         return keep_kernels(kind(parameters, **options))
 
     def set_learning_rates(self, *rates: float) -> None:
         """Set the learning rate of each parameter group."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             set_learning_rate(group, rate, self.device if self.replays else None)
 
@@ -128,14 +129,16 @@ class StepModule(LightningModule):
     # -- Lightning's hooks ---------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Check the precision, and decide whether steps are replayed."""
+        """Check the precision, and decide whether steps are replayed; forget a run cut short."""
         if self.trainer.precision in ("16-true", "bf16-true"):
             raise ValueError(
                 f"precision {self.trainer.precision!r} keeps the weights in 16 bits, where small "
                 "steps are lost; choose from 32-true, 64-true, 16-mixed, bf16-mixed"
             )
+        self.val_means.reset()
+        self.test_means.reset()
         if stage == "fit":
-            self._stop_replaying()  # after a run that was cut short
+            StepModule.teardown(self, stage)
             reason = self._why_eager()
             if type(self).training_step is not StepModule.training_step:
                 reason = f"{type(self).__name__} has a training_step"
@@ -195,34 +198,32 @@ class StepModule(LightningModule):
         """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
         rate = self.hparams.get("learning_rate")
         saved_rate = checkpoint.get("hyper_parameters", {}).get("learning_rate")
-        if not rate or not saved_rate or rate == saved_rate:
+        if not rate or not saved_rate:
             return
+        change = rate / saved_rate
         for optimizer in checkpoint.get("optimizer_states", ()):
             for group in optimizer["param_groups"]:
-                group["lr"] *= rate / saved_rate
+                group["lr"] *= change
         for scheduler in checkpoint.get("lr_schedulers", ()):
-            rates = scheduler.get("base_lrs", ())
-            scheduler["base_lrs"] = [base_rate * rate / saved_rate for base_rate in rates]
+            scheduler["base_lrs"] = [base * change for base in scheduler.get("base_lrs", ())]
 
     def teardown(self, stage: str) -> None:
         """End replaying."""
-        if stage == "fit":
-            self._stop_replaying()
-
-    def on_validation_epoch_start(self) -> None:
-        """Forget the rows of earlier epochs."""
-        for child in self.children():
-            if isinstance(child, RowMeans):
-                child.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
+        if self._replay is not None:
+            self._replay = None
+            self.automatic_optimization = True
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of all rows of all ranks."""
+        """Log the metrics of all rows of all ranks, and forget the rows.
+
+        There are no rows where a subclass evaluates in its own way.
+        """
         stage = "test" if self.trainer.testing else "val"
-        metrics = self.epoch_metrics(stage).items()
-        self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
-        StepModule.on_validation_epoch_start(self)  # a subclass may have its own
+        rows: RowMeans = getattr(self, f"{stage}_means")
+        if means := rows.compute():
+            metrics = self.epoch_metrics(stage, means).items()
+            self.log_dict({f"{stage}/{name}": x.float() for name, x in metrics}, sync_dist=True)
+        rows.reset()
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -245,8 +246,3 @@ class StepModule(LightningModule):
             ),
         }
         return why_not_captured(self.capture, strategy.root_device, obstacles)
-
-    def _stop_replaying(self) -> None:
-        if self._replay is not None:
-            self._replay = None
-            self.automatic_optimization = True

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from catnat import HeadCategorical, make_head
 from catnat.checks import require_at_least, require_choice, require_name, require_positive
@@ -25,11 +24,8 @@ from catnat.metrics import RowMeans
 Estimator = Literal["gumbel", "straight-through", "reinmax", "relaxed", "score-function"]
 
 _COLLAPSED_BELOW = 0.1  # nats of information about an image, in all latents together
-_DECODED_AT_ONCE = {"cpu": 512, "cuda": 32768}  # images, in the importance-sampled likelihood
-_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+_DECODED_AT_ONCE = {"cuda": 32768}  # images, in the importance-sampled likelihood; else 512
+_OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 class DiscreteVAE(StepModule):
@@ -74,7 +70,6 @@ class DiscreteVAE(StepModule):
     """
 
     temperature_steps = 1000  # between changes of τ
-    _options_not_used: ClassVar[tuple[str, ...]] = ()  # for subclasses: kept out of hparams
 
     def __init__(
         self,
@@ -106,7 +101,7 @@ class DiscreteVAE(StepModule):
         )
         require_at_least(0, gradient_clip=gradient_clip, temperature_rate=temperature_rate)
         require_name(head=head)
-        self.save_hyperparameters(ignore=[*self._options_not_used, "capture"])
+        self.save_hyperparameters(ignore=["capture"])
         self.head = make_head(head, num_categories, **(head_options or {}))
         self.num_latents = num_latents
         self.encoder, self.decoder = self.make_networks(
@@ -125,8 +120,8 @@ class DiscreteVAE(StepModule):
         self.nll_samples = nll_samples
         self.usage: Tensor | None = None  # mean q(z | x) of the latest evaluation, (N, K)
         shapes = {"elbo": (), "kl": (), "usage": (num_latents, num_categories)}
-        self._val_means = RowMeans({"loss": (), **shapes})
-        self._test_means = RowMeans({"nll": (), **shapes, "saturated": ()})
+        self.val_means = RowMeans({"loss": (), **shapes})
+        self.test_means = RowMeans({"nll": (), "saturated": (), **shapes})
 
     def make_networks(self, num_scores: int, num_inputs: int) -> tuple[nn.Module, nn.Module]:
         """Encoder (B, 1, 28, 28) -> (B, num_scores), decoder (B, num_inputs) -> pixel logits."""
@@ -221,7 +216,7 @@ class DiscreteVAE(StepModule):
             loss = self.loss(batch, q)
             reconstruction = self.reconstruction(batch, q.one_hot_sample())
         kl = self.kl(q)
-        self._val_means.add_rows(
+        self.val_means.add_rows(
             loss=loss.expand_as(kl), elbo=-reconstruction - kl, kl=kl, usage=q.probs
         )
 
@@ -234,32 +229,27 @@ class DiscreteVAE(StepModule):
             nll, reconstruction = self._likelihood(batch, q)
         kl = self.kl(q)
         saturated = self.head.saturated(scores).float().mean((-2, -1))
-        self._test_means.add_rows(
+        self.test_means.add_rows(
             nll=nll, elbo=-reconstruction - kl, kl=kl, usage=q.probs, saturated=saturated
         )
 
     def _likelihood(self, batch: Any, q: HeadCategorical) -> tuple[Tensor, Tensor]:
         """Importance-weighted -log p(x), and the mean of -log p(x | z) over the samples, (B,)."""
         log_prior = -self.num_latents * math.log(self.head.num_categories)
-        total = torch.zeros((), device=self.device)
+        reconstructions: list[Tensor] = []
 
         def log_weights(m: int) -> Tensor:
-            nonlocal total
             z = q.one_hot_sample((m,))  # (m, B, N, K)
-            reconstruction = self.reconstruction(batch, z)
-            total = total + reconstruction.sum(0)
-            return log_prior - reconstruction - (z * q.logits).sum((-2, -1))
+            reconstructions.append(self.reconstruction(batch, z))
+            return log_prior - reconstructions[-1] - (z * q.logits).sum((-2, -1))
 
         at_once = _DECODED_AT_ONCE.get(self.device.type, 512) // max(1, q.batch_shape[0])
         nll = importance_weighted_nll(log_weights, self.nll_samples, max(1, at_once))
-        return nll, total / self.nll_samples
+        return nll, torch.cat(reconstructions).mean(0)
 
-    def epoch_metrics(self, stage: str) -> dict[str, Tensor]:
-        """Means over all images of all ranks, and metrics that follow from the means."""
-        means = (self._val_means if stage == "val" else self._test_means).compute()
-        self.usage = means.pop("usage", None)
-        if self.usage is None:
-            return means  # a subclass evaluates in its own way
+    def epoch_metrics(self, stage: str, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Means over all images, and metrics that follow from the means."""
+        self.usage = means.pop("usage")
         entropies = torch.special.entr(self.usage).sum(-1)  # of the mean q of each latent, (N,)
         means["perplexity"] = entropies.exp().mean()
         if stage == "test":
@@ -277,13 +267,11 @@ class DiscreteVAE(StepModule):
         take other images. A rank's share of the last batch may be empty.
         """
         x = self.images(batch)
-        is_skipped = batch_idx > 0 and x.device.type != "cpu"
-        takes_others = type(self).reconstruction is not DiscreteVAE.reconstruction
-        if is_skipped or takes_others or not len(x):
-            return
-        low, high = (float(limit) for limit in x.aminmax())
-        if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
-            raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
+        may_look = batch_idx == 0 or x.device.type == "cpu"
+        if may_look and len(x) and type(self).reconstruction is DiscreteVAE.reconstruction:
+            low, high = x.aminmax()
+            if not (low >= -1e-3 and high <= 1.001):  # NaN is not; rounding of a resized image is
+                raise ValueError(f"images must lie in [0, 1], got values from {low:g} to {high:g}")
 
     # -- pictures ------------------------------------------------------------------------------
 

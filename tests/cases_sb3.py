@@ -80,6 +80,12 @@ def same_parameters(one: nn.Module, other: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def distance(one, other):
+    """The largest difference between the weights of two models."""
+    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
 class Rows(KVWriter):
     """Keeps what is logged, by step."""
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from stable_baselines3 import A2C
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
@@ -34,7 +33,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
     """
 
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = POLICIES
-    _forced: NDArray[np.bool_]  # (T, n), which actions of the rollout were forced
+    rollout_buffer: Any  # which also says what actions were forced (T, n), and has the masks
 
     def collect_rollouts(
         self,
@@ -50,7 +49,8 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         """
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
-        self._forced = np.zeros((n_rollout_steps, env.num_envs), bool)
+        rollout_buffer.forced = np.zeros((n_rollout_steps, env.num_envs), bool)
+        rollout_buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         callback.on_rollout_start()
         self._require_finite("observations", self._last_obs)
         for n_steps in range(n_rollout_steps):
@@ -60,7 +60,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
             actions = actions.cpu().numpy()
             forced_actions = getattr(env, "forced_actions", None)
             if isinstance(forced_actions, np.ndarray):
-                self._forced[n_steps] = forced_actions >= 0
+                rollout_buffer.forced[n_steps] = forced_actions >= 0
                 actions = np.where(forced_actions >= 0, forced_actions, actions)
             new_obs, rewards, dones, infos = env.step(actions)
             self.num_timesteps += env.num_envs
@@ -106,9 +106,6 @@ class HeadAlgorithm(OnPolicyAlgorithm):
         """Actions, values and log-probabilities of the policy."""
         return self.policy(obs_tensor)
 
-    def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "_forced"]
-
 
 class HeadA2C(HeadAlgorithm, A2C):
     """A2C for policies with a categorical head; the steps are those of ``stable_baselines3.A2C``.
@@ -130,18 +127,16 @@ class HeadA2C(HeadAlgorithm, A2C):
 
     def train(self) -> None:
         """Learn from the rollout."""
+        buffer = self.rollout_buffer
         normalize_advantage = self.normalize_advantage
-        if self._forced.any():  # with an advantage of 0 a step has no part in the policy's loss
-            advantages = torch.from_numpy(self.rollout_buffer.advantages)
+        if buffer.forced.any():  # with an advantage of 0 a step has no part in the policy's loss
             if normalize_advantage:
-                advantages = normalized(advantages)
-            advantages[torch.from_numpy(self._forced)] = 0
-            self.rollout_buffer.advantages = advantages.numpy()
+                buffer.advantages = normalized(torch.from_numpy(buffer.advantages)).numpy()
+            buffer.advantages[buffer.forced] = 0
             self.normalize_advantage = False
         super().train()
         self.normalize_advantage = normalize_advantage
-        is_finite = torch.stack([weight.isfinite().all() for weight in self.policy.parameters()])
-        if not is_finite.all():
+        if not all(weight.isfinite().all() for weight in self.policy.parameters()):
             raise NonFinite(
                 f"weights are not finite in the update after {self.num_timesteps} steps"
             )
@@ -166,7 +161,10 @@ def state_of(model: OnPolicyAlgorithm) -> dict[str, Any]:
         "updates": model._n_updates,
         "games": [{k: float(v) for k, v in game.items()} for game in model.ep_info_buffer or ()],
         "normalizer": {
-            index: {part: torch.as_tensor(value) for part, value in vars(moments).items()}
+            index: {
+                part: torch.as_tensor(value, dtype=torch.float64)
+                for part, value in vars(moments).items()
+            }
             for index, moments in enumerate(_moments(model))
         },
         # Values of the latest update, which are written with the row of the next rollout.
@@ -188,7 +186,7 @@ def load_state(model: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
     model.ep_success_buffer = deque(maxlen=model._stats_window_size)
     for moments, parts in zip(_moments(model), state["normalizer"].values(), strict=True):
         for part, value in parts.items():
-            setattr(moments, part, value.numpy().copy())
+            setattr(moments, part, value.numpy())
     for name, (value, excluded) in state["logged"].items():
         model.logger.record(name, value, exclude=excluded)
     set_random_states(state["random"], model.device)

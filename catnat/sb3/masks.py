@@ -19,40 +19,65 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
 from catnat.numerics import can_branch_on
 
 
-def masks_of(env: VecEnv) -> NDArray[np.bool_]:
-    """The present masks of all environments, (n, C)."""
-    return np.stack([_booleans(mask) for mask in env.env_method("action_masks")])
+def categories_of(action_space: spaces.Space[Any]) -> list[int]:
+    """K of each action of a space; ValueError for a space whose actions are not categories."""
+    if isinstance(action_space, spaces.Discrete):
+        sizes = [int(action_space.n)]
+    elif isinstance(action_space, spaces.MultiDiscrete) and action_space.nvec.ndim == 1:
+        sizes = action_space.nvec.tolist()
+    elif isinstance(action_space, spaces.MultiBinary) and isinstance(action_space.n, int):
+        sizes = [2] * action_space.n
+    else:
+        raise ValueError(
+            "a categorical head needs a Discrete action space, or a one-dimensional MultiDiscrete "
+            f"or MultiBinary one, got {action_space}"
+        )
+    if np.any(getattr(action_space, "start", 0)):
+        raise ValueError(f"actions must begin with 0: wrap an environment with {action_space}")
+    return sizes
 
 
-def split_masks(masks: Any, sizes: Sequence[int], batch: Sequence[int]) -> list[Tensor]:
-    """A mask (*, K) for each action, from masks of all choices in a row.
+def masks_of(env: VecEnv) -> Tensor:
+    """The present masks of all environments, (n, C) bool on the host."""
+    masks = np.stack(env.env_method("action_masks"))
+    return checked_masks(masks, categories_of(env.action_space), (env.num_envs,))
 
-    A row that allows no choice raises a ValueError, where the masks are on the host. Elsewhere the
-    head makes the probabilities of the row NaN.
+
+def checked_masks(masks: Any, sizes: Sequence[int], batch: Sequence[int]) -> Tensor:
+    """Masks of all choices in a row, (*, C) bool.
+
+    Masks that are added to scores have 0 where a choice is allowed: read as ours they would mean
+    the opposite. So numbers other than 0 and 1 raise a ValueError, and so does a row that allows no
+    choice, where the masks are on the host. Elsewhere the head makes the probabilities of the row
+    NaN.
 
     Args:
-        masks: array, tensor or list with prod(batch) rows of sum(sizes) entries, in any shape.
+        masks: array, tensor or list with prod(batch) rows of C = sum(sizes) entries, in any shape.
         sizes: K of each action.
         batch: the shape *.
     """
-    on_device = isinstance(masks, Tensor) and not can_branch_on(masks)
-    allowed: Tensor = masks.bool() if on_device else torch.from_numpy(_booleans(masks))
-    rows = math.prod(batch)
-    if allowed.numel() != rows * sum(sizes):
-        raise ValueError(f"masks need {sum(sizes)} entries for each of {rows} states")
-    parts = allowed.reshape(*batch, sum(sizes)).split(list(sizes), -1)
-    for part in parts if not on_device else ():
-        is_empty = ~part.any(-1).flatten()
-        if is_empty.any():
-            raise ValueError(f"the mask of state {int(is_empty.nonzero()[0])} allows no action")
-    return list(parts)
+    shape = (*batch, sum(sizes))
+    if math.prod(np.shape(masks)) != math.prod(shape):
+        raise ValueError(f"masks need {shape[-1]} entries for each of {math.prod(batch)} states")
+    if isinstance(masks, Tensor) and not can_branch_on(masks):
+        return masks.bool().reshape(shape)
+    numbers = np.asarray(masks).reshape(shape)
+    allowed = numbers.astype(bool)
+    wrong = numbers[numbers != allowed]
+    if wrong.size:
+        raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong[0]}")
+    for part in np.split(allowed, np.cumsum(sizes)[:-1], -1):
+        empty_rows = np.flatnonzero(~part.any(-1))
+        if empty_rows.size:
+            raise ValueError(f"the mask of state {empty_rows[0]} allows no action")
+    return torch.from_numpy(allowed)
 
 
 class MaskedPlayer:
@@ -70,17 +95,3 @@ class MaskedPlayer:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Allowed actions for the present observations of the environment; as in a model."""
         return self.model.predict(*args, **kwargs, action_masks=masks_of(self.env))
-
-
-def _booleans(masks: Any) -> NDArray[np.bool_]:
-    """Masks as an array of bool; a ValueError for numbers other than 0 and 1.
-
-    Masks that are added to scores have 0 where a choice is allowed: read as ours they would mean
-    the opposite.
-    """
-    numbers = np.asarray(masks)
-    allowed = np.array(numbers, bool)  # a copy: torch wants an array that it may write to
-    if not np.array_equal(numbers, allowed):
-        wrong = numbers[numbers != allowed].flat[0]
-        raise ValueError(f"masks are 1 where a choice is allowed and 0 elsewhere, got {wrong}")
-    return allowed

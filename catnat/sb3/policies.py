@@ -7,7 +7,7 @@ file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.policies import (
@@ -20,33 +20,26 @@ from torch import nn
 
 from catnat.checks import require_choice, require_name
 from catnat.heads import make_head
-from catnat.sb3.distributions import (
-    HeadDistribution,
-    HeadMultiDistribution,
-    MaskMode,
-    categories_of,
-)
+from catnat.sb3.distributions import HeadDistribution, HeadMultiDistribution, MaskMode
+from catnat.sb3.masks import categories_of
 
 SPARSEMAX_MIX = 1e-3  # default of the option mix of sparsemax
-
-if TYPE_CHECKING:
-    _Base = BasePolicy
-else:
-    _Base = object
 
 
 def _with_masks(name: str) -> Any:
     """A method of the policies of Stable-Baselines3, which also takes masks."""
 
     def method(self: HeadPolicy, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
-        with self.action_dist.allowing(action_masks):
+        if action_masks is None:  # a method that has called this one may have masks
+            action_masks = self.action_dist.masks
+        with self.action_dist.using(masks=action_masks):
             return getattr(super(HeadPolicy, self), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
 
 
-class HeadPolicy(_Base):
+class HeadPolicy(BasePolicy):
     """Gives a policy class of Stable-Baselines3 a categorical head; the first of two base classes.
 
     The heads are in ``policy.heads``: one, or one for each action of a ``MultiDiscrete`` space. A
@@ -83,32 +76,32 @@ class HeadPolicy(_Base):
     ) -> None:
         require_name(head=head)
         require_choice(get_args(MaskMode), mask_mode=mask_mode)
-        self._head_arguments: dict[str, Any] = {
-            "head": head,
-            "head_options": dict(head_options or {}),
-            "mask_mode": mask_mode,
-        }
+        options = dict(head_options or {})
+        if head == "sparsemax":
+            options.setdefault("mix", SPARSEMAX_MIX)
+        self._head_name = head
+        self._head_options = options
+        self._mask_mode = mask_mode
         super().__init__(*args, **kwargs)
 
     def _build(self, lr_schedule: Any) -> None:
-        """Put the head where Stable-Baselines3 expects its own distribution, then build."""
-        name = self._head_arguments["head"]
-        options = dict(self._head_arguments["head_options"])
-        if name == "sparsemax":
-            options.setdefault("mix", SPARSEMAX_MIX)
-        heads: list[Any] = []
-        for K in categories_of(self.action_space):
-            heads.append(make_head(name, K, **options))
-            heads[-1].validate_args = False  # the policy itself checks for NaN
+        """Put the heads where Stable-Baselines3 expects its own distribution, then build."""
+        sizes = categories_of(self.action_space)
+        heads = [make_head(self._head_name, K, **self._head_options) for K in sizes]
+        for head in heads:
+            head.validate_args = False  # the policy itself checks for NaN
         self.heads = nn.ModuleList(heads)
         is_single = isinstance(self.action_space, spaces.Discrete)
         kind: Any = HeadDistribution if is_single else HeadMultiDistribution
-        self.action_dist = kind(heads)
-        self.action_dist.mask_mode = self._head_arguments["mask_mode"]
+        self.action_dist = kind(heads, self._mask_mode)
         super()._build(lr_schedule)  # type: ignore[misc]
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        return super()._get_constructor_parameters() | self._head_arguments
+        return super()._get_constructor_parameters() | {
+            "head": self._head_name,
+            "head_options": self._head_options,
+            "mask_mode": self._mask_mode,
+        }
 
     forward = _with_masks("forward")
     evaluate_actions = _with_masks("evaluate_actions")

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import explained_variance
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from catnat.checks import require_choice
 from catnat.cuda_graph import (
@@ -30,8 +29,8 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
-from catnat.sb3.distributions import categories_of, unchecked
-from catnat.sb3.masks import masks_of, split_masks
+from catnat.sb3.distributions import unchecked
+from catnat.sb3.masks import masks_of
 from catnat.sb3.policies import HeadPolicy
 
 ValueLoss = Literal["sb3", "cleanrl"]
@@ -45,7 +44,17 @@ STATISTICS = (
     "grad_norm",
 )
 _KL = STATISTICS.index("approx_kl")
-ROLLOUT = ("observations", "actions", "values", "log_probs", "advantages", "returns")
+# What an update reads of the buffer; there are no masks where they are not used.
+ROLLOUT = (
+    "observations",
+    "actions",
+    "action_masks",
+    "forced",
+    "values",
+    "log_probs",
+    "advantages",
+    "returns",
+)
 
 
 class HeadPPO(HeadAlgorithm, PPO):
@@ -77,11 +86,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         kwargs: as ``args``, by name.
     """
 
-    # Whether masks are used, decided when a model is made and when it begins to learn. Asking the
-    # environment later would fail: it may be closed, or in the middle of a step.
-    uses_masks: bool = False
     policy: Any
-    rollout_buffer: Any
     _rollout: dict[str, Any]  # tensors (T n, ...) on the device, or dicts of them
 
     def __init__(
@@ -101,31 +106,22 @@ class HeadPPO(HeadAlgorithm, PPO):
     # -- rollouts --------------------------------------------------------------------------------
 
     def _act(self, env: VecEnv, obs_tensor: Any) -> Any:
-        buffer = self.rollout_buffer
         arguments = {"obs": obs_tensor}
-        if buffer.pos == 0:
-            buffer.action_masks = None  # the name is that of sb3-contrib's buffers
         if self.uses_masks:
-            sizes = categories_of(self.action_space)
-            masks = torch.cat(split_masks(masks_of(env), sizes, (env.num_envs,)), -1)
+            masks = masks_of(env)
+            buffer = self.rollout_buffer
             if buffer.action_masks is None:
                 buffer.action_masks = np.empty((self.n_steps, *masks.shape), bool)
             buffer.action_masks[buffer.pos] = masks
             arguments["action_masks"] = masks.to(self.device)
-        batch, self._layout = tree_flatten(arguments)
         # Copies, because a graph writes its output to the same place at each step.
-        return [output.clone() for output in self._play(batch)]
+        return [output.clone() for output in self._play(arguments)]
 
     @torch.no_grad()
-    def _forward(self, batch: list[Tensor]) -> Any:
-        """Actions, values and log-probabilities, without any work on the host.
-
-        Args:
-            batch: the observation, or all entries of a dict observation; then the masks, if they
-                are used.
-        """
+    def _forward(self, arguments: dict[str, Any]) -> Any:
+        """Actions, values and log-probabilities, without any work on the host."""
         with unchecked(self.policy):
-            return self.policy(**tree_unflatten(batch, self._layout))
+            return self.policy(**arguments)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -155,22 +151,21 @@ class HeadPPO(HeadAlgorithm, PPO):
                 f"{STATISTICS[column]} is {table[row, column].item()} in the update after "
                 f"{self.num_timesteps} steps"
             )
-        record = dict(zip(STATISTICS, table.double().mean(0).tolist(), strict=True))
-        record["approx_kl"] = float(table[first_row:, _KL].double().mean())
-        record["loss"] = float(table[-1, STATISTICS.index("loss")])
+        columns = dict(zip(STATISTICS, table.double().unbind(1), strict=True))
+        record: dict[str, Any] = {name: column.mean() for name, column in columns.items()}
+        record["approx_kl"] = columns["approx_kl"][first_row:].mean()  # of the last epoch
+        record["loss"] = columns["loss"][-1]
         buffer = self.rollout_buffer
         explained = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-        record["explained_variance"] = float(explained)
+        record["explained_variance"] = explained
         for name, value in (record | clips).items():
-            self.logger.record(f"train/{name}", value)
+            self.logger.record(f"train/{name}", float(value))
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
-        buffer = self.rollout_buffer
-        arrays = {name: getattr(buffer, name) for name in ROLLOUT} | {"forced": self._forced}
-        if self.uses_masks:
-            arrays["masks"] = buffer.action_masks
+        arrays = {name: getattr(self.rollout_buffer, name) for name in ROLLOUT}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             tree_map(lambda place, x: place.copy_(x), self._rollout, flat)
@@ -200,9 +195,9 @@ class HeadPPO(HeadAlgorithm, PPO):
             loss.backward()
             norm = clip_grad_norm_(self.policy.parameters(), self.max_grad_norm).detach()
             self.policy.optimizer.step()
-        return torch.cat([statistics, norm[None]])
+        return torch.stack([*statistics, norm]).detach()
 
-    def _loss(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, indices: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss of a minibatch, and all ``STATISTICS`` but the last.
 
         The policy's loss is -E min(r A, clip(r) A), r the new probability of an action over the
@@ -210,11 +205,10 @@ class HeadPPO(HeadAlgorithm, PPO):
         """
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
-        masks = {"action_masks": batch["masks"]} if self.uses_masks else {}
         actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
         with unchecked(self.policy):
             values, log_prob, entropy = self.policy.evaluate_actions(
-                batch["observations"], actions, **masks
+                batch["observations"], actions, action_masks=batch.get("action_masks")
             )
         advantages = batch["advantages"]
         if self.normalize_advantage and len(advantages) > 1:
@@ -224,14 +218,12 @@ class HeadPPO(HeadAlgorithm, PPO):
         ratio = log_ratio.exp()
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(low, high)).mean()
         value_loss = self._value_loss(values.flatten(), batch, clip_value)
-        entropy_loss = -(-log_prob if entropy is None else entropy).mean()
+        entropy_loss = -entropy.mean()
         loss = policy_loss + entropy_share * entropy_loss + value_share * value_loss
         with torch.no_grad():
             kl = (ratio - 1 - log_ratio).mean()
             clipped = ((ratio - 1).abs() > clip).float().mean()
-            parts = (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
-            statistics = torch.stack(parts)
-        return loss, statistics
+        return loss, (policy_loss, value_loss, entropy_loss, kl, clipped, loss)
 
     def _value_loss(self, values: Tensor, batch: dict[str, Tensor], clip: Tensor) -> Tensor:
         """Mean squared error of the values (B,), without a factor 1/2.
@@ -253,9 +245,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         """Copy numbers that may change between updates to the device; return the logged ones."""
         remaining = self._current_progress_remaining
         clip = self.clip_range(remaining)  # type: ignore[operator]
-        clip_value = clip
-        if self.clip_range_vf is not None:
-            clip_value = self.clip_range_vf(remaining)  # type: ignore[operator]
+        clip_value = (self.clip_range_vf or self.clip_range)(remaining)  # type: ignore[operator]
         numbers = (1 - clip, 1 + clip, clip, clip_value, self.ent_coef, self.vf_coef)
         self._numbers.copy_(torch.tensor(numbers))
         return {"clip_range": clip} | ({"clip_range_vf": clip_value} if self._clips_values else {})
@@ -296,17 +286,14 @@ class HeadPPO(HeadAlgorithm, PPO):
             raise ValueError(f"HeadPPO needs a policy with a head, got {self.policy_class}")
         self._numbers = torch.zeros(6, device=self.device)
         self._captured = False
-        self.uses_masks = self._decide_masks()  # raises if masks are asked for and cannot be had
+        self.uses_masks = self._decide_masks()
 
     def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
         """As in Stable-Baselines3, with the model's device as the current one."""
         with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+            self.uses_masks = self._decide_masks()  # there may be another environment
+            self._prepare()
             return super().learn(*args, **kwargs)
-
-    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
-        self.uses_masks = self._decide_masks()  # there may be another environment
-        self._prepare()
-        return super()._setup_learn(*args, **kwargs)
 
     def _prepare(self) -> None:
         """Decide whether CUDA graphs are replayed, and begin with new graphs."""
@@ -332,10 +319,16 @@ class HeadPPO(HeadAlgorithm, PPO):
             make_portable(optimizer)
 
     def _decide_masks(self) -> bool:
-        has_masks = self.env is not None and self.env.has_attr("action_masks")
-        if self.masks and self.env is not None and not has_masks:
+        """Whether masks are used, decided when a model is made and when it begins to learn.
+
+        Asking the environment later would fail: it may be closed, or in the middle of a step.
+        """
+        if self.env is None or self.masks is False:
+            return False
+        has_masks = self.env.has_attr("action_masks")
+        if self.masks and not has_masks:
             raise ValueError("masks is True, but the environment has no method action_masks()")
-        return has_masks and self.masks is not False
+        return has_masks
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in Stable-Baselines3; also takes ``action_masks``, see :class:`MaskedPlayer`."""
@@ -360,7 +353,7 @@ class HeadPPO(HeadAlgorithm, PPO):
             self._prepare()
 
     def _excluded_save_params(self) -> list[str]:
-        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _layout _too_far"
+        rebuilt = "_play _optimize _rollout _numbers _captured _captured_options _too_far"
         rebuilt += " uses_masks rollout_buffer_class"
         return [*super()._excluded_save_params(), *rebuilt.split()]
 

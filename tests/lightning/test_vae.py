@@ -277,7 +277,6 @@ def test_information_and_perplexity_are_those_of_all_images(x, head):
 
 def test_validation_weighs_images_alike_and_draws_the_same_each_time(x):
     model, run = DiscreteVAE("softmax"), trainer()
-    model.on_validation_epoch_start = lambda: None  # a subclass may have its own
 
     def validated(*batches):
         run.validate(model, Batches(*batches), verbose=False)

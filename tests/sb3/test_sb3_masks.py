@@ -20,6 +20,7 @@ from cases_sb3 import (
     Unmasked,
     cartpole,
     choices,
+    distance,
 )
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
@@ -68,11 +69,6 @@ def learned(algorithm, policy, env, rollouts=4, **options):
     model = algorithm(policy, env, **SMALL | {"ent_coef": 0.01} | options)
     model.set_logger(Logger(None, [Rows()]))
     return model.learn(rollouts * model.n_steps * model.n_envs)
-
-
-def distance(one, other):
-    pairs = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 # -- distributions --------------------------------------------------------------------------------
@@ -269,16 +265,11 @@ def test_an_environment_that_allows_nothing_is_named(space):
             model.learn(32)
 
 
-def in_processes(*kinds):
-    """Environments in a process each; forked, because that is much the fastest."""
-    return SubprocVecEnv(kinds, start_method="fork")
-
-
 def test_environments_in_other_processes_give_their_masks():
     def alone():
         return Strict(observation_space=spaces.Box(-1, 1, (3,)))  # a space draws for one only
 
-    apart = in_processes(alone, alone)
+    apart = SubprocVecEnv([alone, alone], start_method="fork")  # much the fastest
     together = DummyVecEnv([alone, alone])
     try:
         one, other = (learned(HeadPPO, "MlpPolicy", env, 2) for env in (apart, together))
