@@ -38,8 +38,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in _STOPPING:
-            handler = signal.signal(signum, self._ask_to_stop)
-            self._handlers.setdefault(signum, handler)
+            self._handlers.setdefault(signum, signal.signal(signum, self._ask_to_stop))
 
     def give_back(self) -> None:
         """Put back the earlier handlers."""
