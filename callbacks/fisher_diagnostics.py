@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
-from catnat.callbacks.images import MAX_PICTURE, fisher_picture
+from catnat.callbacks.images import MAX_PICTURE, Draw, fisher_picture
 from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
@@ -33,7 +33,7 @@ _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
 # A step, its values, and the tag of its picture with what draws it.
-Observation = tuple[int, Row, str, Callable[[], Tensor | None]]
+Observation = tuple[int, Row, str, Draw]
 
 
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, Observation, histories_of
-from catnat.callbacks.images import add_image, is_drawn
+from catnat.callbacks.images import Draw, add_image, is_drawn
 from catnat.callbacks.tensorboard import write_row
 from catnat.checks import require_at_least
 
@@ -99,7 +99,7 @@ class FisherMonitor(Callback):
         self._steps_to_write = 0
         self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
-        self._undrawn: dict[str, tuple[int, Callable[[], Tensor | None]]] = {}  # step, by tag
+        self._undrawn: dict[str, tuple[int, Draw]] = {}  # a head's latest step, by tag
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 

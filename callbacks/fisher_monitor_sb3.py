@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
-from catnat.callbacks.images import is_drawn
+from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
 from catnat.sb3.distributions import unchecked
 
@@ -64,7 +64,7 @@ class FisherMonitorSB3(BaseCallback):
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
-        self._undrawn: dict[str, Callable[[], Tensor | None]] = {}  # of the latest values, by tag
+        self._undrawn: dict[str, Draw] = {}  # of the latest values, by tag
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""

@@ -23,16 +23,16 @@ _LARGEST_ENTRY = 0.25
 _BLUE = (0.2, 0.3, 0.6)
 _CELL = 12  # pixels of a matrix's entry
 
+Draw = Callable[[], Tensor | None]  # gives an image, or None for no image
 
-def add_image(
-    loggers: Iterable[Logger], tag: str, draw: Callable[[], Tensor | None], step: int
-) -> None:
+
+def add_image(loggers: Iterable[Logger], tag: str, draw: Draw, step: int) -> None:
     """Give an image to every logger that takes any; if none does, nothing is drawn.
 
     Args:
         loggers: of the Trainer.
         tag: of the image.
-        draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
+        draw: gives the image, (H, W, 1 or 3), bytes or numbers in [0, 1].
         step: of the image.
     """
     takers: list[Any] = [

@@ -17,7 +17,6 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
     def __init__(self, signum: int, step: int, path: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
         self.signum = signum
-        self.step = step
         self.path = path
 
 
