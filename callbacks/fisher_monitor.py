@@ -192,7 +192,6 @@ class FisherMonitor(Callback):
         """Remove the hooks."""
         if self._probe is not None:
             self._probe.detach()
-            self._probe = None
         observers = getattr(pl_module, "step_observers", [])
         if self in observers:
             observers.remove(self)
