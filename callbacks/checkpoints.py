@@ -34,24 +34,21 @@ class LastCheckpoint(Checkpoint):
         require_at_least(1, every_n_steps=every_n_steps)
         self.path = str(Path(dirpath) / "last.ckpt")
         self.every_n_steps = every_n_steps
-        self._saved_step = 0
-        self._due = self._stop = False
-        self._random: list[dict[str, Any]] | None = None
-        self._signals = StopSignals()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the path of rank 0, which is the one that writes; forget signals of a run before."""
+        """Take the path of rank 0, which is the one that writes; forget an earlier run."""
         self.path = trainer.strategy.broadcast(self.path)
         self._signals = StopSignals()
+        self._due = False
+        self._stop = False
+        self._random: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps; restore the random states of a resumed run."""
         self._saved_step = trainer.global_step
-        self._due = self._stop = False
         self._signals.listen()  # not before: Lightning puts back what it finds after setup
         if self._random is not None:
             set_random_states(self._random, pl_module.device, pl_module.global_rank)
-            self._random = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -85,8 +82,8 @@ class LastCheckpoint(Checkpoint):
         loop = trainer.fit_loop
         assert loop._data_fetcher is not None
         # Not with the gradients of a part of the batches, which a checkpoint does not hold.
-        step_is_complete = not loop.epoch_loop._should_accumulate()
-        self._stop = step_is_complete and self._any_rank_asked(trainer)
+        if not loop.epoch_loop._should_accumulate():
+            self._listen_to_ranks(trainer)
         due = step // self.every_n_steps > self._saved_step // self.every_n_steps
         self._due = self._stop or due or step == trainer.max_steps
         if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):  # Lightning's own rule
@@ -96,13 +93,12 @@ class LastCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if a checkpoint was due at the step that is validated."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._save_if_due(trainer)
+        self._save_if_due(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Stop if a signal came; within training that waits for the end of a step."""
         if trainer.state.fn != "fit":
-            self._stop = self._any_rank_asked(trainer)
+            self._listen_to_ranks(trainer)
             self._save_if_due(trainer)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -110,15 +106,16 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if training ended between two checkpoints; stop if a signal came at the end."""
         self._due = trainer.global_step > self._saved_step
-        self._stop = self._any_rank_asked(trainer)
+        self._listen_to_ranks(trainer)
         self._save_if_due(trainer)
 
-    def _any_rank_asked(self, trainer: Trainer) -> bool:
-        asked = bool(self._signals.signum)
-        return trainer.strategy.reduce_boolean_decision(asked, all=False)
+    def _listen_to_ranks(self, trainer: Trainer) -> None:
+        """Stop after the next save if a signal came to any rank."""
+        signalled = bool(self._signals.signum)
+        self._stop = trainer.strategy.reduce_boolean_decision(signalled, all=False)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        """Save if that is due, and then stop if a signal came to any rank."""
+        """Save if that is due, and then stop if a signal asks for it."""
         if self._due:
             self._due = False
             self._saved_step = trainer.global_step

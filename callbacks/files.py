@@ -80,11 +80,10 @@ def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
                 raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
         content.seek(0)
         return dict(torch.load(content, map_location=map_location, weights_only=True))
-    except pickle.UnpicklingError as error:
-        reason = "is refused: it holds more than tensors and plain values"
-        raise ValueError(f"checkpoint {path} {reason}") from error
     except Exception as error:
         reason = f"is damaged, or not a checkpoint at all: {error}"
-        if Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "is refused: it holds more than tensors and plain values"
+        elif Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
             reason = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
         raise ValueError(f"checkpoint {path} {reason}") from error

@@ -10,6 +10,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -17,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from catnat import CategoricalHead
-from catnat.callbacks.images import MAX_PICTURE, fisher_picture
+from catnat.callbacks.images import MAX_PICTURE, Draw, fisher_picture
 from catnat.cuda_graph import send
 from catnat.fisher import (
     condition_number,
@@ -31,6 +32,8 @@ _MAX_SCORES = 2**19  # collected before diagnostics are computed: 2 MB stay in a
 _MEMORY = 0.98  # weight of the sums of earlier steps at each further step
 
 Row = dict[str, float]  # values by tag
+# A step, its values, and the tag of its picture with what draws it.
+Observation = tuple[int, Row, str, Draw]
 
 
 def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
@@ -45,14 +48,6 @@ def exact_diagnostics(head: CategoricalHead, scores: Tensor) -> Tensor:
     return torch.cat((head.step_fishers(scores), counts.mean(1)), -1)
 
 
-def matrix_of(head: CategoricalHead, diagnostics: Tensor) -> Tensor:
-    """The Fisher matrices in :func:`exact_diagnostics`, (*, D + 2) -> (*, S, S)."""
-    exact = diagnostics[..., :-2]
-    if head.fisher_is_diagonal:
-        return torch.diag_embed(exact)
-    return exact.reshape(*exact.shape[:-1], head.num_scores, head.num_scores)
-
-
 def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
     """The values of each of T steps from :func:`exact_diagnostics`, (T, D + 2)."""
     exact = diagnostics[:, :-2]
@@ -61,7 +56,7 @@ def exact_rows(head: CategoricalHead, diagnostics: Tensor) -> list[Row]:
         mass = mass_l1 = 0 * exact.sum(-1)  # NaN stays NaN
         condition = condition_of_spectrum(exact)
     else:
-        G = matrix_of(head, diagnostics)
+        G = exact.unflatten(-1, (head.num_scores, head.num_scores))
         mass = off_diagonal_mass(G)
         mass_l1 = off_diagonal_mass(G, "l1")
         condition = condition_number(G)
@@ -134,78 +129,81 @@ class HeadHistory:
         self.sums = sums
         self.seed = seed
         self._size = (S if head.fisher_is_diagonal else S**2) + 2  # of the exact diagnostics
-        self._scores: list[tuple[int, Tensor]] = []  # of steps, not computed yet
-        self._steps: list[int] = []  # computed, not sent yet
-        self._rows: list[int] = []  # of each of these steps
+        self._max_scores = 0 if head.state_dict() else _MAX_SCORES // max(1, self.draws)
+        self._scores: dict[int, Tensor] = {}  # of steps, not computed yet
+        self._rows: dict[int, int] = {}  # their number at each step that is computed, not sent yet
         self._means: list[Tensor] = []  # over these rows, (T, D)
-        self._has_state = bool(head.state_dict())
         self._failed = False
 
     def add(self, step: int, scores: Tensor) -> None:
-        """Collect the scores (*, S) of a batch of a step."""
+        """Collect a copy of the scores (*, S) of a batch of a step."""
         rows = scores.reshape(-1, self.head.num_scores)
-        if self._scores and self._scores[-1][0] == step:  # gradients are accumulated
-            rows = torch.cat((self._scores.pop()[1], rows))
-        self._scores.append((step, rows))
+        earlier_rows = self._scores.get(step, rows[:0])  # where gradients are accumulated
+        self._scores[step] = torch.cat((earlier_rows, rows))
 
     def end_step(self) -> None:
         """Compute with the collected scores, if that cannot wait."""
-        if self._scores:
-            numbers = len(self._scores) * self._scores[-1][1].numel() * max(1, self.draws)
-            if self._has_state or numbers > _MAX_SCORES:
-                self._compute()
+        if sum(map(Tensor.numel, self._scores.values())) > self._max_scores:
+            self._compute()
 
-    def send(self, trainer: Trainer | None = None) -> Callable[[], tuple[dict[int, Row], Tensor]]:
+    def send(self, trainer: Trainer | None = None) -> Callable[[], list[Observation]]:
         """Start to copy the values of all steps since the last call to the host.
 
-        The result, once called, gives them, and their :func:`exact_diagnostics`. They are of all
-        ranks of the trainer, if there is one.
+        The result, once called, gives them. They are of all ranks of the trainer, if there is one.
         """
         self._compute()
-        if not self._steps:
-            return lambda: ({}, torch.empty(0))
+        if not self._means:
+            return lambda: []
         S = self.head.num_scores
-        steps = self._steps
+        steps = [*self._rows]
         means = self._over_ranks(trainer)
         sums = send(sampled_sums(means[:, self._size :].reshape(-1, 2, S, S)))
         exact = send(means[:, : self._size])
-        self._steps, self._rows, self._means = [], [], []
+        self._rows = {}
+        self._means = []
 
-        def receive() -> tuple[dict[int, Row], Tensor]:
+        def receive() -> list[Observation]:
             rows = exact_rows(self.head, exact())
             for row, step_sums in zip(rows, sums().tolist(), strict=False):  # or without draws
                 row |= sampled_row(self.sums, *step_sums)
-            tagged = [{tag.replace("/", self.middle): x for tag, x in row.items()} for row in rows]
-            return dict(zip(steps, tagged, strict=True)), exact()
+            return [
+                (
+                    step,
+                    {tag.replace("/", self.middle): value for tag, value in row.items()},
+                    f"fim{self.middle}picture",
+                    partial(self._picture, step, diagnostics),
+                )
+                for step, row, diagnostics in zip(steps, rows, exact(), strict=True)
+            ]
 
         return receive
 
-    def picture(self, diagnostics: Tensor, step: int) -> Tensor | None:
+    def _picture(self, step: int, diagnostics: Tensor) -> Tensor | None:
         """The matrix of a step's :func:`exact_diagnostics`; None if not finite, or too large."""
-        if self.head.num_scores**2 > MAX_PICTURE or not diagnostics.isfinite().all():
+        S = self.head.num_scores
+        if S**2 > MAX_PICTURE or not diagnostics.isfinite().all():
             return None
-        title = f"mean Fisher matrix, step {step}"
-        return fisher_picture(matrix_of(self.head, diagnostics), self.head, title)
+        exact = diagnostics[:-2]
+        matrix = exact.diag() if self.head.fisher_is_diagonal else exact.view(S, S)
+        return fisher_picture(matrix, self.head, f"mean Fisher matrix, step {step}")
 
     def _over_ranks(self, trainer: Trainer | None) -> Tensor:
         """The means over the rows of all ranks, (T, D)."""
         means = torch.cat(self._means)
         if trainer is None or trainer.world_size == 1:
             return means
-        rows = means.new_tensor(self._rows)[:, None]
+        rows = means.new_tensor([*self._rows.values()])[:, None]
         sums = torch.cat([rows, torch.where(rows > 0, means * rows, 0.0)], 1)  # no rows: NaN
-        reduced = trainer.strategy.reduce(sums, reduce_op="sum")
-        assert isinstance(reduced, Tensor)
+        reduced: Tensor = trainer.strategy.reduce(sums, reduce_op="sum")
         return reduced[:, 1:] / reduced[:, :1]
 
     def _compute(self) -> None:
         """Compute with the collected scores, all steps with equally many rows at once."""
-        for _, group in groupby(self._scores, lambda step_scores: step_scores[1].shape):
+        for shape, group in groupby(self._scores.items(), lambda item: item[1].shape):
             steps, batches = zip(*group, strict=True)
-            self._steps += steps
-            self._rows += [len(batches[0])] * len(steps)
+            self._rows |= dict.fromkeys(steps, shape[0])
             self._means.append(self._means_of(steps, torch.stack(batches)))
-        self._scores = []
+        self._scores = {}
 
     def _means_of(self, steps: Sequence[int], scores: Tensor) -> Tensor:
         """:func:`exact_diagnostics` of T steps, and two drawn Fisher matrices; NaN if that fails.
@@ -218,9 +216,7 @@ class HeadHistory:
             if not self.draws:
                 return means
             generator = torch.Generator(scores.device)
-            uniforms = torch.empty(
-                (count, self.draws, rows), dtype=torch.float64, device=scores.device
-            )
+            uniforms = scores.new_empty((count, self.draws, rows), dtype=torch.float64)
             for step, numbers in zip(steps, uniforms, strict=True):
                 generator.manual_seed(seed_of(self.seed, step))
                 numbers.uniform_(generator=generator)
@@ -232,7 +228,7 @@ class HeadHistory:
                 reason = f"{type(error).__name__}: {error}"
                 warnings.warn(f"Fisher diagnostics could not be computed: {reason}", stacklevel=2)
             size = self._size + (2 * S**2 if self.draws else 0)
-            return torch.full((count, size), torch.nan, device=scores.device)
+            return scores.new_full((count, size), torch.nan)
 
 
 def histories_of(

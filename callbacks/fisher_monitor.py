@@ -6,16 +6,15 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from catnat import HeadProbe
-from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, histories_of
-from catnat.callbacks.images import add_image, is_drawn
-from catnat.callbacks.tensorboard import write_rows
+from catnat.callbacks.fisher_diagnostics import LARGEST, HeadHistory, Observation, histories_of
+from catnat.callbacks.images import Draw, add_image, is_drawn
+from catnat.callbacks.tensorboard import write_row
 from catnat.checks import require_at_least
 
 _MAX_RESULTS = 2**24  # numbers kept on the device before they are copied to the host
@@ -91,46 +90,39 @@ class FisherMonitor(Callback):
         self.write_every_n_steps = write_every_n_steps
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
         self._probe: HeadProbe | None = None
-        self._step = 0  # the batch's first step, counted from 0
-        self._replayed = False  # whether the module replays steps, and shows each to its observers
-        self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._reset()
 
     def _reset(self) -> None:
+        self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
         self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
-        self._sent: list[tuple[HeadHistory, Callable[[], Any]]] = []  # on their way to the host
+        self._sent: list[Callable[[], list[Observation]]] = []  # on their way to the host
         self._steps_to_write = 0
         self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
-        self._undrawn: dict[HeadHistory, tuple[int, Tensor]] = {}  # latest matrix without a picture
+        self._undrawn: dict[str, tuple[int, Draw]] = {}  # a head's latest step, by tag
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, and the sums of the sampled shares."""
-        return {"shares": deepcopy(self._sums), "latest": dict(self.latest)}
+        return deepcopy({"shares": self._sums, "latest": self.latest})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore values and sums."""
-        self.latest = dict(state_dict["latest"])
-        self._sums = deepcopy(state_dict["shares"])
+        self.latest = state_dict["latest"]
+        self._sums = state_dict["shares"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier run; a checkpoint restores the state of this run."""
         if stage == "fit":
-            self._sums = {}
+            self._reset()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
-        self.teardown(
-            trainer, pl_module, "fit"
-        )  # an earlier run that was cut short may have left a probe
         self._probe = HeadProbe(pl_module).attach()
-        self._reset()
         heads = self._probe.heads
-        self._histories = histories_of(
-            heads, self.num_samples, self._sums, f"0 {trainer.global_rank}"
-        )
+        seed = f"0 {trainer.global_rank}"
+        self._histories = histories_of(heads, self.num_samples, self._sums, seed)
         limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
         self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
@@ -162,7 +154,7 @@ class FisherMonitor(Callback):
         if step % self.every_n_steps:
             return
         for name in seen.keys() & self._histories.keys():
-            self._histories[name].add(step, seen[name].clone())
+            self._histories[name].add(step, seen[name])
             self._silent = False
         if not self._accumulates:
             self._steps_to_write += 1
@@ -188,18 +180,18 @@ class FisherMonitor(Callback):
         if trainer.world_size == 1 and self._probe is not None:
             with suppress(Exception):  # the exception itself is what the user has to see
                 self._write_everything(trainer)
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for history in list(self._undrawn) if self.image_every_n_steps else ():
-            self._draw(trainer, history)
+        for tag in list(self._undrawn) if self.image_every_n_steps else ():
+            self._draw(trainer, tag)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
         if self._probe is not None:
             self._probe.detach()
-            self._probe = None
         observers = getattr(pl_module, "step_observers", [])
         if self in observers:
             observers.remove(self)
@@ -216,30 +208,25 @@ class FisherMonitor(Callback):
             warnings.warn(f"FisherMonitor observes nothing: {reason}", stacklevel=2)
         self._steps_to_write = 0
         arrived = self._sent
-        self._sent = [
-            (history, history.send(trainer)) for _, history in sorted(self._histories.items())
-        ]
+        self._sent = [history.send(trainer) for history in self._histories.values()]
         if wait:
             arrived, self._sent = arrived + self._sent, []
-        for history, receive in arrived:
-            rows, exact = receive()
-            for row in rows.values():
+        for receive in arrived:
+            for step, row, picture_tag, draw in receive():
                 self.latest |= row
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    write_rows(logger, rows)
-                for step, diagnostics in zip(rows, exact, strict=True):
-                    self._undrawn[history] = (step, diagnostics)
+                if trainer.is_global_zero:
+                    self._undrawn[picture_tag] = (step, draw)
+                    for logger in trainer.loggers:
+                        write_row(logger, row, step)
                     if is_drawn(step, self.image_every_n_steps):
-                        self._draw(trainer, history)
+                        self._draw(trainer, picture_tag)
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
 
-    def _draw(self, trainer: Trainer, history: HeadHistory) -> None:
+    def _draw(self, trainer: Trainer, tag: str) -> None:
         """Give the loggers a picture of the latest G, unless G is not finite or too large."""
-        step, diagnostics = self._undrawn.pop(history)
-        draw = partial(history.picture, diagnostics, step)
-        add_image(trainer.loggers, f"fim{history.middle}picture", draw, step)
+        step, draw = self._undrawn.pop(tag)
+        add_image(trainer.loggers, tag, draw, step)

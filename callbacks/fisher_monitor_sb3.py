@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from catnat import HeadProbe
-from catnat.callbacks.fisher_diagnostics import HeadHistory, histories_of, seed_of
-from catnat.callbacks.images import is_drawn
+from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
+from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
 from catnat.sb3.distributions import unchecked
 
@@ -63,10 +63,8 @@ class FisherMonitorSB3(BaseCallback):
         self.image_every_n_rollouts = image_every_n_rollouts
         self.latest: dict[str, float] = {}  # latest value of every tag
         self._rollouts = 0
-        self._step = 0  # step of the latest values
         self._sums: dict[str, list[float]] = {}  # of the sampled share, by head
-        self._histories: dict[str, HeadHistory] = {}  # of each head that is observed
-        self._undrawn: list[tuple[HeadHistory, Tensor]] = []  # of the latest values
+        self._undrawn: dict[str, Draw] = {}  # of the latest values, by tag
 
     def state_dict(self) -> dict[str, Any]:
         """The latest values, the number of rollouts, and the sums of the sampled shares."""
@@ -91,7 +89,6 @@ class FisherMonitorSB3(BaseCallback):
         if number % self.every_n_rollouts:
             return
         self._step = self.num_timesteps
-        self._undrawn = []
         policy: Any = self.model.policy
         # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
         with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
@@ -102,10 +99,10 @@ class FisherMonitorSB3(BaseCallback):
                 continue
             history = self._histories[name]
             history.add(self._step, scores)
-            rows, exact = history.send()()
-            self.latest |= rows[self._step]
+            ((_, row, picture_tag, draw),) = history.send()()
+            self.latest |= row
             if self.image_every_n_rollouts:
-                self._undrawn.append((history, exact[0]))
+                self._undrawn[picture_tag] = draw
         write_now(self.logger, self.latest, self._step, TensorBoardOutputFormat)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")
@@ -142,11 +139,11 @@ class FisherMonitorSB3(BaseCallback):
 
     def _draw(self) -> None:
         """Draw the latest matrices that have no picture yet, are finite and not too large."""
-        for history, exact in self._undrawn:
-            if (picture := history.picture(exact, self._step)) is not None:
-                row = {f"fim{history.middle}picture": Image(picture, "HWC")}
+        for tag, draw in self._undrawn.items():
+            if (picture := draw()) is not None:
+                row = {tag: Image(picture, "HWC")}
                 write_now(self.logger, row, self._step, TensorBoardOutputFormat)
-        self._undrawn = []
+        self._undrawn = {}
 
 
 def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:

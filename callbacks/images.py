@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torchvision.utils import make_grid
 
 from catnat import CategoricalHead, CatnatHead
 from catnat.rng import forked_random_state
@@ -25,16 +23,16 @@ _LARGEST_ENTRY = 0.25
 _BLUE = (0.2, 0.3, 0.6)
 _CELL = 12  # pixels of a matrix's entry
 
+Draw = Callable[[], Tensor | None]  # gives an image, or None for no image
 
-def add_image(
-    loggers: Iterable[Logger], tag: str, draw: Callable[[], Tensor | None], step: int
-) -> None:
+
+def add_image(loggers: Iterable[Logger], tag: str, draw: Draw, step: int) -> None:
     """Give an image to every logger that takes any; if none does, nothing is drawn.
 
     Args:
         loggers: of the Trainer.
         tag: of the image.
-        draw: gives the image (H, W, 1 or 3), bytes or numbers in [0, 1], or None for no image.
+        draw: gives the image, (H, W, 1 or 3), bytes or numbers in [0, 1].
         step: of the image.
     """
     takers: list[Any] = [
@@ -46,7 +44,7 @@ def add_image(
     if image is None:
         return
     if image.dtype != torch.uint8:
-        image = (image.detach().float().clamp(0, 1) * 255).round().byte()
+        image = (image.float().clamp(0, 1) * 255).round().byte()
     pixels = image.cpu().numpy()
     for logger in takers:
         if hasattr(logger, "log_image"):
@@ -83,7 +81,6 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     from matplotlib.colors import SymLogNorm
     from matplotlib.figure import Figure
 
-    matrix = matrix.detach().float().cpu()
     limit = max(_LARGEST_ENTRY, float(matrix.abs().max()))
     figure = Figure(figsize=(4.6, 4.0), dpi=100, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="score j", ylabel="score i")
@@ -96,10 +93,10 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
     ticks = [limit * share for share in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1)]
     bar = figure.colorbar(image, ticks=ticks, format="%.3g", shrink=0.8)
     bar.ax.minorticks_off()
-    tree = levels(head.num_categories) if isinstance(head, CatnatHead) else ()
-    for (_, level_end), _ in pairwise(tree):
-        axes.axhline(level_end - 0.5, color="gray", linewidth=0.8)
-        axes.axvline(level_end - 0.5, color="gray", linewidth=0.8)
+    if isinstance(head, CatnatHead):
+        for level_start, _ in list(levels(head.num_categories))[1:]:
+            axes.axhline(level_start - 0.5, color="gray", linewidth=0.8)
+            axes.axvline(level_start - 0.5, color="gray", linewidth=0.8)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[..., :3].copy())
@@ -110,14 +107,12 @@ def fisher_picture(matrix: Tensor, head: CategoricalHead, title: str) -> Tensor:
 
 def heat_map(matrix: Tensor) -> Tensor:
     """A matrix (R, C) as an image (12 R, 12 C, 3): 0 is black, 1 is white."""
-    grey = matrix.detach().float().cpu().clamp(0, 1)
-    return torch.kron(grey, torch.ones(_CELL, _CELL))[..., None].expand(-1, -1, 3)
+    return torch.kron(matrix.cpu(), torch.ones(_CELL, _CELL))[..., None].expand(-1, -1, 3)
 
 
-def tile(images: Tensor, columns: int) -> Tensor:
-    """One image of n images side by side: (n, 1 or 3, H, W) -> (rows H, columns W, 3)."""
-    grid: Tensor = make_grid(images, columns, padding=0)  # (3, rows H, columns W)
-    return grid.movedim(0, -1)
+def side_by_side(images: Tensor) -> Tensor:
+    """One image of n images: (n, 1 or 3, H, W) -> (H, n W, 1 or 3)."""
+    return torch.cat([*images.movedim(1, -1)], 1)
 
 
 class Figures(Callback):
@@ -138,11 +133,10 @@ class Figures(Callback):
     num_images = 10  # reconstructions and prior samples
     _batch: Any = None  # the first of the latest validation
 
-    def on_validation_batch_end(
+    def on_validation_batch_start(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -157,7 +151,10 @@ class Figures(Callback):
             return
         figures: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
             "images/reconstructions": ("reconstruct", self._reconstructions),
-            "images/prior": ("sample_prior", self._prior_samples),
+            "images/prior": (
+                "sample_prior",
+                lambda model: side_by_side(model.sample_prior(self.num_images)),
+            ),
             "latents/usage": ("usage", lambda model: heat_map(model.usage)),
             "graph/theta": ("theta", _theta),
         }
@@ -178,10 +175,7 @@ class Figures(Callback):
         inputs = images[: self.num_images]
         outputs: Tensor = model.reconstruct(inputs)
         inputs = inputs.reshape(outputs.shape).to(outputs.dtype)
-        return tile(torch.cat([inputs, outputs]), len(inputs))
-
-    def _prior_samples(self, model: Any) -> Tensor:
-        return tile(model.sample_prior(self.num_images), self.num_images)
+        return torch.cat([side_by_side(inputs), side_by_side(outputs)])
 
 
 def _theta(model: Any) -> Tensor:

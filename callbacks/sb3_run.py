@@ -99,9 +99,9 @@ class RunSB3(EvalCallback):
             "return_std": float(np.std(returns)),
             "length": float(np.mean(lengths)),
         }
-        unfinished = np.array(lengths) >= (self.longest_game or np.inf)
-        if unfinished.any():
-            metrics["unfinished"] = float(unfinished.sum())
+        unfinished = float(np.sum(np.array(lengths) >= (self.longest_game or np.inf)))
+        if unfinished:
+            metrics["unfinished"] = unfinished
         return metrics
 
     def stop_if_asked(self) -> None:

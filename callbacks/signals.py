@@ -17,7 +17,6 @@ class Stopped(Exception):  # noqa: N818 - like KeyboardInterrupt, not an error
     def __init__(self, signum: int, step: int, path: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
         self.signum = signum
-        self.step = step
         self.path = path
 
 
@@ -38,8 +37,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in _STOPPING:
-            handler = signal.signal(signum, self._ask_to_stop)
-            self._handlers.setdefault(signum, handler)
+            self._handlers.setdefault(signum, signal.signal(signum, self._ask_to_stop))
 
     def give_back(self) -> None:
         """Put back the earlier handlers."""

@@ -1,5 +1,7 @@
 """What every tag of a run means: TensorBoard shows it on the card, docs/tags.md in tables."""
 
+import re
+
 TAGS: dict[str, dict[str, str]] = {
     "Every model": {
         "train/loss": "Loss of the latest batch.",
@@ -138,6 +140,4 @@ def description(tag: str) -> str:
     >>> description("val/elbo")
     'Discrete VAEs: Evidence lower bound of an image in nats; higher is better.'
     """
-    group = tag.partition("/")[0]
-    name = tag.rpartition("/")[2]
-    return _DESCRIPTIONS.get(f"{group}/{name}", "")
+    return _DESCRIPTIONS.get(re.sub("/.*/", "/", tag), "")

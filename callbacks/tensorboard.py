@@ -21,8 +21,6 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from tensorboard.plugins.image.metadata import create_summary_metadata as image_metadata
-from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 from catnat.callbacks.tags import description
@@ -37,7 +35,7 @@ _SHOWN_FIRST = ("env", "head", "learning_rate", "num_categories", "num_latents",
 class DescribedWriter(SummaryWriter):
     """A writer of event files in which the first value of each tag carries its description.
 
-    The data class is there because TensorBoard's fast loader ignores a description without one.
+    TensorBoard's fast loader ignores a description without a data class.
     """
 
     def _get_file_writer(self) -> FileWriter:
@@ -61,13 +59,10 @@ def _add_described(
                 hparam.differs = hparam.name in _SHOWN_FIRST
             value.metadata.plugin_data.content = content.SerializeToString()
         elif text := description(value.tag):
-            if value.HasField("image"):
-                metadata = image_metadata("", text, converted_to_tensor=True)
-                metadata.data_class = DATA_CLASS_BLOB_SEQUENCE
-            else:
-                metadata = scalar_metadata("", text)
-                metadata.data_class = DATA_CLASS_SCALAR
-            value.metadata.CopyFrom(metadata)
+            is_image = value.HasField("image")
+            value.metadata.summary_description = text
+            value.metadata.plugin_data.plugin_name = "images" if is_image else "scalars"
+            value.metadata.data_class = DATA_CLASS_BLOB_SEQUENCE if is_image else DATA_CLASS_SCALAR
     add_summary(summary, *when)
 
 
@@ -94,27 +89,25 @@ def _drop_events(path: Path, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    partial_path = path.with_name(f".{path.name}.partial")
+    with open(partial_path, "wb") as file:
         writer = RecordWriter(file)
         for record in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(record)
             tags = [value.tag for value in event.summary.value]
             if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
                 writer.write(record)
-    os.replace(partial, path)
+    os.replace(partial_path, path)
 
 
-def write_rows(logger: Logger, rows: dict[int, dict[str, float]]) -> None:
-    """Give a logger the values of some steps, by step and then by tag."""
+def write_row(logger: Logger, row: dict[str, float], step: int) -> None:
+    """Give a logger the values of a step, by tag."""
     if not isinstance(logger, TensorBoardLogger):
-        for step, row in rows.items():
-            logger.log_metrics(row, step)
+        logger.log_metrics(row, step)
         return
-    writer = logger.experiment._get_file_writer()
-    for step, row in rows.items():  # one event for each step, not one for each value
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
-        writer.add_summary(Summary(value=values), step)
+    # One event for the step, not one for each value.
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
+    logger.experiment._get_file_writer().add_summary(Summary(value=values), step)
 
 
 # -- in a Trainer ----------------------------------------------------------------------------------
@@ -128,17 +121,16 @@ class RunLogger(TensorBoardLogger):
 
     resumed_at: int | None = None  # the step from which the run resumes
     begun = True
-    _latest: tuple[int | None, dict[str, float]] = (None, {})
+    _latest: tuple[dict[str, float], int | None] | None = None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """The writer of the event file."""
+        if not self.begun:
+            return _DummyExperiment()  # type: ignore[return-value]
         if self._experiment is None:
-            if not self.begun:
-                return _DummyExperiment()  # type: ignore[return-value]
             self._experiment = open_writer(self.log_dir, self.resumed_at)
-        assert isinstance(self._experiment, SummaryWriter)
         return self._experiment
 
     @rank_zero_only
@@ -151,9 +143,10 @@ class RunLogger(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars once, but not the epoch, which Lightning adds to every call."""
         scalars = {name: value for name, value in metrics.items() if name != "epoch"}
-        if (step, scalars) != self._latest:  # a step that is saved is logged before that, and after
-            super().log_metrics(scalars, step)
-            self._latest = (step, scalars)
+        row = (scalars, step)
+        if row != self._latest:  # a step that is saved is logged before that, and after
+            self._latest = row
+            super().log_metrics(*row)
 
 
 class RunRecord(Callback):
@@ -168,7 +161,6 @@ class RunRecord(Callback):
     def __init__(self, lines: bool = False) -> None:
         self.lines = lines
         self.validated: dict[str, float] = {}
-        self._progress = Progress(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""

@@ -127,10 +127,7 @@ class NativeAtariVecEnv(VecEnv):
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._pending = False
-        self.lives = np.zeros(num_envs, np.int32)
         self.forced_actions = np.full(num_envs, -1)
-        self._scores = np.zeros(num_envs)
-        self._frames = np.zeros(num_envs, np.int64)
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
@@ -146,7 +143,7 @@ class NativeAtariVecEnv(VecEnv):
         unseeded = None in self._seeds
         observations, info = self._engine.reset(seed=None if unseeded else np.array(self._seeds))
         self._reset_seeds()
-        self._scores[:] = 0
+        self._scores = np.zeros(self.num_envs)
         self.lives = info["lives"]
         self._frames = info["episode_frame_number"]
         self.forced_actions = np.full(self.num_envs, -1)
@@ -221,13 +218,7 @@ class NativeAtariVecEnv(VecEnv):
         """Set an attribute that all games share."""
         setattr(self, attr_name, value)
 
-    def env_method(
-        self,
-        method_name: str,
-        *method_args: Any,
-        indices: VecEnvIndices = None,
-        **method_kwargs: Any,
-    ) -> list[Any]:
+    def env_method(self, method_name: str, *_: Any, **__: Any) -> list[Any]:
         """Games in C++ have no methods of their own."""
         raise AttributeError(f"native Atari games have no method {method_name!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,12 @@ def community_graph(communities: int) -> Tensor:
     >>> int(community_graph(4).sum())
     102
     """
-    edges = [(_SIZE * c + i, _SIZE * c + j) for c in range(communities) for i, j in _COMMUNITY]
-    edges += [(_SIZE * c - 1, _SIZE * c) for c in range(1, communities)]
-    graph = torch.eye(num_nodes(communities))
-    source, target = torch.tensor(edges).t()
-    graph[source, target] = graph[target, source] = 1
+    community = torch.eye(_SIZE)
+    source, target = torch.tensor(_COMMUNITY).t()
+    community[source, target] = community[target, source] = 1
+    graph: Tensor = torch.block_diag(*[community] * communities)
+    first_nodes = torch.arange(_SIZE, len(graph), _SIZE)  # of all communities but the first
+    graph[first_nodes - 1, first_nodes] = graph[first_nodes, first_nodes - 1] = 1
     return graph
 
 
@@ -93,12 +94,11 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.in_features = in_features
         self.out_features = out_features
         self.num_pairs = num_pairs
-        self._parts: dict[str, tuple[Tensor, Tensor]] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Generate and split the pairs."""
         super().setup(stage)
-        if self._parts:
+        if self.parts:
             return
         generator = torch.Generator().manual_seed(mixed_seed(GRAPH_DATA, self.seed))
         psi = torch.empty(self.in_features, self.out_features)
@@ -116,14 +116,9 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.edge_probs = self.theta * graph
         self._generator = generator
         tenth = self.num_pairs // 10
-        sizes = [self.num_pairs - 2 * tenth, tenth, tenth]
-        parts = zip(x.split(sizes), y.split(sizes), strict=True)
-        self._parts = dict(zip(("train", "val", "test"), parts, strict=True))
-
-    def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
-        """A loader of the pairs of one part."""
-        x, y = self._parts[part]
-        return InMemoryLoader((x.to(device), y.to(device)), self.batch_size, **options)
+        cuts = (-2 * tenth, -tenth)
+        parts = zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True)
+        self.parts = dict(zip(("train", "val", "test"), parts, strict=True))
 
     @cached_property
     @torch.no_grad()
@@ -133,7 +128,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
             model = GCN(self.in_features, self.out_features)
         model.load_state_dict({"weight": self.psi}, assign=True)
         means = prediction_means(sync_on_compute=False)  # all ranks compute the same
-        batches = InMemoryLoader(self._parts["test"], _SHARED_BY)
+        batches = InMemoryLoader(self.parts["test"], _SHARED_BY)
         for _ in range(_PASSES):
             for x, y in batches:
                 graphs = sample_graphs(self.edge_probs, _NUM_SAMPLES, self._generator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,12 +56,12 @@ class InMemoryLoader:
     ) -> None:
         self.items = items
         self.size = len(items[0])
-        if shuffle and batch_size * world_size > self.size:
+        self.stride = batch_size * world_size  # items of a batch, on all ranks together
+        if shuffle and self.stride > self.size:
             raise ValueError(
                 f"a batch of {batch_size} on {world_size} device(s) is more than the "
                 f"{self.size} items to train on"
             )
-        self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.rank = rank
@@ -89,8 +88,7 @@ class InMemoryLoader:
         self._resumed = True
 
     def __len__(self) -> int:
-        stride = self.batch_size * self.world_size
-        return self.size // stride if self.shuffle else -(-self.size // stride)
+        return self.size // self.stride if self.shuffle else -(-self.size // self.stride)
 
     def __iter__(self) -> Iterator[Any]:
         # Lightning may make an iterator and never draw from it, or load a state in between. This is
@@ -105,7 +103,7 @@ class InMemoryLoader:
         if self.shuffle:
             generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
             order = torch.randperm(self.size, generator=generator)
-        batches = order.to(self.items[0].device).split(self.batch_size * self.world_size)
+        batches = order.to(self.items[0].device).split(self.stride)
         self._shares = [batch[self.rank :: self.world_size] for batch in batches]
         while self._position < len(self):
             yield from self.next_batches(1)
@@ -127,6 +125,8 @@ class InMemoryLoader:
 class InMemoryDataModule(LightningDataModule):
     """Data in three parts, "train", "val" and "test", each with an :class:`InMemoryLoader`.
 
+    A subclass sets ``parts`` in ``setup``: by the name of a part, tensors of equal length.
+
     Args:
         batch_size: B, of each device.
         seed: of the split, the order, and all other randomness of the data.
@@ -140,12 +140,14 @@ class InMemoryDataModule(LightningDataModule):
         require_at_least(0, seed=seed)
         self.batch_size = batch_size
         self.seed = seed
+        self.parts: dict[str, tuple[Tensor, ...]] = {}
         self._train_loader: InMemoryLoader | None = None
         self._train_state: dict[str, Any] = {}
 
-    @abstractmethod
     def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
         """A loader of one part that gives out batches on a device."""
+        items = tuple(values.to(device) for values in self.parts[part])
+        return InMemoryLoader(items, self.batch_size, **options)
 
     def setup(self, stage: str | None = None) -> None:
         """Forget the loader of an earlier run."""

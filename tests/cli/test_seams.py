@@ -162,7 +162,7 @@ def test_theta_metrics_are_those_of_the_mean_over_all_pairs():
     model, data = ReadsTheBatch("sigmoid", num_nodes=6, test_passes=1), pairs()
     data.prepare_data()
     data.setup()
-    x, y = data._parts["test"]
+    x, y = data.parts["test"]
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
     data.test_dataloader = lambda: torch.utils.data.DataLoader(batches, batch_size=None)
     (tested,) = make_trainer().test(model, datamodule=data, verbose=False)

@@ -50,8 +50,8 @@ def test_certain_edges_make_y_a_function_of_x():
 def test_parts_do_not_overlap_and_follow_the_seed():
     data = ready(num_pairs=105)
     (val, _), (test, _) = pairs(data.val_dataloader()), pairs(data.test_dataloader())
-    assert len(val) == len(test) == 10 and len(data._parts["train"][0]) == 85
-    everything = torch.cat([data._parts["train"][0], val, test]).flatten(1)
+    assert len(val) == len(test) == 10 and len(data.parts["train"][0]) == 85
+    everything = torch.cat([data.parts["train"][0], val, test]).flatten(1)
     assert len(everything.unique(dim=0)) == 105
     other, _ = pairs(ready(num_pairs=105, seed=1).test_dataloader())
     assert not torch.equal(test, other)

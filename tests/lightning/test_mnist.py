@@ -46,11 +46,10 @@ def ready(root, kind=MNISTDataModule, download=False, **options):
 @pytest.mark.parametrize("folder", [".", "MNIST/raw", "mnist"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_files_are_found_and_read(tmp_path, folder, zipped):
-    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    for name, n in ((TRAIN, 12), (TEST, 4)):
-        content = idx(numbered(n))
-        path = tmp_path / folder / (f"{name}.gz" if zipped else name)
-        path.write_bytes(gzip.compress(content) if zipped else content)
+    place = write_mnist(tmp_path / folder, numbered(12), numbered(4))
+    for path in place.glob("*-ubyte") if zipped else ():
+        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
     data = ready(tmp_path, batch_size=4)
     assert data.source == "files"
     assert data.hparams["source"] == data.hparams_initial["source"] == "files"

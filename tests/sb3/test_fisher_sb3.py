@@ -47,7 +47,23 @@ class Kept(FisherMonitorSB3):
             return super()._distribution()
 
 
-def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, steps=96):
+def logged(model, steps, monitor):
+    """What a run logs, by step."""
+    rows = Rows()
+    model.set_logger(Logger(None, [rows]))
+    model.learn(steps, monitor, log_interval=1)
+    return rows.rows
+
+
+def scores_of(model, states, weights):
+    """What the policy's head got in these states while the policy had these weights."""
+    model.policy.load_state_dict(weights)
+    with torch.no_grad():
+        latent = model.policy.mlp_extractor.forward_actor(states)
+        return model.policy.action_net(latent).double()
+
+
+def run(head="natural", algorithm=PPO, monitor=None, env=None, steps=96):
     few = {"seed": 0, "device": "cpu", "n_steps": 16} if algorithm is A2C else SMALL
     few = few | ({"masks": False} if algorithm is HeadPPO else {})
     model = algorithm(
@@ -56,10 +72,7 @@ def run(head="natural", algorithm=PPO, monitor=None, env=None, log_interval=1, s
         policy_kwargs={"head": head},
         **few,
     )
-    rows = Rows()
-    model.set_logger(Logger(None, [rows]))
-    model.learn(steps, monitor, log_interval=log_interval)
-    return model, rows.rows
+    return model, logged(model, steps, monitor)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +84,9 @@ def test_numbers_are_those_of_the_rollout(head, algorithm):
     model, rows = run(head, algorithm, monitor, steps=64)
     assert list(rows) == [32, 64]
     for (states, weights), step in zip(monitor.seen, rows, strict=True):
-        model.policy.load_state_dict(weights)
         assert states.shape == (32, 3)
+        scores = scores_of(model, states, weights)
         with torch.no_grad():
-            latent = model.policy.mlp_extractor.forward_actor(states)
-            scores = model.policy.action_net(latent).double()
             entropy = model.policy.get_distribution(states).entropy().mean()
         it = model.policy.heads[0]
         exact = torch.stack([autograd_fisher(it, row) for row in scores]).mean(0)
@@ -174,18 +185,11 @@ class Few(Guess):
         return np.concatenate([np.arange(n) % 4 == 0 for n in sizes])
 
 
-def run_masked(head, space, masked=True, monitor=None, algorithm=MaskablePPO):
+def run_masked(head, space, monitor=None, algorithm=MaskablePPO):
     env = make_vec_env(Few, 2, seed=0, env_kwargs={"action_space": space})
-    kind, few = HeadMaskablePolicy, {}
-    if algorithm is HeadPPO:
-        kind, few = HeadActorCriticPolicy, {"masks": masked}
-    model = algorithm(kind, env, policy_kwargs={"head": head}, **SMALL, **few)
-    rows = Rows()
-    model.set_logger(Logger(None, [rows]))
-    use = {} if algorithm is HeadPPO else {"use_masking": masked}
-    monitor = monitor or FisherMonitorSB3(num_samples=512)
-    model.learn(32, monitor, **use)
-    return model, rows.rows[32]
+    kind = HeadActorCriticPolicy if algorithm is HeadPPO else HeadMaskablePolicy
+    model = algorithm(kind, env, policy_kwargs={"head": head}, **SMALL)
+    return model, logged(model, 32, monitor or FisherMonitorSB3(num_samples=512))[32]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +200,7 @@ def test_the_fisher_matrix_is_that_of_the_allowed_actions(head, algorithm):
     monitor = Kept(num_samples=512)
     model, row = run_masked(head, spaces.Discrete(9), monitor=monitor, algorithm=algorithm)
     ((states, weights),) = monitor.seen
-    model.policy.load_state_dict(weights)
-    with torch.no_grad():
-        latent = model.policy.mlp_extractor.forward_actor(states)
-        scores = model.policy.action_net(latent).double()
+    scores = scores_of(model, states, weights)
     it, allowed = model.policy.heads[0], torch.arange(9) % 4 == 0
 
     def log_probs(each):
@@ -230,8 +231,6 @@ def test_masks_of_several_actions_go_to_their_heads():
 def test_recurrent_policies_are_observed_with_the_memory_they_played_with(head):
     env = make_vec_env(Guess, 2, seed=0)
     model = RecurrentPPO(HeadLstmPolicy, env, policy_kwargs={"head": head}, **SMALL)
-    rows = Rows()
-    model.set_logger(Logger(None, [rows]))
     played = []
 
     class Play(BaseCallback):
@@ -240,11 +239,11 @@ def test_recurrent_policies_are_observed_with_the_memory_they_played_with(head):
             played.append(distribution.entropy().mean().item())
             return True
 
-    model.learn(64, CallbackList([Play(), FisherMonitorSB3()]))
+    rows = logged(model, 64, CallbackList([Play(), FisherMonitorSB3()]))
     for number, step in enumerate((32, 64)):
-        assert rows.rows[step].keys() >= set(TAGS)
+        assert rows[step].keys() >= set(TAGS)
         want = np.mean(played[16 * number : 16 * number + 16])
-        assert rows.rows[step]["train/entropy"] == pytest.approx(want, abs=1e-5)
+        assert rows[step]["train/entropy"] == pytest.approx(want, abs=1e-5)
 
 
 def test_a_policy_without_a_head_is_refused():
