@@ -26,8 +26,8 @@ from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
 MISSING = "—"
 _LEGEND = f"""\
-Bold: the best of its group, and those not significantly different (Welch, also with the spread of \
-the best, p ≥ {SIGNIFICANT} after Holm's method over the table). {MISSING}: no finished run."""
+Bold: the best of its group, and those not significantly different (Welch, p ≥ {SIGNIFICANT} after \
+Holm's method over the table). {MISSING}: no finished run."""
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 
 
