@@ -72,19 +72,6 @@ class Search:
 
 
 @dataclass
-class Paper:
-    """Published numbers, which are shown beside ours.
-
-    Attributes:
-        file: a JSON file of tables: lists of rows with our names of options and metrics.
-        table: its table for this plan.
-    """
-
-    file: str
-    table: str
-
-
-@dataclass
 class Plan:
     """What a table consists of.
 
@@ -105,8 +92,6 @@ class Plan:
         seeds: of the final runs.
         metrics: columns of the table.
         names: short names of options.
-        paper: published numbers.
-        differences: from the paper, in words.
         formerly: names that the plan had when some of its rows were made.
 
     A plan that was read from a file also has its name, the scale, the folders of its modules, and
@@ -125,8 +110,6 @@ class Plan:
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
     names: dict[str, str] = field(default_factory=dict)
-    paper: Paper | None = None
-    differences: list[str] = field(default_factory=list)
     formerly: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -337,10 +320,9 @@ def _read(path: Path, scale: str = "") -> Options:
         layer = _mapping(_mapping(content.get("scales")).get(scale))
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
-    for part in (content, layer):
-        for mapping, key in ((part, "path"), (part, "results"), (part.get("paper"), "file")):
-            if isinstance(mapping, dict) and mapping.get(key):
-                mapping[key] = str((path.parent / str(mapping[key])).resolve())
+    for part, key in itertools.product((content, layer), ("path", "results")):
+        if part.get(key):
+            part[key] = str((path.parent / str(part[key])).resolve())
     base = content.pop("base", None)
     if base is None:
         return merged(content, layer)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, stdev
 
-from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Options, Plan
 from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
@@ -119,22 +116,6 @@ def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
     return notes
 
 
-# -- the paper -------------------------------------------------------------------------------------
-
-
-def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
-    """The paper's mean of a cell; None where it has none."""
-    if plan.paper is None:
-        return None
-    options = plan.options | cell
-    tables = json.loads(Path(plan.paper.file).read_text())
-    require_choice(tables, **{"table of the paper": plan.paper.table})
-    for row in tables[plan.paper.table]:
-        if all(options.get(name) == value for name, value in row.items() if "/" not in name):
-            return float(row[metric]["mean"]) if metric in row else None
-    return None
-
-
 # -- how it looks ----------------------------------------------------------------------------------
 
 
@@ -147,9 +128,7 @@ def markdown(plan: Plan, cells: list[Cell]) -> str:
         steps = plan.search.options.get("max_steps", steps)
         text = f"The settings with the best {plan.search.metric} in a search of {steps} steps"
         facts.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
-    beside = " (the paper's mean, ours minus it)" if plan.paper else ""
-    facts.append(f"Mean ± standard deviation (with n - 1) over n runs{beside}. {_LEGEND}")
-    facts += [f"Not as in the paper: {text}" for text in plan.differences if plan.paper]
+    facts.append(f"Mean ± standard deviation (with n - 1) over n runs. {_LEGEND}")
     metrics = [f"{x.label or name}{_ARROWS[x.better]}" for name, x in plan.metrics.items()]
     header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]
     table = [header, *(line_of(plan, cell) for cell in cells)]
@@ -174,21 +153,15 @@ def line_of(plan: Plan, cell: Cell) -> list[str]:
 
 
 def entry(plan: Plan, cell: Cell, metric: str) -> str:
-    """Mean ± standard deviation, and the paper's mean beside it."""
+    """Mean ± standard deviation."""
     digits = plan.metrics[metric].digits
     values = cell.values(metric)
     if not values:
         return MISSING
-    mean = fmean(values)
-    text = f"{mean:.{digits}f}"
+    text = f"{fmean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ± {stdev(values):.{digits}f}"
-    if cell.bold[metric]:
-        text = f"**{text}**"
-    published = paper_mean(plan, cell.options, metric)
-    if published is not None:
-        text += f" ({published:.{digits}f}, {mean - published:+.{digits}f})"
-    return text
+    return f"**{text}**" if cell.bold[metric] else text
 
 
 def words_of(plan: Plan, options: Options) -> str:

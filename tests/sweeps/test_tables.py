@@ -52,8 +52,8 @@ def test_published_numbers_come_from_rows(capsys, monkeypatch):
     assert run_command("tables", ["plans/vae_adam.yaml", "--scale", "all"]) == 0
     text = capsys.readouterr().out
     assert text.count("## ") >= 4  # the scales that have rows
-    assert "| 10 | 8 | gray | natural | **99.8 ± 0.4** (99.8, -0.0) |" in text
-    assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 (99.3, +1.1) | 0.002 | 3 |" in text
+    assert "| 10 | 8 | gray | natural | **99.8 ± 0.4** |" in text
+    assert "| 30 | 32 | gray | softmax | 100.4 ± 0.4 | 0.002 | 3 |" in text
 
 
 def test_values_may_be_lists_null_and_words(tmp_path, capsys):
