@@ -92,7 +92,6 @@ class Plan:
         seeds: of the final runs.
         metrics: columns of the table.
         names: short names of options.
-        formerly: names that the plan had when some of its rows were made.
 
     A plan that was read from a file also has its name, the scale, the folders of its modules, and
     the cells and the seeds of final runs that are left by :meth:`restrict`.
@@ -110,7 +109,6 @@ class Plan:
     search: Search | None = None
     seeds: list[int] = field(default_factory=lambda: [1])
     names: dict[str, str] = field(default_factory=dict)
-    formerly: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Check what types cannot express."""

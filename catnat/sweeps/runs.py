@@ -98,17 +98,15 @@ class Run:
         return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def by_key(rows: Iterable[Row], plans: Sequence[str] = ()) -> Rows:
+def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
     """The rows of a study by the keys of their runs.
 
-    Rows with one key were made at different commits; one that has finished counts, of the first of
-    these plans.
+    Rows with one key were made at different commits, or for several plans; one that has finished
+    counts, of this plan if there is one.
     """
 
-    def rank(row: Row) -> tuple[bool, int]:
-        names = row.get("plans", "").split()
-        places = [plans.index(name) for name in names if name in plans]
-        return not is_finished(row), min(places, default=len(plans))
+    def rank(row: Row) -> tuple[bool, bool]:
+        return not is_finished(row), plan not in row.get("plans", "").split()
 
     indexed: Rows = {}
     for row in sorted(rows, key=rank):

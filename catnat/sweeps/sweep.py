@@ -122,7 +122,7 @@ class Sweep:
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
-        rows = runs.by_key(runs.read(self.rows_path), [*self.plan.formerly, self.plan.name])
+        rows = runs.by_key(runs.read(self.rows_path), self.plan.name)
         return {key: row for key, row in rows.items() if key not in self.failed_before}
 
     def pending(self) -> list[Run]:

@@ -119,7 +119,7 @@ PUBLISHED = {  # by plan and scale: final runs that have rows, of all
 def test_a_plan_finds_its_published_runs_from_the_search_to_the_last_seed(which):
     name, scale = which
     loaded = plan.load(str(ADAM.with_stem(name)), scale)
-    rows = runs.by_key(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), [loaded.name])
+    rows = runs.by_key(runs.read(ROOT / "paper" / loaded.study / "runs.csv"), loaded.name)
     finals = [run for run in loaded.runs(rows) if run.stage == "final"]
     done = sum(rows.get(run.key) is not None for run in finals)
     assert (done, len(finals)) == PUBLISHED[which]
