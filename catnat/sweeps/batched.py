@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from catnat import CategoricalHead
-from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
+from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
 from catnat.cuda_graph import StepGraph, make_capturable
 from catnat.lit_modules.step_module import StepModule
@@ -61,7 +61,7 @@ class Member:
         group: equal for models that can be trained together.
         data_key: equal for models with equal data.
         folder: of the run, for curves, weights and metrics; None: nothing is written.
-        curve: steps and metrics of training.
+        metrics: of the last validation.
         failure: why the model was given up: scores are not finite; empty if it was not.
     """
 
@@ -72,7 +72,7 @@ class Member:
     group: str
     data_key: str
     folder: Path | None = None
-    curve: list[tuple[int, Metrics]] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
     failure: str = ""
 
 
@@ -101,14 +101,10 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
     data_options = config.data.init_args.as_dict()
     data_kind = type(cli.datamodule)
-    group = _text([kind, data_kind, shape, data_options.get("batch_size"), options])
-    data_key = _text([data_kind, data_options])
+    group = str([kind, data_kind, shape, data_options.get("batch_size"), options])
+    data_key = str([data_kind, data_options])
     seed = config.seed_everything
     return Member(cli.model, cli.datamodule, seed, options, group, data_key, folder)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
@@ -120,18 +116,6 @@ def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
 
 
 # -- the models as one -----------------------------------------------------------------------------
-
-
-class _StepLoss(nn.Module):
-    """``step_loss`` as forward, which functional_call calls."""
-
-    def __init__(self, model: StepModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any) -> Tensor:
-        """The loss."""
-        return self.model.step_loss(batch)
 
 
 class _TrainerOfOne:
@@ -151,6 +135,19 @@ class _TrainerOfOne:
         self.lr_scheduler_configs: list[Any] = []
 
 
+class _Trained(nn.Module):
+    """A model with its Trainer; forward is ``step_loss``, for functional_call."""
+
+    def __init__(self, model: StepModule, trainer: _TrainerOfOne) -> None:
+        super().__init__()
+        self.model = model
+        self.trainer = trainer
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss."""
+        return self.model.step_loss(batch)
+
+
 class Stack:
     """M models whose step is one batched step.
 
@@ -165,20 +162,20 @@ class Stack:
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
         self.models = [model.to(device) for model in models]
-        self.base = _StepLoss(self.models[0])
         self.clip = self.models[0].gradient_clip
-        self.parameters, self.buffers = stack_module_state(list(self.models))  # by name, (M, *)
-        self.optimizers: list[Optimizer] = []
+        self._trained = [_Trained(x, _TrainerOfOne(device, max_steps)) for x in self.models]
+        self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
         self._rates: list[tuple[dict[str, Any], Tensor]] = []
-        self.trainers = [_TrainerOfOne(device, max_steps) for _ in models]
         self.attach()
-        for model, trainer in zip(self.models, self.trainers, strict=True):
-            trainer.optimizers = [self._add_optimizer(model, device)]
-            model.on_train_start()
-        updated = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
-        self._trained = [n for n, p in self.models[0].named_parameters() if id(p) in updated]
+        for trained in self._trained:
+            trained.trainer.optimizers = [self._add_optimizer(trained.model, device)]
+            trained.model.on_train_start()
+        first = self._trained[0]
+        groups = first.trainer.optimizers[0].param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        self._names = [name for name, x in first.named_parameters() if id(x) in updated]
 
     def _add_optimizer(self, model: StepModule, device: torch.device) -> Optimizer:
         configured: Any = model.configure_optimizers()
@@ -193,19 +190,19 @@ class Stack:
         if device.type == "cuda":
             make_capturable(optimizer, device)
             self._rates += [(group, group["lr"]) for group in optimizer.param_groups]
-        self.optimizers.append(optimizer)
         return optimizer
 
     def attach(self) -> None:
         """Make the models ready for steps, at the start and after an evaluation."""
-        for number, (model, trainer) in enumerate(zip(self.models, self.trainers, strict=True)):
-            model.trainer = trainer  # type: ignore[assignment]
-            model.to(trainer.strategy.root_device).train()  # Lightning has moved it to the CPU
-            for name, parameter in model.named_parameters():
+        for number, trained in enumerate(self._trained):
+            trained.model.trainer = trained.trainer  # type: ignore[assignment]
+            device = trained.trainer.strategy.root_device
+            trained.model.to(device).train()  # Lightning has moved it to the CPU
+            for name, parameter in trained.named_parameters():
                 parameter.data = self.parameters[name].data[number]
             for name, stacked in self.buffers.items():
                 module_name, _, buffer_name = name.rpartition(".")
-                setattr(model.get_submodule(module_name), buffer_name, stacked[number])
+                setattr(trained.get_submodule(module_name), buffer_name, stacked[number])
 
     def prepare_step(self, step: int) -> None:
         """Let every model set the numbers of a step: learning rates, temperatures and the like."""
@@ -226,22 +223,21 @@ class Stack:
         losses = vmap(self._loss, in_dims=(0, 0, None if one_batch else 0), randomness="different")(
             self.parameters, self.buffers, batch
         )
-        stacked = [self.parameters[name] for name in self._trained]
+        stacked = [self.parameters[name] for name in self._names]
         grads = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
         grads = tuple(grad.contiguous() for grad in grads)  # as fused optimizers expect them
         if self.clip:
             norms = torch.stack([grad.reshape(len(losses), -1).norm(dim=1) for grad in grads])
             factor = (self.clip / (norms.norm(dim=0) + 1e-6)).clamp_max(1.0)  # as clip_grad_norm_
             grads = tuple(grad * factor.view(-1, *[1] * (grad.dim() - 1)) for grad in grads)
-        for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            for name, grad in zip(self._trained, grads, strict=True):
-                model.get_parameter(name).grad = grad[number]
-            optimizer.step()
+        for number, trained in enumerate(self._trained):
+            for name, grad in zip(self._names, grads, strict=True):
+                trained.get_parameter(name).grad = grad[number]
+            trained.trainer.optimizers[0].step()
         return losses.detach()
 
     def _loss(self, parameters: Any, buffers: Any, batch: Any) -> Tensor:
-        state = {f"model.{name}": tensor for name, tensor in {**parameters, **buffers}.items()}
-        loss: Tensor = functional_call(self.base, state, (batch,))
+        loss: Tensor = functional_call(self._trained[0], (parameters, buffers), (batch,))
         return loss
 
 
@@ -294,9 +290,8 @@ class Group:
                 text = f"{time.strftime('%H:%M:%S')} {len(self.members)} models"
                 print(f"{text}: step {step} of {self.max_steps}", flush=True)
                 for member, loss in zip(self.members, losses.tolist(), strict=True):
-                    metrics = {"train/loss": loss, **self._evaluate(self.trainer.validate, member)}
-                    member.curve.append((step, metrics))
-                    self._log(member, step, metrics)
+                    member.metrics = self._evaluate(self.trainer.validate, member)
+                    self._log(member, step, {"train/loss": loss, **member.metrics})
                 self.stack.attach()
         return [self._test(member) for member in self.members]
 
@@ -333,8 +328,7 @@ class Group:
         if member.failure:
             return {}
         data = self.data[member.data_key]
-        _, last = member.curve[-1]
-        metrics = {name: value for name, value in last.items() if name.startswith("val/")}
+        metrics = {name: x for name, x in member.metrics.items() if name.startswith("val/")}
         metrics |= tested | fisher_diagnostics(member.model, next(iter(data.val_dataloader())))
         self._log(member, self.max_steps, metrics)
         if source := getattr(data, "hparams", {}).get("source"):
@@ -363,17 +357,16 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     The names are those of the monitor, without fim_sampled; with several heads fim/<head>/saturated
     and the like.
     """
-    if not any(isinstance(module, CategoricalHead) for module in model.modules()):
-        return {}
-    model.eval()
-    batch = model.transfer_batch_to_device(batch, model.device, 0)
-    with HeadProbe(model) as probe, forked_random_state(model.device, 0):
-        model.step_loss(batch)
     metrics: Metrics = {}
-    observed = list(probe)
-    for name, head, scores in observed:
-        scores = scores.reshape(1, -1, head.num_scores)
-        (row,) = exact_rows(head, exact_diagnostics(head, scores))
-        middle = "/" if len(observed) == 1 else f"/{name}/"
-        metrics |= {tag.replace("/", middle): value for tag, value in row.items()}
+    if any(isinstance(module, CategoricalHead) for module in model.modules()):
+        model.eval()
+        batch = model.transfer_batch_to_device(batch, model.device, 0)
+        with HeadProbe(model) as probe, forked_random_state(model.device, 0):
+            model.step_loss(batch)
+        histories = histories_of(probe.heads, 0, {}, "")
+        for name, scores in probe.scores.items():
+            if name in histories:
+                histories[name].add(0, scores)
+                rows, _ = histories[name].send()()
+                metrics |= rows[0]
     return metrics

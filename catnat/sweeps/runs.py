@@ -16,6 +16,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,12 +91,6 @@ class Run:
         """The words of the command, whose files go to a folder."""
         program = self.options.get("program", "-m catnat").split()
         return [sys.executable, *program, *self.arguments(folder)]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of the process that does the run."""
-        folders = [os.environ.get("PYTHONPATH", ""), *self.path]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
@@ -194,14 +189,13 @@ def read(path: Path) -> list[Row]:
             if column not in (reader.fieldnames or ()):
                 raise ValueError(f"{path} has no column {column}")
         for number, line in enumerate(reader, 2):
-            if None in line or None in line.values():
-                raise ValueError(f"{path}, line {number}: not as many values as columns")
-            texts = {name: text for name, text in line.items() if text}
             try:
-                metrics = {name: float(text) for name, text in metrics_of(texts).items()}
+                if None in line or None in line.values():
+                    raise ValueError("not as many values as columns")
+                row: Row = {name: text for name, text in line.items() if text}
+                rows.append(row | {name: float(text) for name, text in metrics_of(row).items()})
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-            rows.append(texts | metrics)
     return rows
 
 
@@ -224,8 +218,9 @@ def _write(path: Path, rows: list[Row]) -> None:
     """Write a file, under another name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     about = [name for name in ABOUT if name in names]
-    options = [name for name in names if name not in (*ABOUT, "seed") and "/" not in name]
-    columns = [*about, *options, "seed", *metrics_of(names)]
+    last = ["seed", *metrics_of(names)]
+    options = [name for name in names if name not in about + last]
+    columns = [*about, *options, *last]
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -244,13 +239,10 @@ def claim(run: Run, path: Path) -> IO[str] | None:
     file = lock_path(run, path)
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_free = not any(is_finished(row) and key_of(row) == run.key for row in read(path))
-    except BlockingIOError:
-        is_free = False
-    if is_free:
-        return lock
+        if not any(is_finished(row) and key_of(row) == run.key for row in read(path)):
+            return lock
     lock.close()
     return None
 
@@ -260,24 +252,25 @@ def lock_path(run: Run, path: Path) -> Path:
     return path.parent / ".locks" / run.name
 
 
-def make_row(
-    run: Run, metrics: dict[str, Any], note: str = "", engine: str = "", device: str = ""
-) -> Row:
-    """The row of a run that has ended here; without metrics it has failed."""
-    options = {name: x for name, x in run.options.items() if name not in OBSERVING}
-    texts = {name: text_of(x) for name, x in options.items() if x is not None}
+def make_row(run: Run, metrics: dict[str, Any], **about: str) -> Row:
+    """The row of a run that has ended here; without metrics it has failed.
+
+    ``about`` has its note, engine and device.
+    """
+    options = {
+        name: text_of(value)
+        for name, value in run.options.items()
+        if name not in OBSERVING and value is not None
+    }
     numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
-    about = {
+    about |= {
         "plans": run.plan,
         "stage": run.stage,
         "status": "finished" if numbers else "failed",
-        "note": note,
-        "engine": engine,
-        "device": device,
         "commit": commit(),
         "data_source": metrics.get("data_source", ""),
     }
-    return {name: text for name, text in about.items() if text} | texts | numbers
+    return {name: text for name, text in about.items() if text} | options | numbers
 
 
 @cache

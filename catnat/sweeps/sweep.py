@@ -21,8 +21,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import groupby
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from jsonargparse.typing import PositiveInt
 from catnat.checks import did_you_mean
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Job, Local, Outcome, Ray, Slurm, device_name
+from catnat.sweeps.engines import Engine, Job, Outcome, device_name, make_engine
 from catnat.sweeps.runs import Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
@@ -73,11 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_parser(command: str, doc: str | None, count: int | str = "+") -> argparse.ArgumentParser:
-    """A parser with the options of all commands about plans, for a number of plans."""
+def plan_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of all commands about plans."""
     parser = runs.make_parser(command, doc)
     add = parser.add_argument
-    add("plans", nargs=count, metavar="PLAN", help="a YAML file")
+    add("plans", nargs="+", metavar="PLAN", help="a YAML file")
     add("--scale", help="of the plan (default: small, or its first)")
     text = "folder of the rows (default: the plan's, else results)"
     add("--results", type=Path, help=text)
@@ -117,8 +117,7 @@ class Sweep:
             if self.plan.long(plain) in fixed:
                 raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
         self.plan.options |= extra
-        if self.plan.search:
-            self.plan.search.options |= extra
+        self.plan.search.options |= extra
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
@@ -170,31 +169,31 @@ class Sweep:
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)
         elif pending:
-            engines: dict[str, Callable[[], Local | Ray | Slurm]] = {
-                "local": lambda: Local(args.jobs),
-                "ray": lambda: Ray(args.resources),
-                "slurm": lambda: Slurm(self.folder / "slurm", args.jobs, args.resources),
-            }
-            self._submit(engines[args.engine](), args.engine)
+            folder = self.folder / "slurm"
+            engine = make_engine(args.engine, args.jobs, args.resources, folder)
+            self._submit(engine, args.engine)
         text, not_done = self.progress()
         print(text)
         return not_done
 
-    def _submit(self, engine: Local | Ray | Slurm, name: str) -> None:
+    def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
         running: dict[Future[Outcome], Run] = {}
-        try:
-            while True:
-                for run in self.pending():
-                    self._started.add(run.key)
-                    running[engine.submit(Job(run, self.folder / run.name, self.rows_path))] = run
-                if not running:
-                    return
-                done = wait(running, return_when=FIRST_COMPLETED).done
-                ended = [future for future in running if future in done]  # in order
-                self.record(((running.pop(x), x.result()) for x in ended), name)
-        finally:
-            engine.stop()
+        with ThreadPoolExecutor(engine.jobs) as pool:
+            try:
+                while True:
+                    for run in self.pending():
+                        self._started.add(run.key)
+                        job = Job(run, self.folder / run.name, self.rows_path)
+                        running[pool.submit(engine.execute, job)] = run
+                    if not running:
+                        return
+                    done = wait(running, return_when=FIRST_COMPLETED).done
+                    ended = [future for future in running if future in done]  # in order
+                    self.record(((running.pop(x), x.result()) for x in ended), name)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                engine.stop()
 
     def _train_batched(self, most: int) -> None:
         """Train what can start as groups of models, again and again until nothing can."""
@@ -221,13 +220,14 @@ class Sweep:
 
         Then stop the sweep by a ValueError if one has finished without the metrics of the plan.
         """
-        searched = [self.plan.search.metric] if self.plan.search else []
+        searched = [self.plan.search.metric] if self.plan.search.grid else []
         names = dict.fromkeys([*searched, *self.plan.metrics])
         mistake = ""
         for run, outcome in outcomes:
             text = outcome.note
             if not outcome.stopped:
-                row = runs.make_row(run, outcome.metrics, outcome.note, engine, outcome.device)
+                about = {"note": outcome.note, "device": outcome.device, "engine": engine}
+                row = runs.make_row(run, outcome.metrics, **about)
                 runs.add(self.rows_path, row)
                 runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
                 self.failed_before.discard(run.key)

@@ -29,7 +29,7 @@ def write(folder, **keys):
         ({"name": "x"}, "name"),
         ({"seeds": ["one"]}, "seeds"),
         ({"seeds": [1, 1]}, "seeds: 1 appears twice"),
-        ({"search": {}}, "search: grid or fixed: give at least one"),
+        ({"search": {"seeds": [1]}}, "search: grid or fixed: give at least one"),
         ({"search": {"grid": {"a": ["b"]}, "factors": [2]}}, "factors refine numbers of one"),
         ({"search": {"grid": {"a b": ["cd"]}}}, "a b: cd is not a list of 2 values"),
         ({"grid": {"a": [1, 2, 1]}}, "{'a': 1} appears twice"),
