@@ -26,9 +26,10 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
+from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
-from catnat.callbacks.fisher_diagnostics import histories_of
+from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
 from catnat.callbacks.tensorboard import open_writer
 from catnat.cuda_graph import StepGraph, make_capturable
 from catnat.lit_modules.step_module import StepModule
@@ -55,14 +56,15 @@ class Member:
 
     Attributes:
         model: with the weights that its seed gives.
-        data: not yet set up.
+        data: not yet set up; those of a group share equal data.
         seed: of weights and noise.
         options: of the Trainer: max_steps, val_check_interval, accelerator.
         group: equal for models that can be trained together.
         data_key: equal for models with equal data.
         folder: of the run, for curves, weights and metrics; None: nothing is written.
-        metrics: of the last validation.
+        metrics: of the last validation, in the end those of the run; none of one given up.
         failure: why the model was given up: scores are not finite; empty if it was not.
+        writer: of curves.
     """
 
     model: StepModule
@@ -74,6 +76,7 @@ class Member:
     folder: Path | None = None
     metrics: Metrics = field(default_factory=dict)
     failure: str = ""
+    writer: SummaryWriter | None = None
 
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
@@ -263,6 +266,10 @@ class Group:
         self.max_steps = options["max_steps"]
         self.interval = options["val_check_interval"]
         self.data = {member.data_key: member.data for member in members}
+        for member in members:
+            member.data = self.data[member.data_key]
+            if member.folder:
+                member.writer = open_writer(member.folder / "version_0")
         for data in self.data.values():
             data.trainer = self.trainer
             data.prepare_data()
@@ -270,11 +277,9 @@ class Group:
         data_numbers = [list(self.data).index(member.data_key) for member in members]
         self.data_numbers = torch.tensor(data_numbers, device=self.device)
         self.stack = Stack([member.model for member in members], self.device, self.max_steps)
-        folders = [member.folder for member in members if member.folder]
-        self._writers = {folder: open_writer(folder / "version_0") for folder in folders}
 
-    def train(self) -> list[Metrics]:
-        """Train to the end, then test every model; the metrics of each, none of one given up."""
+    def train(self) -> None:
+        """Train to the end, then test every model."""
         torch.manual_seed(self.members[0].seed)  # the noise of a group is that of its first seed
         is_cuda = self.device.type == "cuda"
         take_step: Callable[[Any], Tensor] = StepGraph(self.step) if is_cuda else self.step
@@ -293,7 +298,8 @@ class Group:
                     member.metrics = self._evaluate(self.trainer.validate, member)
                     self._log(member, step, {"train/loss": loss, **member.metrics})
                 self.stack.attach()
-        return [self._test(member) for member in self.members]
+        for member in self.members:
+            member.metrics = self._test(member)
 
     def step(self, batch: Any) -> Tensor:
         """A step of all models with a batch of :meth:`batches`."""
@@ -314,10 +320,9 @@ class Group:
     def _evaluate(self, evaluate: Callable[..., Any], member: Member) -> Metrics:
         if member.failure:
             return {}
-        data = self.data[member.data_key]
         try:
             with warnings.catch_warnings(action="ignore"):
-                return dict(evaluate(member.model, datamodule=data, verbose=False)[0])
+                return dict(evaluate(member.model, datamodule=member.data, verbose=False)[0])
         except ValueError as error:  # its scores are not finite
             member.failure = str(error).splitlines()[0]
             return {}
@@ -327,14 +332,14 @@ class Group:
         tested = self._evaluate(self.trainer.test, member)
         if member.failure:
             return {}
-        data = self.data[member.data_key]
+        batch = next(iter(member.data.val_dataloader()))
         metrics = {name: x for name, x in member.metrics.items() if name.startswith("val/")}
-        metrics |= tested | fisher_diagnostics(member.model, next(iter(data.val_dataloader())))
+        metrics |= tested | fisher_diagnostics(member.model, batch)
         self._log(member, self.max_steps, metrics)
-        if source := getattr(data, "hparams", {}).get("source"):
+        if source := getattr(member.data, "hparams", {}).get("source"):
             metrics["data_source"] = source
-        if member.folder:
-            self._writers[member.folder].close()
+        if member.folder and member.writer:
+            member.writer.close()
             version = member.folder / "version_0"
             checkpoint_path = version / "checkpoints" / "final.ckpt"
             checkpoint_path.parent.mkdir(exist_ok=True)
@@ -344,10 +349,10 @@ class Group:
 
     def _log(self, member: Member, step: int, metrics: Metrics) -> None:
         """Write points of the curves at once: a group that is stopped keeps what it has seen."""
-        if member.folder:
+        if member.writer:
             for name, value in metrics.items():
-                self._writers[member.folder].add_scalar(name, value, step)
-            self._writers[member.folder].flush()
+                member.writer.add_scalar(name, value, step)
+            member.writer.flush()
 
 
 @torch.no_grad()
@@ -357,16 +362,17 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     The names are those of the monitor, without fim_sampled; with several heads fim/<head>/saturated
     and the like.
     """
+    if not any(isinstance(module, CategoricalHead) for module in model.modules()):
+        return {}
+    model.eval()
+    batch = model.transfer_batch_to_device(batch, model.device, 0)
+    with HeadProbe(model) as probe, forked_random_state(model.device, 0):
+        model.step_loss(batch)
     metrics: Metrics = {}
-    if any(isinstance(module, CategoricalHead) for module in model.modules()):
-        model.eval()
-        batch = model.transfer_batch_to_device(batch, model.device, 0)
-        with HeadProbe(model) as probe, forked_random_state(model.device, 0):
-            model.step_loss(batch)
-        histories = histories_of(probe.heads, 0, {}, "")
-        for name, scores in probe.scores.items():
-            if name in histories:
-                histories[name].add(0, scores)
-                rows, _ = histories[name].send()()
-                metrics |= rows[0]
+    observed = list(probe)
+    for name, head, scores in observed:
+        scores = scores.reshape(1, -1, head.num_scores)
+        (row,) = exact_rows(head, exact_diagnostics(head, scores))
+        middle = "/" if len(observed) == 1 else f"/{name}/"
+        metrics |= {tag.replace("/", middle): value for tag, value in row.items()}
     return metrics

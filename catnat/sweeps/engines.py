@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from catnat.sweeps.runs import Run, claim
+from catnat.sweeps.runs import Row, Run, claim
 
 JOBS_PER_GPU = 2
 MOST_JOBS = 1000  # that wait for a cluster at a time
@@ -36,27 +37,13 @@ class Job:
     rows_path: Path
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run.
-
-    Attributes:
-        metrics: none of a run that has not finished.
-        note: why it has not.
-        device: where it ran.
-        stopped: whether the run is left for later: this sweep has ended it, or another one does it.
-    """
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-    device: str = ""
-    stopped: bool = False
-
-
 def execute(
     job: Job, environment: Mapping[str, str] | None = None, stopping: Event | None = None
-) -> Outcome:
+) -> Row:
     """Do a run to its end; once more if it fails, but not if its options are wrong.
+
+    Returns metrics, or a note that says why there are none, and the device; nothing if the run is
+    left for later, because another sweep does it, or this one ends it.
 
     Args:
         job: the run; ``log.txt`` in its folder has what the run prints.
@@ -65,15 +52,16 @@ def execute(
     """
     lock = claim(job.run, job.rows_path)
     if lock is None:
-        return Outcome(note="another sweep does it", stopped=True)
+        return {}
     job.folder.mkdir(parents=True, exist_ok=True)
     log_path = job.folder / "log.txt"
     stopping = stopping or Event()
+    program = job.run.options.get("program", "-m catnat").split()
     folders = [os.environ.get("PYTHONPATH"), *job.run.path]
     modules = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     with lock:
         for _ in range(_ATTEMPTS):
-            command = job.run.command(job.folder)
+            command = [sys.executable, *program, *job.run.arguments(job.folder)]
             if checkpoint := newest(job.folder, "last.ckpt"):
                 command.append(f"--ckpt_path={checkpoint}")
             with log_path.open("wb") as log:
@@ -92,14 +80,15 @@ def execute(
             except KeyboardInterrupt:  # Ray interrupts a task that it cancels
                 process.terminate()
                 process.wait()
-                return Outcome(stopped=True)
+                return {}
             metrics_path = newest(job.folder, "metrics.json")
             if process.returncode == 0 and metrics_path:
-                return Outcome(json.loads(metrics_path.read_text()), device=device_name())
+                return {**json.loads(metrics_path.read_text()), "device": device_name()}
             if process.returncode == 2:  # wrong options stay wrong
                 break
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
-    return Outcome(note=f"exit code {process.returncode}: {lines[-1][:200]}", device=device_name())
+    note = f"exit code {process.returncode}: {lines[-1][:200]}"
+    return {"note": note, "device": device_name()}
 
 
 def newest(folder: Path, name: str) -> Path | None:
@@ -134,7 +123,7 @@ class Local:
             self._environments.put(environment)
         self._stopping = Event()
 
-    def execute(self, job: Job) -> Outcome:
+    def execute(self, job: Job) -> Row:
         """Do a run."""
         environment = self._environments.get()
         try:
@@ -170,13 +159,13 @@ class Ray:
         self._execute = ray.remote(**options)(execute)
         self._references: list[Any] = []
 
-    def execute(self, job: Job) -> Outcome:
+    def execute(self, job: Job) -> Row:
         """Let the cluster do a run."""
         import ray
 
         reference = self._execute.remote(job)
         self._references.append(reference)
-        outcome: Outcome = ray.get(reference)
+        outcome: Row = ray.get(reference)
         return outcome
 
     def stop(self) -> None:
@@ -213,14 +202,14 @@ class Slurm:
         self.jobs = jobs or MOST_JOBS
         self._jobs: list[Any] = []
 
-    def execute(self, job: Job) -> Outcome:
+    def execute(self, job: Job) -> Row:
         """Submit a job, and wait for its end."""
         submitted = self._executor.submit(self._task, job)
         self._jobs.append(submitted)
         try:
-            outcome: Outcome = submitted.result()
+            outcome: Row = submitted.result()
         except Exception as error:  # the job was lost: submitit's errors have no common base
-            return Outcome(note=str(error).strip().splitlines()[-1][:200])
+            return {"note": str(error).strip().splitlines()[-1][:200]}
         return outcome
 
     def stop(self) -> None:

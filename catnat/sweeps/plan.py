@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -86,8 +86,8 @@ class Plan:
         results: the folder of all studies; "" is the folder results in the working directory.
         model: what ``catnat --model`` takes.
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
-            its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
-            module".
+            its numbers, by names with a /, to metrics.json in the folder ``--default_root_dir``: a
+            script, or "-m module".
         path: a folder of modules that ``model`` and the option ``import`` name. The plan's folder
             and the working directory are searched in any case.
         options: of all runs.
@@ -128,24 +128,36 @@ class Plan:
             raise ValueError(f"study: {self.study} is not the name of a folder")
         in_grid = " ".join(self.grid).split()
         options = [*self.options, *in_grid, *self.searched, *SET_BY_SWEEP]
-        _check_list("metrics", self.metrics)
-        _check_list("seeds", self.seeds)
-        _check_list("grid", self.cells)
-        _check_list("options, grid, search and what a sweep sets", options)
+        lists: dict[str, list[Any]] = {
+            "metrics": list(self.metrics),
+            "seeds": self.seeds,
+            "grid": self.cells,
+            "options, grid, search and what a sweep sets": options,
+        }
         if self.search != Search():
-            _check_list("search: grid or fixed", self.searched)
-            _check_list("search: grid and options", [*self.searched, *self.search.options])
-            _check_list("search: seeds", self.search.seeds)
+            lists["search: grid or fixed"] = self.searched
+            lists["search: grid and options"] = [*self.searched, *self.search.options]
+            lists["search: seeds"] = self.search.seeds
+        for name, values in lists.items():
+            if not values:
+                raise ValueError(f"{name}: give at least one")
+            for value in values:
+                if values.count(value) > 1:
+                    raise ValueError(f"{name}: {value} appears twice")
         runs = self.runs({})  # this checks the names of options, and values by head
         if self.search.factors and self.search.grid:
             values = [run.options[name] for run in runs for name in self.searched]
             if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
                 raise ValueError(f"search: factors refine numbers of one option, not {values}")
 
-    def restrict(self, only: Mapping[str, list[str]]) -> None:
-        """Leave the cells with some values of options, and the final runs with some seeds."""
-        for short, wanted in only.items():
+    def restrict(self, only: Mapping[str, str]) -> None:
+        """Leave the cells with some values of options, and the final runs with some seeds.
+
+        Values are separated by commas.
+        """
+        for short, text in only.items():
             name = self.long(short)
+            wanted = text.split(",")
             require_choice([*self.cells[0], "seed"], **{"--only": name})
             values = self.seeds if name == "seed" else [cell[name] for cell in self.cells]
             for value in wanted:
@@ -259,15 +271,6 @@ def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
             options |= zip(names, parts, strict=True)
         result.append(options)
     return result
-
-
-def _check_list(name: str, values: Iterable[Any]) -> None:
-    values = list(values)
-    if not values:
-        raise ValueError(f"{name}: give at least one")
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"{name}: {value} appears twice")
 
 
 # -- reading ---------------------------------------------------------------------------------------

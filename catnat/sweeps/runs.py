@@ -13,7 +13,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -39,7 +38,8 @@ OBSERVING = {  # options that change neither what is learned nor how it is teste
     "val_check_interval",
 }
 ABOUT = ("plans", "stage", "status", "note", "engine", "device", "commit", "data_source")
-Row = dict[str, Any]  # of a run that is done: options as text, metrics as numbers, and ABOUT it
+Row = dict[str, Any]  # of a run that is done: options as text, metrics as numbers, and ABOUT it;
+# an outcome is the part that is known where the run has ended, and empty if it is left for later
 Rows = dict[str, Row]  # by the key of their run
 _DEFAULTS = {"head_options.tail": "0"}  # a run with this value equals one without the option
 
@@ -81,16 +81,11 @@ class Run:
 
     def arguments(self, folder: Path) -> list[str]:
         """The options as words."""
-        options = {**self.options, "default_root_dir": folder, "program": None}
-        modules = options.pop("import", None) or []
-        modules = modules if isinstance(modules, list) else [modules]
-        words = [f"--{name}={text_of(x)}" for name, x in options.items() if x is not None]
-        return [*words, *(f"--import={module}" for module in modules)]
-
-    def command(self, folder: Path) -> list[str]:
-        """The words of the command, whose files go to a folder."""
-        program = self.options.get("program", "-m catnat").split()
-        return [sys.executable, *program, *self.arguments(folder)]
+        words = []
+        for name, value in {**self.options, "default_root_dir": folder, "program": None}.items():
+            values = value if name == "import" and isinstance(value, list) else [value]
+            words += [f"--{name}={text_of(x)}" for x in values if x is not None]
+        return words
 
 
 def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
@@ -252,23 +247,23 @@ def lock_path(run: Run, path: Path) -> Path:
     return path.parent / ".locks" / run.name
 
 
-def make_row(run: Run, metrics: dict[str, Any], **about: str) -> Row:
-    """The row of a run that has ended here; without metrics it has failed.
-
-    ``about`` has its note, engine and device.
-    """
+def make_row(run: Run, outcome: Row) -> Row:
+    """The row of a run that has ended, with this outcome; without metrics it has failed."""
     options = {
         name: text_of(value)
         for name, value in run.options.items()
         if name not in OBSERVING and value is not None
     }
-    numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
-    about |= {
+    numbers = {
+        name: float(value)
+        for name, value in metrics_of(outcome).items()
+        if isinstance(value, int | float)
+    }
+    about = {name: outcome.get(name, "") for name in ABOUT} | {
         "plans": run.plan,
         "stage": run.stage,
         "status": "finished" if numbers else "failed",
         "commit": commit(),
-        "data_source": metrics.get("data_source", ""),
     }
     return {name: text for name, text in about.items() if text} | options | numbers
 

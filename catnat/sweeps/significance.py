@@ -22,21 +22,17 @@ def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
     finite, has NaN, and the latter cannot be the best; neither has a single sample a best, nor a
     metric of which no direction is better.
     """
-    p_values = [math.nan] * len(samples)
     sign = -1 if better == "higher" else 1
-    means = {
-        i: sign * mean(sample)  # exact: equal constants have equal means, however many
-        for i, sample in enumerate(samples)
-        if sample and all(map(math.isfinite, sample))
-    }
-    if better is None or not means or sum(map(bool, samples)) < 2:
-        return p_values
-    best = min(means, key=means.__getitem__)
+    # Exact means: equal constants have equal ones, however many they are.
+    means = [sign * mean(sample) if sample else math.nan for sample in samples]
+    best_mean = min(filter(math.isfinite, means), default=None)
+    if better is None or best_mean is None or sum(map(bool, samples)) < 2:
+        return [math.nan] * len(samples)
+    best = samples[means.index(best_mean)]
     with warnings.catch_warnings(action="ignore"):  # of samples that are constant, or one value
-        for i in means:
-            test = stats.ttest_ind(samples[i], samples[best], equal_var=False)
-            p_values[i] = BEST if means[i] == means[best] else float(test.pvalue)
-    return p_values
+        tests = [stats.ttest_ind(sample, best, equal_var=False) for sample in samples]
+    p_values = zip(means, (float(test.pvalue) for test in tests), strict=True)
+    return [BEST if sample_mean == best_mean else p for sample_mean, p in p_values]
 
 
 def bold(p_values: Sequence[float]) -> list[bool]:

@@ -23,17 +23,17 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import yaml
 from jsonargparse.typing import PositiveInt
 
-from catnat.checks import did_you_mean
+from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Engine, Job, Outcome, device_name, make_engine
-from catnat.sweeps.runs import Rows, Run, read_pairs
+from catnat.sweeps.engines import Engine, Job, device_name, make_engine
+from catnat.sweeps.runs import Row, Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
 
@@ -101,8 +101,7 @@ class Sweep:
             results = args.runs / "results"
         self.rows_path = (results / self.plan.study / "runs.csv").resolve()
         self.folder = (args.runs / self.plan.study).resolve()
-        pairs = read_pairs(args.only, "--only")
-        self.plan.restrict({name: values.split(",") for name, values in pairs.items()})
+        self.plan.restrict(read_pairs(args.only, "--only"))
         self.failed_before: set[str] = set()  # keys of failed runs that are to be done once more
         self._started: set[str] = set()  # keys of runs
         sys.path += [folder for folder in self.plan.folders if folder not in sys.path]
@@ -150,9 +149,12 @@ class Sweep:
         """Raise a ValueError for options and heads that ``catnat`` does not know."""
         from catnat.cli.main import command_line
 
-        distinct = {}
-        for run in [] if self.plan.program else self.pending():
-            distinct[runs.key_of({**run.options, "seed": 0, "learning_rate": 0})] = run
+        if self.plan.program:
+            return
+        distinct = {
+            runs.key_of({**run.options, "seed": 0, "learning_rate": 0}): run
+            for run in self.pending()
+        }
         for run in distinct.values():
             command_line(run.arguments(self.folder), until="options")
 
@@ -178,7 +180,7 @@ class Sweep:
 
     def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
-        running: dict[Future[Outcome], Run] = {}
+        running: dict[Future[Row], Run] = {}
         with ThreadPoolExecutor(engine.jobs) as pool:
             try:
                 while True:
@@ -206,38 +208,36 @@ class Sweep:
             self._started |= {run.key for run in pending.values()}
             members = [batched.build(run.arguments(path), path) for path, run in pending.items()]
             for group in batched.groups(members, most):
-                locks = [runs.claim(pending[member.folder], self.rows_path) for member in group]
-                free = [member for member, lock in zip(group, locks, strict=True) if lock]
-                metrics = batched.Group(free).train() if free else []
+                claims = [(x, runs.claim(pending[x.folder], self.rows_path)) for x in group]
+                free = [member for member, lock in claims if lock]
+                if free:
+                    batched.Group(free).train()
                 outcomes = [
-                    (pending[member.folder], Outcome(values, member.failure, device_name()))
-                    for member, values in zip(free, metrics, strict=True)
+                    {**member.metrics, "note": member.failure, "device": device_name()}
+                    for member in free
                 ]
-                self.record(outcomes, "batched")
+                ended = [pending[member.folder] for member in free]
+                self.record(zip(ended, outcomes, strict=True), "batched")
 
-    def record(self, outcomes: Iterable[tuple[Run, Outcome]], engine: str) -> None:
+    def record(self, outcomes: Iterable[tuple[Run, Row]], engine: str) -> None:
         """Write the rows of runs that have ended, and print a line for each.
 
         Then stop the sweep by a ValueError if one has finished without the metrics of the plan.
         """
         searched = [self.plan.search.metric] if self.plan.search.grid else []
         names = dict.fromkeys([*searched, *self.plan.metrics])
-        mistake = ""
+        finished = []
         for run, outcome in outcomes:
-            text = outcome.note
-            if not outcome.stopped:
-                about = {"note": outcome.note, "device": outcome.device, "engine": engine}
-                row = runs.make_row(run, outcome.metrics, **about)
+            text = "another sweep does it"
+            if outcome:
+                row = runs.make_row(run, {**outcome, "engine": engine})
                 runs.add(self.rows_path, row)
                 runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
                 self.failed_before.discard(run.key)
-                text = f"FAILED: {outcome.note}"
+                text = f"FAILED: {row.get('note', 'no metrics')}"
                 if runs.is_finished(row):
+                    finished.append(row)
                     text = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
-                    for name in names.keys() - row.keys():
-                        metrics = sorted(runs.metrics_of(row))
-                        close = did_you_mean(name, metrics)
-                        mistake = f"a run has finished without {name}; it has {metrics}{close}"
             print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
-        if mistake:
-            raise ValueError(mistake)
+        for row, name in product(finished, names):
+            require_choice(runs.metrics_of(row), **{"metric of the plan": name})

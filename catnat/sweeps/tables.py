@@ -97,7 +97,8 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
         groups[str(common)].append(cell)
-    places, p_values = [], []
+    places = []
+    p_values = []
     for (metric, described), group in itertools.product(plan.metrics.items(), groups.values()):
         places += [(cell, metric) for cell in group]
         p_values += against_best([cell.values(metric) for cell in group], described.better)

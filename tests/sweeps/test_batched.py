@@ -111,14 +111,14 @@ def test_models_learn_what_each_would_learn_alone(
         return classifiers
 
     together = members()
-    all_metrics = batched.Group(together).train()
+    batched.Group(together).train()
     assert re.findall(r"3 models: step (\d) of 7", capsys.readouterr().out) == ["3", "6", "7"]
-    for one, other, metrics in zip(together, members(), all_metrics, strict=True):
+    for one, other in zip(together, members(), strict=True):
         expected, is_now = alone(other).state_dict(), one.model.state_dict()
         for name, value in expected.items():
             torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
-        assert metrics["val/loss"] == pytest.approx(metrics["test/loss"])
-        assert metrics["fim/off_diagonal_mass"] == pytest.approx(0)
+        assert one.metrics["val/loss"] == pytest.approx(one.metrics["test/loss"])
+        assert one.metrics["fim/off_diagonal_mass"] == pytest.approx(0)
 
 
 def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
@@ -154,9 +154,9 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
     one = classifier(1, 0.1)
     one.folder = tmp_path
     one.data.save_hyperparameters({"source": "files"})
-    (metrics,) = batched.Group([one]).train()
-    assert metrics["data_source"] == "files"
-    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == metrics
+    batched.Group([one]).train()
+    assert one.metrics["data_source"] == "files"
+    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == one.metrics
     assert list(tmp_path.glob("version_0/events.*")) and list(tmp_path.glob("**/final.ckpt"))
 
 
@@ -176,9 +176,9 @@ def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_pl
 def test_a_model_that_diverges_fails_alone() -> None:
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
-    all_metrics = batched.Group(members).train()
-    assert all_metrics[0] and not members[0].failure
-    assert not all_metrics[1] and members[1].failure
+    batched.Group(members).train()
+    assert members[0].metrics and not members[0].failure
+    assert not members[1].metrics and members[1].failure
 
 
 # -- our models, a step as one ---------------------------------------------------------------------

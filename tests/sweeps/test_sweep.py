@@ -71,7 +71,7 @@ def test_large_seeds_and_close_floats_are_different_runs():
     assert "--seed=1000001" in run(seed=1000001).arguments(ROOT)
     assert run(x=125.0).key == run(x=125).key
     words = run(**{"import": ["heads", "models"]}).arguments(ROOT)
-    assert words[-2:] == ["--import=heads", "--import=models"]
+    assert "--import=heads --import=models" in " ".join(words)
 
 
 @pytest.mark.parametrize("env", ["../../outside", "ALE/Pong-v5", "..", "a b;c"])
@@ -166,7 +166,7 @@ def test_a_run_is_not_repeated_that_another_sweep_has_done_meanwhile(tmp_path):
     (run,) = waiting.pending()
     assert run_command("sweep", arguments(path)) == 0
     job = engines.Job(run, tmp_path / "other", waiting.rows_path)
-    assert engines.execute(job).stopped and not (tmp_path / "other").exists()
+    assert engines.execute(job) == {} and not (tmp_path / "other").exists()
 
 
 def test_only_does_a_part(tmp_path, capsys):
@@ -199,7 +199,7 @@ def test_a_metric_that_a_run_does_not_have_stops_the_sweep(tmp_path, capsys):
     path = write_plan(tmp_path, metrics={"test/nl": {}})
     assert run_command("sweep", arguments(path)) == 2
     error = capsys.readouterr().err
-    assert "without test/nl; " in error and "did you mean test/nll?" in error
+    assert "metric of the plan 'test/nl'; " in error and "did you mean test/nll?" in error
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_run_that_ends_lets_others_start_before_all_have_ended(tmp_path):
                 finals.release()
             elif run.options["x"] == 2.0:
                 assert finals.acquire(timeout=60) and finals.acquire(timeout=60)
-            return engines.Outcome({"val/loss": 1.0, "test/nll": 1.0})
+            return {"val/loss": 1.0, "test/nll": 1.0}
 
         def stop(self):
             pass
