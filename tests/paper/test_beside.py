@@ -22,9 +22,6 @@ def test_the_paper_has_the_cells_of_a_plan(name):
 
 
 def test_our_means_lie_beside_the_paper_s(monkeypatch, capsys):
-    words = [str(PAPER / "plans" / "vae_adam.yaml"), "--scale=small"]
-    monkeypatch.setattr(sys, "argv", ["beside.py", *words])
+    monkeypatch.setattr(sys, "argv", ["", str(PAPER / "plans" / "vae_adam.yaml")])
     beside.main()
-    text = capsys.readouterr().out
-    assert "| 10 | 8 | gray | natural | NLL | 3 | 99.8 | 99.8 | -0.0 |" in text
-    assert "| 30 | 32 | gray | softmax | NLL | 3 | 100.4 | 99.3 | +1.1 |" in text
+    assert "| 30 | 32 | gray | softmax | NLL | 3 | 100.4 | 99.3 | +1.1 |" in capsys.readouterr().out

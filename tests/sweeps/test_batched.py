@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_sweep import arguments, write_plan
+from cases_sweep import run_sweep, write_plan
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from catnat import make_head
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
-from catnat.sweeps import batched, run_command, runs
+from catnat.sweeps import batched, runs
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,9 +79,11 @@ class Classifier(StepModule):
         self.log("test/loss", self.step_loss(batch))
 
 
-def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **options: Any) -> Any:
+def classifier(
+    seed: int, rate: float, scale: float = 1.0, accelerator: str = "cpu", **options: Any
+) -> batched.Member:
     torch.manual_seed(seed)
-    trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
+    trainer = {"max_steps": 7, "val_check_interval": 3, "accelerator": accelerator}
     model, data = Classifier(rate, **options), Points(scale)
     return batched.Member(model, data, seed, trainer, str((options, trainer)), str(scale))
 
@@ -101,14 +103,8 @@ def test_models_learn_what_each_would_learn_alone(
     optimizer: str, clip: float, accelerator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def members() -> list[batched.Member]:
-        options = {"optimizer": optimizer, "clip": clip}
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
-        classifiers = [
-            classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings
-        ]
-        for one in classifiers:
-            one.options["accelerator"] = accelerator
-        return classifiers
+        return [classifier(*x, accelerator, optimizer=optimizer, clip=clip) for x in settings]
 
     together = members()
     batched.Group(together).train()
@@ -169,7 +165,7 @@ def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_pl
     monkeypatch.setattr(batched, "build", build)
     keys = {"program": None, "model": "vae", "grid": {"head": ["natural"]}}
     path = write_plan(tmp_path, **keys, metrics={"test/los": {}})
-    assert run_command("sweep", arguments(path, "--engine", "batched")) == 2
+    assert run_sweep(path, "--engine", "batched") == 2
     assert len(runs.read(tmp_path / "results" / "tiny" / "runs.csv")) == 2
 
 
