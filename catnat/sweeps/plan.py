@@ -7,7 +7,6 @@ Files and folders in a plan are relative to the plan's own folder.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
@@ -332,7 +331,7 @@ def _mapping(value: Any) -> Options:
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
     """Mappings laid over each other at every depth; None takes a key away."""
-    result = copy.deepcopy(dict(below))
+    result = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = merged(result[key], value)
