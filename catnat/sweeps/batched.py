@@ -102,12 +102,10 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
         )
     model_options = config.model.init_args.as_dict()
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
-    data_options = config.data.init_args.as_dict()
-    data_kind = type(cli.datamodule)
-    group = str([kind, data_kind, shape, data_options.get("batch_size"), options])
-    data_key = str([data_kind, data_options])
+    data = config.data
+    group = str([kind, shape, data.class_path, data.init_args.get("batch_size"), options])
     seed = config.seed_everything
-    return Member(cli.model, cli.datamodule, seed, options, group, data_key, folder)
+    return Member(cli.model, cli.datamodule, seed, options, group, str(data), folder)
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
