@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from catnat.sweeps import run_command
+
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = sorted((ROOT / "paper" / "plans").glob("*.yaml"))
 
@@ -56,6 +58,11 @@ def arguments(path, *more):
     """Words for the commands sweep, status and tables."""
     folder = path.parent
     return [str(path), "--results", str(folder / "results"), "--runs", str(folder / "runs"), *more]
+
+
+def run_sweep(path, *more):
+    """The exit code of a sweep in this process."""
+    return run_command("sweep", arguments(path, *more))
 
 
 def start_sweep(path, *more):

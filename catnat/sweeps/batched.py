@@ -26,6 +26,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
+from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
@@ -55,14 +56,15 @@ class Member:
 
     Attributes:
         model: with the weights that its seed gives.
-        data: not yet set up.
+        data: not yet set up; those of a group share equal data.
         seed: of weights and noise.
         options: of the Trainer: max_steps, val_check_interval, accelerator.
         group: equal for models that can be trained together.
         data_key: equal for models with equal data.
         folder: of the run, for curves, weights and metrics; None: nothing is written.
-        curve: steps and metrics of training.
+        metrics: of the last validation, in the end those of the run; none of one given up.
         failure: why the model was given up: scores are not finite; empty if it was not.
+        writer: of curves.
     """
 
     model: StepModule
@@ -72,8 +74,9 @@ class Member:
     group: str
     data_key: str
     folder: Path | None = None
-    curve: list[tuple[int, Metrics]] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
     failure: str = ""
+    writer: SummaryWriter | None = None
 
 
 def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
@@ -99,16 +102,10 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
         )
     model_options = config.model.init_args.as_dict()
     shape = {name: x for name, x in model_options.items() if "learning_rate" not in name}
-    data_options = config.data.init_args.as_dict()
-    data_kind = type(cli.datamodule)
-    group = _text([kind, data_kind, shape, data_options.get("batch_size"), options])
-    data_key = _text([data_kind, data_options])
+    data = config.data
+    group = str([kind, shape, data.class_path, data.init_args.get("batch_size"), options])
     seed = config.seed_everything
-    return Member(cli.model, cli.datamodule, seed, options, group, data_key, folder)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return Member(cli.model, cli.datamodule, seed, options, group, str(data), folder)
 
 
 def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
@@ -120,18 +117,6 @@ def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
 
 
 # -- the models as one -----------------------------------------------------------------------------
-
-
-class _StepLoss(nn.Module):
-    """``step_loss`` as forward, which functional_call calls."""
-
-    def __init__(self, model: StepModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any) -> Tensor:
-        """The loss."""
-        return self.model.step_loss(batch)
 
 
 class _TrainerOfOne:
@@ -151,6 +136,19 @@ class _TrainerOfOne:
         self.lr_scheduler_configs: list[Any] = []
 
 
+class _Trained(nn.Module):
+    """A model with its Trainer; forward is ``step_loss``, for functional_call."""
+
+    def __init__(self, model: StepModule, trainer: _TrainerOfOne) -> None:
+        super().__init__()
+        self.model = model
+        self.trainer = trainer
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss."""
+        return self.model.step_loss(batch)
+
+
 class Stack:
     """M models whose step is one batched step.
 
@@ -165,20 +163,20 @@ class Stack:
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
         self.models = [model.to(device) for model in models]
-        self.base = _StepLoss(self.models[0])
         self.clip = self.models[0].gradient_clip
-        self.parameters, self.buffers = stack_module_state(list(self.models))  # by name, (M, *)
-        self.optimizers: list[Optimizer] = []
+        self._trained = [_Trained(x, _TrainerOfOne(device, max_steps)) for x in self.models]
+        self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
         self._rates: list[tuple[dict[str, Any], Tensor]] = []
-        self.trainers = [_TrainerOfOne(device, max_steps) for _ in models]
         self.attach()
-        for model, trainer in zip(self.models, self.trainers, strict=True):
-            trainer.optimizers = [self._add_optimizer(model, device)]
-            model.on_train_start()
-        updated = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
-        self._trained = [n for n, p in self.models[0].named_parameters() if id(p) in updated]
+        for trained in self._trained:
+            trained.trainer.optimizers = [self._add_optimizer(trained.model, device)]
+            trained.model.on_train_start()
+        first = self._trained[0]
+        groups = first.trainer.optimizers[0].param_groups
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        self._names = [name for name, x in first.named_parameters() if id(x) in updated]
 
     def _add_optimizer(self, model: StepModule, device: torch.device) -> Optimizer:
         configured: Any = model.configure_optimizers()
@@ -193,19 +191,19 @@ class Stack:
         if device.type == "cuda":
             make_capturable(optimizer, device)
             self._rates += [(group, group["lr"]) for group in optimizer.param_groups]
-        self.optimizers.append(optimizer)
         return optimizer
 
     def attach(self) -> None:
         """Make the models ready for steps, at the start and after an evaluation."""
-        for number, (model, trainer) in enumerate(zip(self.models, self.trainers, strict=True)):
-            model.trainer = trainer  # type: ignore[assignment]
-            model.to(trainer.strategy.root_device).train()  # Lightning has moved it to the CPU
-            for name, parameter in model.named_parameters():
+        for number, trained in enumerate(self._trained):
+            trained.model.trainer = trained.trainer  # type: ignore[assignment]
+            device = trained.trainer.strategy.root_device
+            trained.model.to(device).train()  # Lightning has moved it to the CPU
+            for name, parameter in trained.named_parameters():
                 parameter.data = self.parameters[name].data[number]
             for name, stacked in self.buffers.items():
                 module_name, _, buffer_name = name.rpartition(".")
-                setattr(model.get_submodule(module_name), buffer_name, stacked[number])
+                setattr(trained.get_submodule(module_name), buffer_name, stacked[number])
 
     def prepare_step(self, step: int) -> None:
         """Let every model set the numbers of a step: learning rates, temperatures and the like."""
@@ -226,22 +224,21 @@ class Stack:
         losses = vmap(self._loss, in_dims=(0, 0, None if one_batch else 0), randomness="different")(
             self.parameters, self.buffers, batch
         )
-        stacked = [self.parameters[name] for name in self._trained]
+        stacked = [self.parameters[name] for name in self._names]
         grads = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
         grads = tuple(grad.contiguous() for grad in grads)  # as fused optimizers expect them
         if self.clip:
             norms = torch.stack([grad.reshape(len(losses), -1).norm(dim=1) for grad in grads])
             factor = (self.clip / (norms.norm(dim=0) + 1e-6)).clamp_max(1.0)  # as clip_grad_norm_
             grads = tuple(grad * factor.view(-1, *[1] * (grad.dim() - 1)) for grad in grads)
-        for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            for name, grad in zip(self._trained, grads, strict=True):
-                model.get_parameter(name).grad = grad[number]
-            optimizer.step()
+        for number, trained in enumerate(self._trained):
+            for name, grad in zip(self._names, grads, strict=True):
+                trained.get_parameter(name).grad = grad[number]
+            trained.trainer.optimizers[0].step()
         return losses.detach()
 
     def _loss(self, parameters: Any, buffers: Any, batch: Any) -> Tensor:
-        state = {f"model.{name}": tensor for name, tensor in {**parameters, **buffers}.items()}
-        loss: Tensor = functional_call(self.base, state, (batch,))
+        loss: Tensor = functional_call(self._trained[0], (parameters, buffers), (batch,))
         return loss
 
 
@@ -267,6 +264,10 @@ class Group:
         self.max_steps = options["max_steps"]
         self.interval = options["val_check_interval"]
         self.data = {member.data_key: member.data for member in members}
+        for member in members:
+            member.data = self.data[member.data_key]
+            if member.folder:
+                member.writer = open_writer(member.folder / "version_0")
         for data in self.data.values():
             data.trainer = self.trainer
             data.prepare_data()
@@ -274,11 +275,9 @@ class Group:
         data_numbers = [list(self.data).index(member.data_key) for member in members]
         self.data_numbers = torch.tensor(data_numbers, device=self.device)
         self.stack = Stack([member.model for member in members], self.device, self.max_steps)
-        folders = [member.folder for member in members if member.folder]
-        self._writers = {folder: open_writer(folder / "version_0") for folder in folders}
 
-    def train(self) -> list[Metrics]:
-        """Train to the end, then test every model; the metrics of each, none of one given up."""
+    def train(self) -> None:
+        """Train to the end, then test every model."""
         torch.manual_seed(self.members[0].seed)  # the noise of a group is that of its first seed
         is_cuda = self.device.type == "cuda"
         take_step: Callable[[Any], Tensor] = StepGraph(self.step) if is_cuda else self.step
@@ -294,11 +293,11 @@ class Group:
                 text = f"{time.strftime('%H:%M:%S')} {len(self.members)} models"
                 print(f"{text}: step {step} of {self.max_steps}", flush=True)
                 for member, loss in zip(self.members, losses.tolist(), strict=True):
-                    metrics = {"train/loss": loss, **self._evaluate(self.trainer.validate, member)}
-                    member.curve.append((step, metrics))
-                    self._log(member, step, metrics)
+                    member.metrics = self._evaluate(self.trainer.validate, member)
+                    self._log(member, step, {"train/loss": loss, **member.metrics})
                 self.stack.attach()
-        return [self._test(member) for member in self.members]
+        for member in self.members:
+            member.metrics = self._test(member)
 
     def step(self, batch: Any) -> Tensor:
         """A step of all models with a batch of :meth:`batches`."""
@@ -319,10 +318,9 @@ class Group:
     def _evaluate(self, evaluate: Callable[..., Any], member: Member) -> Metrics:
         if member.failure:
             return {}
-        data = self.data[member.data_key]
         try:
             with warnings.catch_warnings(action="ignore"):
-                return dict(evaluate(member.model, datamodule=data, verbose=False)[0])
+                return dict(evaluate(member.model, datamodule=member.data, verbose=False)[0])
         except ValueError as error:  # its scores are not finite
             member.failure = str(error).splitlines()[0]
             return {}
@@ -332,15 +330,14 @@ class Group:
         tested = self._evaluate(self.trainer.test, member)
         if member.failure:
             return {}
-        data = self.data[member.data_key]
-        _, last = member.curve[-1]
-        metrics = {name: value for name, value in last.items() if name.startswith("val/")}
-        metrics |= tested | fisher_diagnostics(member.model, next(iter(data.val_dataloader())))
+        batch = next(iter(member.data.val_dataloader()))
+        metrics = {name: x for name, x in member.metrics.items() if name.startswith("val/")}
+        metrics |= tested | fisher_diagnostics(member.model, batch)
         self._log(member, self.max_steps, metrics)
-        if source := getattr(data, "hparams", {}).get("source"):
+        if source := getattr(member.data, "hparams", {}).get("source"):
             metrics["data_source"] = source
-        if member.folder:
-            self._writers[member.folder].close()
+        if member.folder and member.writer:
+            member.writer.close()
             version = member.folder / "version_0"
             checkpoint_path = version / "checkpoints" / "final.ckpt"
             checkpoint_path.parent.mkdir(exist_ok=True)
@@ -350,10 +347,10 @@ class Group:
 
     def _log(self, member: Member, step: int, metrics: Metrics) -> None:
         """Write points of the curves at once: a group that is stopped keeps what it has seen."""
-        if member.folder:
+        if member.writer:
             for name, value in metrics.items():
-                self._writers[member.folder].add_scalar(name, value, step)
-            self._writers[member.folder].flush()
+                member.writer.add_scalar(name, value, step)
+            member.writer.flush()
 
 
 @torch.no_grad()

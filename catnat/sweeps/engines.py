@@ -1,7 +1,8 @@
 """Engines do the runs of a sweep: processes of this machine, a Ray cluster, SLURM jobs.
 
 Every engine does the same with a run, :func:`execute`: its command in a process of its own, from
-the last checkpoint in the run's folder if there is one. Engines return futures.
+the last checkpoint in the run's folder if there is one. Its method ``execute`` waits for the end of
+a run; ``jobs`` threads call it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 
-from catnat.sweeps.runs import Run, claim
+from catnat.sweeps.runs import Row, Run, claim
 
 JOBS_PER_GPU = 2
+MOST_JOBS = 1000  # that wait for a cluster at a time
 _ATTEMPTS = 2  # of a run that fails
 
 
@@ -35,27 +37,13 @@ class Job:
     rows_path: Path
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run.
-
-    Attributes:
-        metrics: none of a run that has not finished.
-        note: why it has not.
-        device: where it ran.
-        stopped: whether the run is left for later: this sweep has ended it, or another one does it.
-    """
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-    device: str = ""
-    stopped: bool = False
-
-
 def execute(
     job: Job, environment: Mapping[str, str] | None = None, stopping: Event | None = None
-) -> Outcome:
+) -> Row:
     """Do a run to its end; once more if it fails, but not if its options are wrong.
+
+    Returns metrics, or a note that says why there are none, and the device; nothing if the run is
+    left for later, because another sweep does it, or this one ends it.
 
     Args:
         job: the run; ``log.txt`` in its folder has what the run prints.
@@ -64,13 +52,16 @@ def execute(
     """
     lock = claim(job.run, job.rows_path)
     if lock is None:
-        return Outcome(note="another sweep does it", stopped=True)
+        return {}
     job.folder.mkdir(parents=True, exist_ok=True)
     log_path = job.folder / "log.txt"
     stopping = stopping or Event()
+    program = job.run.options.get("program", "-m catnat").split()
+    folders = [os.environ.get("PYTHONPATH"), *job.run.path]
+    modules = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     with lock:
         for _ in range(_ATTEMPTS):
-            command = job.run.command(job.folder)
+            command = [sys.executable, *program, *job.run.arguments(job.folder)]
             if checkpoint := newest(job.folder, "last.ckpt"):
                 command.append(f"--ckpt_path={checkpoint}")
             with log_path.open("wb") as log:
@@ -78,7 +69,7 @@ def execute(
                     command,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **job.run.environment, **(environment or {})},
+                    env={**os.environ, **modules, **(environment or {})},
                     pass_fds=[lock.fileno()],  # the run may outlive this process
                     start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
                 )
@@ -89,14 +80,15 @@ def execute(
             except KeyboardInterrupt:  # Ray interrupts a task that it cancels
                 process.terminate()
                 process.wait()
-                return Outcome(stopped=True)
+                return {}
             metrics_path = newest(job.folder, "metrics.json")
             if process.returncode == 0 and metrics_path:
-                return Outcome(json.loads(metrics_path.read_text()), device=device_name())
+                return {**json.loads(metrics_path.read_text()), "device": device_name()}
             if process.returncode == 2:  # wrong options stay wrong
                 break
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
-    return Outcome(note=f"exit code {process.returncode}: {lines[-1][:200]}", device=device_name())
+    note = f"exit code {process.returncode}: {lines[-1][:200]}"
+    return {"note": note, "device": device_name()}
 
 
 def newest(folder: Path, name: str) -> Path | None:
@@ -122,21 +114,17 @@ class Local:
         numbers = map(str, range(torch.cuda.device_count()))
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
         gpus = [gpu for gpu in listed.split(",") if gpu]
-        jobs = jobs or max(1, JOBS_PER_GPU * len(gpus))
+        self.jobs = jobs or max(1, JOBS_PER_GPU * len(gpus))
         self._environments = SimpleQueue[dict[str, str]]()
-        for job in range(jobs):
-            environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs))}
+        for job in range(self.jobs):
+            environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.jobs))}
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = gpus[job % len(gpus)]
             self._environments.put(environment)
-        self._pool = ThreadPoolExecutor(jobs)
         self._stopping = Event()
 
-    def submit(self, job: Job) -> Future[Outcome]:
-        """Start a job as soon as a thread is free."""
-        return self._pool.submit(self._execute, job)
-
-    def _execute(self, job: Job) -> Outcome:
+    def execute(self, job: Job) -> Row:
+        """Do a run."""
         environment = self._environments.get()
         try:
             return execute(job, environment, self._stopping)
@@ -144,9 +132,8 @@ class Local:
             self._environments.put(environment)
 
     def stop(self) -> None:
-        """Tell all processes to save and end, and wait for them."""
+        """Tell all processes to save and end."""
         self._stopping.set()
-        self._pool.shutdown(cancel_futures=True)
 
 
 class Ray:
@@ -161,29 +148,32 @@ class Ray:
             core, and half a GPU where the cluster has some).
     """
 
+    jobs = MOST_JOBS
+
     def __init__(self, resources: dict[str, Any]) -> None:
         import ray
 
-        ray.init(log_to_driver=False)
-        self._ray: Any = ray
+        ray.init(log_to_driver=False, ignore_reinit_error=True)  # another plan may have started it
         gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
         options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 3} | resources
-        self._execute = self._ray.remote(**options)(execute)
+        self._execute = ray.remote(**options)(execute)
         self._references: list[Any] = []
 
-    def submit(self, job: Job) -> Future[Outcome]:
-        """Give a job to the cluster."""
+    def execute(self, job: Job) -> Row:
+        """Let the cluster do a run."""
+        import ray
+
         reference = self._execute.remote(job)
         self._references.append(reference)
-        future: Future[Outcome] = reference.future()
-        return future
+        outcome: Row = ray.get(reference)
+        return outcome
 
     def stop(self) -> None:
         """Cancel what has not ended; runs save a checkpoint."""
+        import ray
+
         for reference in self._references:
-            self._ray.cancel(reference)
-        self._ray.wait(self._references, num_returns=len(self._references), timeout=60)
-        self._ray.shutdown()
+            ray.cancel(reference)
 
 
 class Slurm:
@@ -209,24 +199,32 @@ class Slurm:
         self._task = Task()  # type: ignore[no-untyped-call]
         self._executor = submitit.AutoExecutor(folder=str(folder))
         self._executor.update_parameters(**resources)
-        self._pool = ThreadPoolExecutor(jobs or 1000)
+        self.jobs = jobs or MOST_JOBS
         self._jobs: list[Any] = []
 
-    def submit(self, job: Job) -> Future[Outcome]:
-        """Submit a job as soon as there are fewer than ``jobs``."""
-        return self._pool.submit(self._wait, job)
-
-    def _wait(self, job: Job) -> Outcome:
+    def execute(self, job: Job) -> Row:
+        """Submit a job, and wait for its end."""
         submitted = self._executor.submit(self._task, job)
         self._jobs.append(submitted)
         try:
-            outcome: Outcome = submitted.result()
+            outcome: Row = submitted.result()
         except Exception as error:  # the job was lost: submitit's errors have no common base
-            return Outcome(note=str(error).strip().splitlines()[-1][:200])
+            return {"note": str(error).strip().splitlines()[-1][:200]}
         return outcome
 
     def stop(self) -> None:
         """Cancel the jobs."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
         for job in self._jobs:
             job.cancel()
+
+
+Engine = Local | Ray | Slurm
+
+
+def make_engine(name: str, jobs: int | None, resources: dict[str, Any], folder: Path) -> Engine:
+    """The engine of a name, with a folder for its own files."""
+    if name == "ray":
+        return Ray(resources)
+    if name == "slurm":
+        return Slurm(folder, jobs, resources)
+    return Local(jobs)

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from catnat.sweeps.sweep import Sweep, plan_parser
-from catnat.sweeps.tables import cells_of, words_of
+from catnat.sweeps.tables import cells_of
 
 COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gray
     "softmax": "#0072B2",
@@ -26,51 +23,50 @@ COLORS = {  # of the heads, everywhere; distinguishable by everybody, and in gra
     "sigmoid": "#009E73",
     "natural": "#D55E00",
 }
-_STYLE: dict[Any, Any] = {"axes.grid": True, "pdf.fonttype": 42}  # text stays text
-Curve = tuple[np.ndarray, np.ndarray]  # steps and values
+Curve = np.ndarray  # steps and values, (2, n)
 Panel = dict[str, list[Curve]]  # by label
 
 
 def main(words: list[str]) -> int:
     """Draw one panel for each cell of a plan, with the mean curve of each head."""
-    parser = plan_parser("figures", __doc__, 1)
+    parser = plan_parser("figures", __doc__)
     parser.add_argument("--tag", default="val/elbo", help="default val/elbo")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder")
     args = parser.parse_args(words)
-    sweep = Sweep(args.plans[0], args)
-    plan = sweep.plan
-    panels: dict[str, Panel] = {}
-    for cell in cells_of(plan, sweep.rows()):
-        common = {name: value for name, value in cell.options.items() if name != "head"}
-        head = str(cell.options.get("head", ""))
-        curves = [read_curve(sweep.folder / run.name, args.tag) for run in cell.runs]
-        panels.setdefault(words_of(plan, common), {})[head] = curves
-    name = "_".join([*plan.label.split(", scale "), *args.tag.split("/")])
-    draw(panels, args.tag, args.out / f"{name}.png", args.out / f"{name}.pdf")
+    for sweep in [Sweep(name, args) for name in args.plans]:
+        plan = sweep.plan
+        panels: dict[str, Panel] = {}
+        for cell in cells_of(plan, sweep.rows()):
+            options = dict(cell.options)
+            head = str(options.pop("head", ""))
+            title = ", ".join(
+                value if isinstance(value, str) else f"{plan.short(name)} = {value}"
+                for name, value in options.items()
+            )
+            curves = [read_curve(sweep.folder / run.name, args.tag) for run in cell.runs]
+            panels.setdefault(title, {})[head] = curves
+        name = "_".join([*plan.label.split(", scale "), *args.tag.split("/")])
+        draw(panels, args.tag, args.out / f"{name}.png", args.out / f"{name}.pdf")
     return 0
 
 
 def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
     """Draw panels with titles, four in a row, to files, and print the names of the files."""
-    labels = dict.fromkeys(label for panel in panels.values() for label in panel)
-    colors = {label: COLORS.get(label, f"C{i}") for i, label in enumerate(labels, 4)}
+    colors = dict(COLORS)  # and those of further labels
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
-    size = (3 * columns + 0.3, 2.5 * rows + 0.5)
-    with plt.rc_context(_STYLE):
-        figure, grid = plt.subplots(
-            rows, columns, figsize=size, squeeze=False, layout="constrained"
-        )
+    with matplotlib.rc_context({"axes.grid": True, "pdf.fonttype": 42}):  # text stays text
+        size = (3 * columns + 0.3, 2.5 * rows + 0.5)
+        figure = Figure(figsize=size, layout="constrained")
         lines: dict[str, Any] = {}
-        for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
-            axes.set_title(title)
+        for number, (title, panel) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(rows, columns, number, title=title)
             for label, curves in panel.items():
-                draw_curves(axes, curves, label, colors[label])
-            lines |= {line.get_label(): line for line in axes.lines}
+                color = colors.setdefault(label, f"C{len(colors)}")
+                draw_curves(axes, curves, label, color)
+            lines |= {str(line.get_label()): line for line in axes.lines}
         if not lines:
             raise ValueError(f"no run has curves of {tag}")
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
         figure.legend(lines.values(), lines, loc="outside upper center", ncols=columns)
         figure.supxlabel("step")
         figure.supylabel(tag)
@@ -78,12 +74,11 @@ def draw(panels: dict[str, Panel], tag: str, *paths: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=200)
             print(path)
-        plt.close(figure)
 
 
 def draw_curves(axes: Axes, curves: list[Curve], label: str, color: str) -> None:
     """Draw the mean of those curves that have points, and one standard deviation around it."""
-    curves = [curve for curve in curves if len(curve[0])]
+    curves = [curve for curve in curves if curve.size]
     if not curves:
         return
     first = max(steps[0] for steps, _ in curves)
@@ -109,5 +104,4 @@ def read_curve(folder: Path, tag: str) -> Curve:
             for value in event.summary.value:
                 if value.tag == tag and value.HasField("simple_value"):
                     values[event.step] = value.simple_value
-    steps = sorted(values)
-    return np.array(steps, float), np.array([values[step] for step in steps])
+    return np.array(sorted(values.items()), float).reshape(-1, 2).T

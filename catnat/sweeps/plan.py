@@ -7,12 +7,11 @@ Files and folders in a plan are relative to the plan's own folder.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +51,7 @@ class Search:
     Attributes:
         grid: as the plan's, with values for all heads or by head; all combinations are tried.
         factors: with a grid of one option, the best value is then multiplied by each of them.
-        fixed: settings for all heads, or by head; nothing is searched then.
+        fixed: settings for all heads, or by head, in place of the grid; nothing is searched then.
         metric: of the last validation; the mean over the seeds of the search decides.
         better: which values are better.
         seeds: of the search.
@@ -70,18 +69,10 @@ class Search:
     options: dict[str, Value] = field(default_factory=dict)
     top: PositiveInt = 1
 
-
-@dataclass
-class Paper:
-    """Published numbers, which are shown beside ours.
-
-    Attributes:
-        file: a JSON file of tables: lists of rows with our names of options and metrics.
-        table: its table for this plan.
-    """
-
-    file: str
-    table: str
+    def __post_init__(self) -> None:
+        """Leave out a grid that is not searched."""
+        if self.fixed:
+            self.grid = {}
 
 
 @dataclass
@@ -94,20 +85,17 @@ class Plan:
         results: the folder of all studies; "" is the folder results in the working directory.
         model: what ``catnat --model`` takes.
         program: instead of a model, a program that takes the options as ``--name=value`` and writes
-            its numbers to metrics.json in the folder ``--default_root_dir``: a script, or "-m
-            module".
+            its numbers, by names with a /, to metrics.json in the folder ``--default_root_dir``: a
+            script, or "-m module".
         path: a folder of modules that ``model`` and the option ``import`` name. The plan's folder
             and the working directory are searched in any case.
         options: of all runs.
         grid: values of options; a cell is one combination of them. A key of several options has
             lists as values.
-        search: of settings for each cell; None: a run has none but the cell's.
+        search: of settings for each cell; without one a run has none but the cell's.
         seeds: of the final runs.
         metrics: columns of the table.
         names: short names of options.
-        paper: published numbers.
-        differences: from the paper, in words.
-        formerly: names that the plan had when some of its rows were made.
 
     A plan that was read from a file also has its name, the scale, the folders of its modules, and
     the cells and the seeds of final runs that are left by :meth:`restrict`.
@@ -122,12 +110,9 @@ class Plan:
     results: str = ""
     path: str = ""
     options: dict[str, Value] = field(default_factory=dict)
-    search: Search | None = None
+    search: Search = field(default_factory=Search)
     seeds: list[int] = field(default_factory=lambda: [1])
     names: dict[str, str] = field(default_factory=dict)
-    paper: Paper | None = None
-    differences: list[str] = field(default_factory=list)
-    formerly: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Check what types cannot express."""
@@ -140,26 +125,38 @@ class Plan:
             raise ValueError("give either model or program")
         if not re.fullmatch(r"\w[\w.-]*", self.study):
             raise ValueError(f"study: {self.study} is not the name of a folder")
-        _check_list("metrics", self.metrics)
-        _check_list("seeds", self.seeds)
-        _check_list("grid", self.cells)
         in_grid = " ".join(self.grid).split()
         options = [*self.options, *in_grid, *self.searched, *SET_BY_SWEEP]
-        _check_list("options, grid, search and what a sweep sets", options)
-        if self.search:
-            _check_list("search: grid or fixed", self.searched)
-            _check_list("search: grid and options", [*self.searched, *self.search.options])
-            _check_list("search: seeds", self.search.seeds)
-        searches = [run for run in self.runs({}) if run.stage == "search"]
-        if self.search and self.search.factors:
-            values = [run.options[name] for run in searches for name in self.searched]
+        lists: dict[str, list[Any]] = {
+            "metrics": list(self.metrics),
+            "seeds": self.seeds,
+            "grid": self.cells,
+            "options, grid, search and what a sweep sets": options,
+        }
+        if self.search != Search():
+            lists["search: grid or fixed"] = self.searched
+            lists["search: grid and options"] = [*self.searched, *self.search.options]
+            lists["search: seeds"] = self.search.seeds
+        for name, values in lists.items():
+            if not values:
+                raise ValueError(f"{name}: give at least one")
+            for value in values:
+                if values.count(value) > 1:
+                    raise ValueError(f"{name}: {value} appears twice")
+        runs = self.runs({})  # this checks the names of options, and values by head
+        if self.search.factors and self.search.grid:
+            values = [run.options[name] for run in runs for name in self.searched]
             if len(self.searched) > 1 or any(type(x) not in (int, float) for x in values):
                 raise ValueError(f"search: factors refine numbers of one option, not {values}")
 
-    def restrict(self, only: Mapping[str, list[str]]) -> None:
-        """Leave the cells with some values of options, and the final runs with some seeds."""
-        for short, wanted in only.items():
+    def restrict(self, only: Mapping[str, str]) -> None:
+        """Leave the cells with some values of options, and the final runs with some seeds.
+
+        Values are separated by commas.
+        """
+        for short, text in only.items():
             name = self.long(short)
+            wanted = text.split(",")
             require_choice([*self.cells[0], "seed"], **{"--only": name})
             values = self.seeds if name == "seed" else [cell[name] for cell in self.cells]
             for value in wanted:
@@ -177,8 +174,7 @@ class Plan:
     @property
     def searched(self) -> list[str]:
         """The options that the search decides on."""
-        search = self.search or Search()
-        return list(search.fixed) or " ".join(search.grid).split()
+        return " ".join([*self.search.fixed, *self.search.grid]).split()
 
     def short(self, option: str) -> str:
         """The name of an option in tables."""
@@ -192,7 +188,7 @@ class Plan:
         """A run of a cell with settings."""
         program = {"program": self.program} if self.program else {"model": self.model}
         options = {**program, **self.options, **cell, **settings}
-        if self.search and stage == "search":
+        if stage == "search":
             options |= self.search.options
         return Run({**options, "seed": seed}, self.name, stage, self.folders)
 
@@ -200,29 +196,24 @@ class Plan:
 
     def tried(self, cell: Options, rows: Rows) -> list[Options]:
         """All settings of a cell's search so far; a refined grid follows the first."""
-        search = self.search
-        if search is None or search.fixed:
+        if not self.search.grid:
             return []
-        tried = combinations(self._of_head(cell, search.grid))
-        if search.factors and (ranked := self._ranked(cell, tried, rows)):
+        tried = combinations(self._of_head(cell, self.search.grid))
+        if self.search.factors and (ranked := self._ranked(cell, tried, rows, "search")):
             ((option, center),) = ranked[0].items()
-            tried += [{option: float(f"{center * factor:.3g}")} for factor in search.factors]
+            tried += [{option: float(f"{center * factor:.3g}")} for factor in self.search.factors]
         return [settings for i, settings in enumerate(tried) if settings not in tried[:i]]
 
     def selected(self, cell: Options, rows: Rows) -> list[Options]:
         """The settings of a cell's final runs; none while its search is not done."""
-        if self.search is None:
-            return [{}]
-        if self.search.fixed:
+        if not self.search.grid:
             return [self._of_head(cell, self.search.fixed)]
-        return self._ranked(cell, self.tried(cell, rows), rows)[: self.search.top]
+        return self._ranked(cell, self.tried(cell, rows), rows, "search")[: self.search.top]
 
     def table_settings(self, cell: Options, rows: Rows) -> Options | None:
         """The settings in the table: of several selected ones, those whose final runs are best."""
         selected = self.selected(cell, rows)
-        if len(selected) > 1:
-            selected = self._ranked(cell, selected, rows, "final") or selected
-        return selected[0] if selected else None
+        return next(iter(self._ranked(cell, selected, rows, "final") or selected), None)
 
     def runs(self, rows: Rows) -> list[Run]:
         """All runs so far: searches first, then final runs, low seeds before high ones."""
@@ -230,11 +221,9 @@ class Plan:
         finals = []
         for cell in self.cells:
             for settings in self.tried(cell, rows):
-                seeds = self.search.seeds if self.search else []
-                searches += [self.run(cell, settings, seed, "search") for seed in seeds]
+                searches += [self.run(cell, settings, x, "search") for x in self.search.seeds]
             for settings in self.selected(cell, rows):
-                seeds = self.final_seeds
-                finals += [self.run(cell, settings, seed, "final") for seed in seeds]
+                finals += [self.run(cell, settings, x, "final") for x in self.final_seeds]
         return searches + sorted(finals, key=lambda run: run.options["seed"])
 
     def _of_head(self, cell: Options, settings: Options) -> Options:
@@ -242,27 +231,26 @@ class Plan:
         head = (self.options | cell).get("head")
         of_head = {}
         for name, value in settings.items():
-            if isinstance(value, dict) and head not in value:
-                raise ValueError(f"search: {name} has no value for head {head}")
-            of_head[name] = value[head] if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                if head not in value:
+                    raise ValueError(f"search: {name} has no value for head {head}")
+                value = value[head]
+            of_head[name] = value
         return of_head
 
-    def _ranked(
-        self, cell: Options, tried: list[Options], rows: Rows, stage: str = "search"
-    ) -> list[Options]:
-        """Settings by the mean of the search's metric, best first; none while runs are missing.
+    def _ranked(self, cell: Options, tried: list[Options], rows: Rows, stage: str) -> list[Options]:
+        """Settings by the mean of the search's metric, best first; none while searches are missing.
 
         Settings with a run that failed, or whose metric is not finite, come last or not at all.
         In the final stage settings with missing runs are left out instead.
         """
-        assert self.search is not None
         sign = -1 if self.search.better == "higher" else 1
         seeds = self.search.seeds if stage == "search" else self.seeds
         means: list[tuple[float, int]] = []
         for number, settings in enumerate(tried):
-            done = [rows.get(self.run(cell, settings, seed, stage).key) for seed in seeds]
-            values = [row.get(self.search.metric, math.nan) for row in done if row]
-            if len(values) == len(seeds):
+            keys = [self.run(cell, settings, seed, stage).key for seed in seeds]
+            if rows.keys() >= {*keys}:
+                values = [rows[key].get(self.search.metric, math.nan) for key in keys]
                 means.append((sign * statistics.fmean(values), number))
             elif stage == "search":
                 return []
@@ -276,23 +264,12 @@ def combinations(grid: Mapping[str, list[Any]]) -> list[Options]:
         options: Options = {}
         for key, value in zip(grid, values, strict=True):
             names = key.split()
-            if len(names) == 1:
-                options[key] = value
-            elif isinstance(value, list) and len(value) == len(names):
-                options |= zip(names, value, strict=True)
-            else:
+            parts = [value] if len(names) == 1 else value
+            if not isinstance(parts, list) or len(parts) != len(names):
                 raise ValueError(f"{key}: {value} is not a list of {len(names)} values")
+            options |= zip(names, parts, strict=True)
         result.append(options)
     return result
-
-
-def _check_list(name: str, values: Iterable[Any]) -> None:
-    values = list(values)
-    if not values:
-        raise ValueError(f"{name}: give at least one")
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"{name}: {value} appears twice")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -326,7 +303,7 @@ def load(name: str, scale: str | None = None) -> Plan:
         raise ValueError(f"{path.name}, scale {scale}: {error}") from error
     plan.name = path.stem
     plan.scale = scale
-    plan.folders = [*filter(None, [plan.path]), str(path.parent.resolve())]
+    plan.folders = [plan.path, str(path.parent.resolve())]
     return plan
 
 
@@ -337,14 +314,13 @@ def _read(path: Path, scale: str = "") -> Options:
         layer = _mapping(_mapping(content.get("scales")).get(scale))
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
-    for part in (content, layer):
-        for mapping, key in ((part, "path"), (part, "results"), (part.get("paper"), "file")):
-            if isinstance(mapping, dict) and mapping.get(key):
-                mapping[key] = str((path.parent / str(mapping[key])).resolve())
     base = content.pop("base", None)
-    if base is None:
-        return merged(content, layer)
-    return merged(merged(_read(path.parent / str(base), scale), content), layer)
+    result = {} if base is None else _read(path.parent / str(base), scale)
+    for above in (content, layer):
+        for key in above.keys() & {"path", "results"}:
+            above[key] = above[key] and str((path.parent / str(above[key])).resolve())
+        result = merged(result, above)
+    return result
 
 
 def _mapping(value: Any) -> Options:
@@ -355,7 +331,7 @@ def _mapping(value: Any) -> Options:
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
     """Mappings laid over each other at every depth; None takes a key away."""
-    result = copy.deepcopy(dict(below))
+    result = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = merged(result[key], value)

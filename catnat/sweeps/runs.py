@@ -13,9 +13,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,8 @@ OBSERVING = {  # options that change neither what is learned nor how it is teste
     "val_check_interval",
 }
 ABOUT = ("plans", "stage", "status", "note", "engine", "device", "commit", "data_source")
-Row = dict[str, Any]  # of a run that is done: options as text, metrics as numbers, and ABOUT it
+Row = dict[str, Any]  # of a run that is done: options as text, metrics as numbers, and ABOUT it;
+# an outcome is the part that is known where the run has ended, and empty if it is left for later
 Rows = dict[str, Row]  # by the key of their run
 _DEFAULTS = {"head_options.tail": "0"}  # a run with this value equals one without the option
 
@@ -80,35 +81,22 @@ class Run:
 
     def arguments(self, folder: Path) -> list[str]:
         """The options as words."""
-        options = {**self.options, "default_root_dir": folder, "program": None}
-        modules = options.pop("import", None) or []
-        modules = modules if isinstance(modules, list) else [modules]
-        words = [f"--{name}={text_of(x)}" for name, x in options.items() if x is not None]
-        return [*words, *(f"--import={module}" for module in modules)]
-
-    def command(self, folder: Path) -> list[str]:
-        """The words of the command, whose files go to a folder."""
-        program = self.options.get("program", "-m catnat").split()
-        return [sys.executable, *program, *self.arguments(folder)]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of the process that does the run."""
-        folders = [os.environ.get("PYTHONPATH", ""), *self.path]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        words = []
+        for name, value in {**self.options, "default_root_dir": folder, "program": None}.items():
+            values = value if name == "import" and isinstance(value, list) else [value]
+            words += [f"--{name}={text_of(x)}" for x in values if x is not None]
+        return words
 
 
-def by_key(rows: Iterable[Row], plans: Sequence[str] = ()) -> Rows:
+def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
     """The rows of a study by the keys of their runs.
 
-    Rows with one key were made at different commits; one that has finished counts, of the first of
-    these plans.
+    Rows with one key were made at different commits, or for several plans; one that has finished
+    counts, of this plan if there is one.
     """
 
-    def rank(row: Row) -> tuple[bool, int]:
-        names = row.get("plans", "").split()
-        places = [plans.index(name) for name in names if name in plans]
-        return not is_finished(row), min(places, default=len(plans))
+    def rank(row: Row) -> tuple[bool, bool]:
+        return not is_finished(row), plan not in row.get("plans", "").split()
 
     indexed: Rows = {}
     for row in sorted(rows, key=rank):
@@ -196,14 +184,13 @@ def read(path: Path) -> list[Row]:
             if column not in (reader.fieldnames or ()):
                 raise ValueError(f"{path} has no column {column}")
         for number, line in enumerate(reader, 2):
-            if None in line or None in line.values():
-                raise ValueError(f"{path}, line {number}: not as many values as columns")
-            texts = {name: text for name, text in line.items() if text}
             try:
-                metrics = {name: float(text) for name, text in metrics_of(texts).items()}
+                if None in line or None in line.values():
+                    raise ValueError("not as many values as columns")
+                row: Row = {name: text for name, text in line.items() if text}
+                rows.append(row | {name: float(text) for name, text in metrics_of(row).items()})
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
-            rows.append(texts | metrics)
     return rows
 
 
@@ -226,8 +213,9 @@ def _write(path: Path, rows: list[Row]) -> None:
     """Write a file, under another name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     about = [name for name in ABOUT if name in names]
-    options = [name for name in names if name not in (*ABOUT, "seed") and "/" not in name]
-    columns = [*about, *options, "seed", *metrics_of(names)]
+    last = ["seed", *metrics_of(names)]
+    options = [name for name in names if name not in about + last]
+    columns = [*about, *options, *last]
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -246,13 +234,10 @@ def claim(run: Run, path: Path) -> IO[str] | None:
     file = lock_path(run, path)
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_free = not any(is_finished(row) and key_of(row) == run.key for row in read(path))
-    except BlockingIOError:
-        is_free = False
-    if is_free:
-        return lock
+        if not any(is_finished(row) and key_of(row) == run.key for row in read(path)):
+            return lock
     lock.close()
     return None
 
@@ -262,24 +247,25 @@ def lock_path(run: Run, path: Path) -> Path:
     return path.parent / ".locks" / run.name
 
 
-def make_row(
-    run: Run, metrics: dict[str, Any], note: str = "", engine: str = "", device: str = ""
-) -> Row:
-    """The row of a run that has ended here; without metrics it has failed."""
-    options = {name: x for name, x in run.options.items() if name not in OBSERVING}
-    texts = {name: text_of(x) for name, x in options.items() if x is not None}
-    numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
-    about = {
+def make_row(run: Run, outcome: Row) -> Row:
+    """The row of a run that has ended, with this outcome; without metrics it has failed."""
+    options = {
+        name: text_of(value)
+        for name, value in run.options.items()
+        if name not in OBSERVING and value is not None
+    }
+    numbers = {
+        name: float(value)
+        for name, value in metrics_of(outcome).items()
+        if isinstance(value, int | float)
+    }
+    about = {name: outcome.get(name, "") for name in ABOUT} | {
         "plans": run.plan,
         "stage": run.stage,
         "status": "finished" if numbers else "failed",
-        "note": note,
-        "engine": engine,
-        "device": device,
         "commit": commit(),
-        "data_source": metrics.get("data_source", ""),
     }
-    return {name: text for name, text in about.items() if text} | texts | numbers
+    return {name: text for name, text in about.items() if text} | options | numbers
 
 
 @cache

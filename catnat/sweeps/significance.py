@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import mean
 
 from scipy import stats
 
@@ -14,51 +15,29 @@ BEST = math.inf  # in place of the p-value of the best sample, which has no test
 Sample = Sequence[float]
 
 
-def against_best(samples: Sequence[Sample], better: str | None) -> list[float | None]:
-    """The p-value of each sample against the one with the best mean, which has BEST.
+def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
+    """The p-values of Welch's two-sided test against the sample with the best mean.
 
-    Samples with a value that is not finite have None and cannot be the best; neither has a single
-    sample a best, nor a metric of which no direction is better.
+    Every sample with the best mean has BEST. A sample of one value, or with a value that is not
+    finite, has NaN, and the latter cannot be the best; neither has a single sample a best, nor a
+    metric of which no direction is better.
     """
     sign = -1 if better == "higher" else 1
-    means = {
-        i: sign * fmean(sample)
-        for i, sample in enumerate(samples)
-        if sample and all(map(math.isfinite, sample))
-    }
-    p_values: list[float | None] = [None] * len(samples)
-    if better is None or not means or sum(map(bool, samples)) < 2:
-        return p_values
-    best = min(means, key=means.__getitem__)
-    for i, mean in means.items():
-        p_values[i] = BEST if mean == means[best] else p_value(samples[i], samples[best])
-    return p_values
+    # Exact means: equal constants have equal ones, however many they are.
+    means = [sign * mean(sample) if sample else math.nan for sample in samples]
+    best_mean = min(filter(math.isfinite, means), default=None)
+    if better is None or best_mean is None or sum(map(bool, samples)) < 2:
+        return [math.nan] * len(samples)
+    best = samples[means.index(best_mean)]
+    with warnings.catch_warnings(action="ignore"):  # of samples that are constant, or one value
+        tests = [stats.ttest_ind(sample, best, equal_var=False) for sample in samples]
+    p_values = zip(means, (float(test.pvalue) for test in tests), strict=True)
+    return [BEST if sample_mean == best_mean else p for sample_mean, p in p_values]
 
 
-def p_value(sample: Sample, best: Sample) -> float | None:
-    """Of Welch's two-sided test of equal means; None if a sample has one value.
-
-    A large spread of its own does not make a sample one of the best: the p-value is the smaller of
-    those with its own spread and with the spread of the best, if that is less.
-    """
-    if min(len(sample), len(best)) < 2:
-        return None
-    spread, best_spread = stdev(sample), stdev(best)
-    if best_spread == 0:
-        return 1.0 if spread == 0 and fmean(sample) == fmean(best) else 0.0
-    return min(
-        float(
-            stats.ttest_ind_from_stats(
-                fmean(sample), x, len(sample), fmean(best), best_spread, len(best), equal_var=False
-            ).pvalue
-        )
-        for x in (spread, min(spread, best_spread))
-    )
-
-
-def bold(p_values: Sequence[float | None]) -> list[bool]:
+def bold(p_values: Sequence[float]) -> list[bool]:
     """Which samples are the best, or not significantly different after Holm's method."""
-    tests = sorted((p, i) for i, p in enumerate(p_values) if p is not None and p != BEST)
+    tests = sorted((p, i) for i, p in enumerate(p_values) if math.isfinite(p))
     is_bold = [p == BEST for p in p_values]
     adjusted = 0.0
     for rank, (p, i) in enumerate(tests):

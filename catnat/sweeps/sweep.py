@@ -21,19 +21,19 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import groupby, product
 from pathlib import Path
 
 import yaml
 from jsonargparse.typing import PositiveInt
 
-from catnat.checks import did_you_mean
+from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Job, Local, Outcome, Ray, Slurm, device_name
-from catnat.sweeps.runs import Rows, Run, read_pairs
+from catnat.sweeps.engines import Engine, Job, device_name, make_engine
+from catnat.sweeps.runs import Row, Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
 
@@ -73,11 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_parser(command: str, doc: str | None, count: int | str = "+") -> argparse.ArgumentParser:
-    """A parser with the options of all commands about plans, for a number of plans."""
+def plan_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of all commands about plans."""
     parser = runs.make_parser(command, doc)
     add = parser.add_argument
-    add("plans", nargs=count, metavar="PLAN", help="a YAML file")
+    add("plans", nargs="+", metavar="PLAN", help="a YAML file")
     add("--scale", help="of the plan (default: small, or its first)")
     text = "folder of the rows (default: the plan's, else results)"
     add("--results", type=Path, help=text)
@@ -101,8 +101,7 @@ class Sweep:
             results = args.runs / "results"
         self.rows_path = (results / self.plan.study / "runs.csv").resolve()
         self.folder = (args.runs / self.plan.study).resolve()
-        pairs = read_pairs(args.only, "--only")
-        self.plan.restrict({name: values.split(",") for name, values in pairs.items()})
+        self.plan.restrict(read_pairs(args.only, "--only"))
         self.failed_before: set[str] = set()  # keys of failed runs that are to be done once more
         self._started: set[str] = set()  # keys of runs
         sys.path += [folder for folder in self.plan.folders if folder not in sys.path]
@@ -117,12 +116,11 @@ class Sweep:
             if self.plan.long(plain) in fixed:
                 raise ValueError(f"--{name}: the plan sets it; --only takes a part of the plan")
         self.plan.options |= extra
-        if self.plan.search:
-            self.plan.search.options |= extra
+        self.plan.search.options |= extra
 
     def rows(self) -> Rows:
         """The rows of runs that are done."""
-        rows = runs.by_key(runs.read(self.rows_path), [*self.plan.formerly, self.plan.name])
+        rows = runs.by_key(runs.read(self.rows_path), self.plan.name)
         return {key: row for key, row in rows.items() if key not in self.failed_before}
 
     def pending(self) -> list[Run]:
@@ -151,9 +149,12 @@ class Sweep:
         """Raise a ValueError for options and heads that ``catnat`` does not know."""
         from catnat.cli.main import command_line
 
-        distinct = {}
-        for run in [] if self.plan.program else self.pending():
-            distinct[runs.key_of({**run.options, "seed": 0, "learning_rate": 0})] = run
+        if self.plan.program:
+            return
+        distinct = {
+            runs.key_of({**run.options, "seed": 0, "learning_rate": 0}): run
+            for run in self.pending()
+        }
         for run in distinct.values():
             command_line(run.arguments(self.folder), until="options")
 
@@ -170,31 +171,31 @@ class Sweep:
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)
         elif pending:
-            engines: dict[str, Callable[[], Local | Ray | Slurm]] = {
-                "local": lambda: Local(args.jobs),
-                "ray": lambda: Ray(args.resources),
-                "slurm": lambda: Slurm(self.folder / "slurm", args.jobs, args.resources),
-            }
-            self._submit(engines[args.engine](), args.engine)
+            folder = self.folder / "slurm"
+            engine = make_engine(args.engine, args.jobs, args.resources, folder)
+            self._submit(engine, args.engine)
         text, not_done = self.progress()
         print(text)
         return not_done
 
-    def _submit(self, engine: Local | Ray | Slurm, name: str) -> None:
+    def _submit(self, engine: Engine, name: str) -> None:
         """Give runs to an engine until none is left; a run that ends may let others start."""
-        running: dict[Future[Outcome], Run] = {}
-        try:
-            while True:
-                for run in self.pending():
-                    self._started.add(run.key)
-                    running[engine.submit(Job(run, self.folder / run.name, self.rows_path))] = run
-                if not running:
-                    return
-                done = wait(running, return_when=FIRST_COMPLETED).done
-                ended = [future for future in running if future in done]  # in order
-                self.record(((running.pop(x), x.result()) for x in ended), name)
-        finally:
-            engine.stop()
+        running: dict[Future[Row], Run] = {}
+        with ThreadPoolExecutor(engine.jobs) as pool:
+            try:
+                while True:
+                    for run in self.pending():
+                        self._started.add(run.key)
+                        job = Job(run, self.folder / run.name, self.rows_path)
+                        running[pool.submit(engine.execute, job)] = run
+                    if not running:
+                        return
+                    done = wait(running, return_when=FIRST_COMPLETED).done
+                    ended = [future for future in running if future in done]  # in order
+                    self.record(((running.pop(x), x.result()) for x in ended), name)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                engine.stop()
 
     def _train_batched(self, most: int) -> None:
         """Train what can start as groups of models, again and again until nothing can."""
@@ -207,37 +208,36 @@ class Sweep:
             self._started |= {run.key for run in pending.values()}
             members = [batched.build(run.arguments(path), path) for path, run in pending.items()]
             for group in batched.groups(members, most):
-                locks = [runs.claim(pending[member.folder], self.rows_path) for member in group]
-                free = [member for member, lock in zip(group, locks, strict=True) if lock]
-                metrics = batched.Group(free).train() if free else []
+                claims = [(x, runs.claim(pending[x.folder], self.rows_path)) for x in group]
+                free = [member for member, lock in claims if lock]
+                if free:
+                    batched.Group(free).train()
                 outcomes = [
-                    (pending[member.folder], Outcome(values, member.failure, device_name()))
-                    for member, values in zip(free, metrics, strict=True)
+                    {**member.metrics, "note": member.failure, "device": device_name()}
+                    for member in free
                 ]
-                self.record(outcomes, "batched")
+                ended = [pending[member.folder] for member in free]
+                self.record(zip(ended, outcomes, strict=True), "batched")
 
-    def record(self, outcomes: Iterable[tuple[Run, Outcome]], engine: str) -> None:
+    def record(self, outcomes: Iterable[tuple[Run, Row]], engine: str) -> None:
         """Write the rows of runs that have ended, and print a line for each.
 
         Then stop the sweep by a ValueError if one has finished without the metrics of the plan.
         """
-        searched = [self.plan.search.metric] if self.plan.search else []
+        searched = [self.plan.search.metric] if self.plan.search.grid else []
         names = dict.fromkeys([*searched, *self.plan.metrics])
-        mistake = ""
+        finished = []
         for run, outcome in outcomes:
-            text = outcome.note
-            if not outcome.stopped:
-                row = runs.make_row(run, outcome.metrics, outcome.note, engine, outcome.device)
+            text = "another sweep does it"
+            if outcome:
+                row = runs.make_row(run, {**outcome, "engine": engine})
                 runs.add(self.rows_path, row)
                 runs.lock_path(run, self.rows_path).unlink(missing_ok=True)
                 self.failed_before.discard(run.key)
-                text = f"FAILED: {outcome.note}"
+                text = f"FAILED: {row.get('note', 'no metrics')}"
                 if runs.is_finished(row):
+                    finished.append(row)
                     text = "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
-                    for name in names.keys() - row.keys():
-                        metrics = sorted(runs.metrics_of(row))
-                        close = did_you_mean(name, metrics)
-                        mistake = f"a run has finished without {name}; it has {metrics}{close}"
             print(f"{time.strftime('%H:%M:%S')} {run.name}  {text}", flush=True)
-        if mistake:
-            raise ValueError(mistake)
+        for row, name in product(finished, names):
+            require_choice(runs.metrics_of(row), **{"metric of the plan": name})

