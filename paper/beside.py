@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from measures import PAPER, printed
+from measures import PAPER, PRINTED
 
 from catnat.checks import require_choice
 from catnat.sweeps.plan import Plan
@@ -22,7 +22,7 @@ TABLES = yaml.safe_load((PAPER / "beside.yaml").read_text())
 
 def published(plan: Plan, cell: dict[str, Any]) -> dict[str, Any]:
     """The paper's row for the options of a cell; empty if it has none."""
-    for row in printed()[TABLES[plan.name]["table"]]:
+    for row in PRINTED[TABLES[plan.name]["table"]]:
         options = {name: value for name, value in row.items() if "/" not in name}
         if options.items() <= (plan.options | cell).items():
             return row

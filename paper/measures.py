@@ -5,6 +5,7 @@ Runs are tables with a row for each seed. A curve is the validation losses of a 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -16,6 +17,7 @@ import pandas as pd
 from scipy import stats
 
 PAPER = Path(__file__).resolve().parent
+PRINTED = json.loads((PAPER / "paper.json").read_text())  # the paper's own tables
 PAGES = [PAPER.parent / "README.md", *PAPER.rglob("*.md"), *PAPER.parent.glob("docs/*.md")]
 NUMBER = re.compile(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e-?\d+)?")
 END = re.compile(r"\n\n|\n- |\n\||\n#")  # of a paragraph, an entry of a list, or a row

@@ -10,7 +10,6 @@ To add a claim, write the sentence and yield its words and numbers below.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from measures import (
     PAPER,
+    PRINTED,
     bootstrap,
     by_seed,
     crossing,
@@ -66,7 +66,6 @@ from studies import (
 )
 
 Claims = Iterator[tuple[str, Sequence[float]]]
-PRINTED = json.loads((PAPER / "paper.json").read_text())  # the paper's own tables
 
 
 def row(*cells: str) -> str:

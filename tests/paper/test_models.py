@@ -167,23 +167,23 @@ def test_the_vae_agrees_with_the_one_in_plain_torch():
         assert metrics["test/elbo"] == pytest.approx(elbo, abs=0.2)
 
 
-def test_frames_of_a_game_are_in_one_part_and_a_vae_takes_them(monkeypatch, tmp_path):
+def test_episodes_are_in_one_part_and_a_vae_takes_their_frames(monkeypatch, tmp_path):
     program = runpy.run_path(str(PAPER / "frames" / "make_frames.py"))
 
-    def short_game(number):  # its frames have its number as their gray
-        return np.full((2 + number % 3, 210, 160), number, np.uint8), 1
+    def short_episode(game, number):  # its frames have its number as their gray
+        return np.full((2 + number % 3, 210, 160), number, np.uint8)
 
-    monkeypatch.setitem(program["main"].__globals__, "play", short_game)
-    words = ["make_frames.py", str(tmp_path / "frames.npz"), "--games", "40"]
+    monkeypatch.setitem(program["main"].__globals__, "play", short_episode)
+    words = ["make_frames.py", str(tmp_path / "frames.npz"), "--episodes", "20"]
     monkeypatch.setattr(sys, "argv", words)
     program["main"]()
 
     module = runpy.run_path(str(PAPER / "frames" / "frames.py"))
     data = module["Frames"](str(tmp_path), batch_size=20)
     data.setup()
-    games = {part: set(images.unique().tolist()) for part, images in data.images.items()}
-    assert games["test"] == {0, 10, 20, 30} and games["val"] == {1, 11, 21, 31}
-    assert games["train"] == set(range(40)) - games["test"] - games["val"]
+    episodes = {part: set(images.unique().tolist()) for part, images in data.images.items()}
+    assert episodes["test"] == {0, 10} and episodes["val"] == {1, 11}
+    assert episodes["train"] == set(range(20)) - episodes["test"] - episodes["val"]
 
     model = module["FrameVAE"]("sigmoid", 3, 4)
     batch = next(iter(data.train_dataloader()))
@@ -191,9 +191,10 @@ def test_frames_of_a_game_are_in_one_part_and_a_vae_takes_them(monkeypatch, tmp_
     assert model.step_loss(batch).isfinite()
 
 
-def test_the_player_of_the_frames_follows_the_ball(monkeypatch):
+def test_an_episode_follows_from_game_and_seed(monkeypatch):
     program = runpy.run_path(str(PAPER / "frames" / "make_frames.py"))
-    monkeypatch.setitem(program["play"].__globals__, "LONGEST", 2400)
-    frames, score = program["play"](2)
-    assert frames.shape == (100, 210, 160)
-    assert score > 8  # random play has 1 to 2 in a whole game
+    monkeypatch.setitem(program["play"].__globals__, "LONGEST", 240)
+    frames = program["play"]("pong", 1)
+    assert frames.shape == (10, 210, 160)
+    assert np.array_equal(frames, program["play"]("pong", 1))
+    assert not np.array_equal(frames, program["play"]("pong", 2))
