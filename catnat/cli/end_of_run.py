@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -62,24 +63,20 @@ def warnings_of(metrics: dict[str, Any]) -> list[str]:
 
 
 # Messages of Lightning that a user of this program can do nothing about.
-_UNHELPFUL = (
-    "GPU available",
-    "TPU available",
-    "HPU available",
-    "💡 Tip",
-    "Seed set to",
-    "`Trainer.fit` stopped",
-    "`Trainer(limit",
-    "LOCAL_RANK",
-    "`weights_only` was not set",
-    "Restor",
-    "Loaded model weights",
-    "You are using a CUDA device",
+_UNHELPFUL = re.compile(
+    r"[GT]PU available|💡 Tip|Seed set to|`Trainer.fit` stopped|`Trainer\(limit|LOCAL_RANK"
+    r"|`weights_only` was not set|Restor|Loaded model weights|You are using a CUDA device"
+)
+_UNHELPFUL_WARNINGS = (
+    r".*(does not have many workers|is smaller than the logging interval|exists and is not empty"
+    r"|LeafSpec|all_gather is deprecated|is not in the possible render_modes"
+    r"|The render mode is None|GPU available but not used"  # after --accelerator cpu
+    r"|torch.jit.script. is deprecated)"  # in torch-geometric
 )
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_UNHELPFUL)
+    return not _UNHELPFUL.match(record.getMessage())
 
 
 def silence() -> None:
@@ -87,15 +84,4 @@ def silence() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(_is_shown)
-    for message in (
-        ".*does not have many workers",
-        ".*is smaller than the logging interval",
-        ".*exists and is not empty",
-        ".*LeafSpec",
-        ".*all_gather is deprecated",
-        ".*is not in the possible render_modes",
-        ".*The render mode is None",
-        ".*torch.jit.script. is deprecated",  # in torch-geometric
-        ".*GPU available but not used",  # after --accelerator cpu
-    ):
-        warnings.filterwarnings("ignore", message)
+    warnings.filterwarnings("ignore", _UNHELPFUL_WARNINGS)
