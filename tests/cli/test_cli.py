@@ -49,7 +49,7 @@ WRONG = {
     "--seed -1": "not in bounds",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
-    "--save_every 0": "at least 1",
+    "--save_every 0": "--save_every: must be >0, got 0",
     "test": "needs a checkpoint",
     "--ckpt_path no_such.ckpt": "no checkpoint 'no_such.ckpt'",
     "--ckpt_path last": "no last.ckpt in any run",
