@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
@@ -35,7 +35,7 @@ class CatnatCLI(RunCLI):
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
     """
 
-    in_checkpoints: ClassVar[set[str]] = {"pytorch-lightning_version", "state_dict"}
+    checkpoint_key = "pytorch-lightning_version"
 
     # -- from words to objects -----------------------------------------------------------------
 

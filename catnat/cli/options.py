@@ -143,7 +143,7 @@ class CommandLine:
         if self.data and self.model in RL_MODELS:
             raise ValueError(f"--data {self.data}: {self.model} plays in environments; see --env")
         if self.data and "." not in self.data:
-            names = MODELS[self.model].data if self.model in MODELS else tuple(DATA)
+            names = MODELS[self.model].data if self.model in MODELS else DATA
             require_choice((*names, "or my_module.MyData"), data=self.data)
             self.data = DATA[self.data]
 

@@ -81,7 +81,7 @@ class Algorithm:
     atari: ClassVar[dict[str, Any]] = {}  # the recipe for Atari games
     not_atari: ClassVar[dict[str, Any]] = {}  # the recipe for other environments
     # Rollouts between two rows of the log, and at most between two looks of the Fisher monitor.
-    every: ClassVar[int] = 1
+    every = 1
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class PPO(Algorithm):
     """PPO; for Atari games with CleanRL's settings, which are the paper's."""
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari: ClassVar[dict[str, Any]] = {
+    atari: ClassVar = {
         "learning_rate": 2.5e-4,
         "anneal_lr": True,
         "n_steps": 128,
@@ -143,7 +143,7 @@ class PPO(Algorithm):
         "vf_coef": 0.25,
         "value_loss": "cleanrl",
     }
-    not_atari: ClassVar[dict[str, Any]] = {
+    not_atari: ClassVar = {
         "learning_rate": 1e-3,
         "anneal_lr": True,
         "n_steps": 32,
@@ -208,8 +208,8 @@ class RLCLI(RunCLI):
     """
 
     trainer: Any  # evaluates, saves and stops
-    in_checkpoints: ClassVar[set[str]] = {"optimizer"}
-    cli_options: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
+    checkpoint_key = "optimizer"
+    has_optimizer = False
 
     # -- from words to objects -----------------------------------------------------------------
 
@@ -268,7 +268,8 @@ class RLCLI(RunCLI):
         self.title += f" on {config.data.env}"
         self.env = self._environments()
         self.model = self.model.make(self.env, steps, training.device, seed)
-        if "mask_mode" in self.model.policy_kwargs and not self._has_masks():
+        self.masked = getattr(self.model, "uses_masks", False)
+        if "mask_mode" in self.model.policy_kwargs and not self.masked:
             raise ValueError("mask_mode has no effect: actions are not masked")
         self.model.set_logger(Logger(str(self.folder.path), []))
         env_kwargs = dict(config.data.env_kwargs or {})
@@ -311,9 +312,6 @@ class RLCLI(RunCLI):
             env.norm_reward = False
         return env
 
-    def _has_masks(self) -> bool:
-        return getattr(self.model, "uses_masks", False)
-
     # -- commands ------------------------------------------------------------------------------
 
     @property
@@ -326,7 +324,7 @@ class RLCLI(RunCLI):
         model = self.model
         training = self.config_init.trainer
         fisher = self.config_init.fisher
-        if self._has_masks():
+        if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         self.folder.begin(self.config_text)
         first_step = self.step + 1 if self.folder.resumed else None

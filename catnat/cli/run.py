@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import yaml
@@ -65,8 +65,8 @@ class RunCLI(LightningCLI):
         UsageError: an error before the first batch.
     """
 
-    in_checkpoints: ClassVar[set[str]]  # names that every checkpoint has
-    cli_options: ClassVar[dict[str, Any]] = {}  # further options of LightningCLI
+    checkpoint_key: str  # which every checkpoint has
+    has_optimizer = True  # whether there are the options of LightningCLI for one
     in_batches = False  # whether everything is built, and batches are computed
 
     def __init__(self, line: CommandLine, until: str = "end") -> None:
@@ -92,8 +92,8 @@ class RunCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
                 run=False,
+                auto_configure_optimizers=self.has_optimizer,
                 load_from_checkpoint_support=False,
-                **self.cli_options,
             )
             if until == "end":
                 self._run()
@@ -254,7 +254,7 @@ class RunCLI(LightningCLI):
             ValueError: the checkpoint belongs to another model or another head.
         """
         line = self.line
-        if not self.in_checkpoints <= self.checkpoint.keys():
+        if self.checkpoint_key not in self.checkpoint:
             raise ValueError(f"checkpoint {line.ckpt_path} belongs to another model")
         options = self.options
         if line.record:
@@ -264,10 +264,9 @@ class RunCLI(LightningCLI):
             hparams = flat({"model": hparams, "data": hparams})
             before = {name: hparams.get(name, options[name]) for name in options}
         # A model that has taken over the rate of the optimizer can resume with another.
-        if "optimizer.lr" in options and options["optimizer.lr"] == options.get(
-            "model.learning_rate"
-        ):
-            before["optimizer.lr"] = options["optimizer.lr"]
+        rate = options.get("optimizer.lr")
+        if rate is not None and rate == options.get("model.learning_rate"):
+            before["optimizer.lr"] = rate
         changes = []
         for name in sorted(before.keys() | options.keys()):
             change = f"{before.get(name)} -> {options.get(name)}"
