@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -272,7 +271,7 @@ def default_interval(max_steps: int) -> int:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """A list of no items for None, of the items of a collection, or of a single value."""
+    """A list of no items for None, or of a single value; a list as it is."""
     if value is None:
         return []
-    return list(value) if isinstance(value, Iterable) else [value]
+    return value if isinstance(value, list) else [value]

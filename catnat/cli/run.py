@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from catnat.callbacks.files import load_checkpoint
 from catnat.callbacks.signals import Stopped
 from catnat.checks import require_choice
-from catnat.cli.end_of_run import show_metrics, silence
+from catnat.cli.end_of_run import show_metrics
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
 from catnat.cli.options import (
@@ -77,7 +77,6 @@ class RunCLI(LightningCLI):
         self.full_names: dict[str, str] = {}  # of options, by all their names
         self.sources: dict[str, str] = {}  # options of the data that those of the model follow
         try:
-            silence()
             for module in line.imports:
                 import_module(module)
             self.checkpoint = load_checkpoint(line.ckpt_path) if line.ckpt_path else {}
@@ -310,12 +309,11 @@ class RunCLI(LightningCLI):
                 print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except Exception as error:
-            has_steps = self.step > self.began
-            self.in_batches |= has_steps
-            if has_steps and self.is_first:
+            self.in_batches |= self.step > self.began
+            if self.in_batches and self.is_first:
                 last = self.folder.path / "checkpoints" / "last.ckpt"
                 saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
-                ended = f"training ended after step {self.step}: {one_line(error)}{saved}"
+                ended = f"{self.title} ended after step {self.step}: {one_line(error)}{saved}"
                 print(f"catnat: {ended}", file=sys.stderr)
             if self.in_batches and isinstance(error, (OSError, FloatingPointError)):
                 raise SystemExit(1) from error  # of the machine, or of numbers: not a bug

@@ -103,6 +103,7 @@ def test_an_error_in_the_first_batch_or_later_keeps_its_traceback(workspace, mon
     monkeypatch.setattr(DiscreteVAE, "step_loss", fail)
     with pytest.raises(ValueError, match="a bug"):
         run(*workspace)
+    assert "fit vae with natural ended after step 0: a bug of the user's" in one_line(capfd)
     monkeypatch.setattr(DiscreteVAE, "configure_optimizers", fail)
     assert run(*workspace) == 2
     assert "TypeError in" in one_line(capfd), "of this program, where it is built"
@@ -297,7 +298,7 @@ def test_an_error_after_some_steps_says_where_the_run_can_be_resumed(workspace, 
     words = ["--callbacks+=EarlyStopping", "--callbacks.monitor=nope"]
     with pytest.raises(RuntimeError, match="nope"):
         run(*workspace, *words, "--val_check_interval=2", "--save_every=1")
-    assert "training ended after step 2" in (line := one_line(capfd))
+    assert "fit vae with natural ended after step 2" in (line := one_line(capfd))
     assert "the latest checkpoint is runs/vae/natural/version_0" in line
 
 
