@@ -62,6 +62,7 @@ _CHOICES = {
     "default_root_dir": "trainer.default_root_dir",
     "ckpt_path": "ckpt_path",
 }
+_READ_HERE = {*_CHOICES.values(), "config", "import"}
 
 
 class CommandLine:
@@ -92,24 +93,16 @@ class CommandLine:
         words = list(argv)
         self.command = words.pop(0) if words and not words[0].startswith("-") else "fit"
         require_choice(COMMANDS, command=self.command)
-        self.configs: list[str] = []
+        typed = [(_CHOICES.get(name, name), value) for name, value in _pairs(words)]
+        self.options = [(name, value) for name, value in typed if name not in _READ_HERE]
+        self.configs = [value for name, value in typed if name == "config"]
+        self.imports = [value for name, value in typed if name == "import"]
         self.in_files: dict[str, Any] = {}
-        self.imports: list[str] = []
-        self.options: list[tuple[str, str]] = []
+        for path in self.configs:
+            self.in_files |= read_options(path)
         self.ckpt_path: Path | None = None
         self.record: Path | None = None
-        typed_choices: dict[str, str] = {}
-        for name, value in _pairs(words):
-            full_name = _CHOICES.get(name, name)
-            if full_name in _CHOICES.values():
-                typed_choices[full_name] = value
-            elif name == "config":
-                self.configs.append(value)
-                self.in_files |= read_options(value)
-            elif name == "import":
-                self.imports.append(value)
-            else:
-                self.options.append((name, value))
+        typed_choices = dict(typed)
         self._choose(typed_choices)
         if wanted := (self.in_files | typed_choices).get("ckpt_path"):
             self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)

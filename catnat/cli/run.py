@@ -156,8 +156,8 @@ class RunCLI(LightningCLI):
 
     def _find_names(self) -> None:
         """Find the names of options, and let some of the model follow from those of the data."""
-        names = {*self.page.get_defaults().keys()}
-        self.full_names = {name: name for name in ("model", "data", *names)}
+        names = {action.dest for action in self.page._actions}
+        self.full_names = {name: name for name in names}
         self.full_names["max_steps"] = "trainer.total_steps"
         for group in ("trainer.", "model.", "data."):
             of_group = [name for name in names if name.startswith(group)]
