@@ -19,6 +19,7 @@ _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
 _SHORTENED = (
     (r"found invalid values: *$", "found values that are not finite"),
     (r"Not of type \w+: (\S+ )?does not conform to restriction v", r"\1must be "),
+    (r"Not of type (\w+): invalid literal for int.*: '[^']*'", r"Expected a \1"),
     (r'[Pp]arser key "([^"]+)":', r"--\1:"),
     (r"--\w+: Problem with given class_path '[^']*': (?=--)", ""),
     (r"an? typing\.Literal\[([^]]*)\]", r"one of \1"),

@@ -89,11 +89,11 @@ class CatnatCLI(RunCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
+        at_least_0 = ("gradient_clip_val", "log_every_n_steps", "min_steps", "min_epochs")
+        at_least_1 = ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes")
         require_at_least(-1, **numbers(options, "num_sanity_val_steps"))
-        require_at_least(0, **numbers(options, "gradient_clip_val", "log_every_n_steps"))
-        require_at_least(0, **numbers(options, "min_steps", "min_epochs"))
-        require_at_least(1, **numbers(options, "accumulate_grad_batches", "num_nodes"))
-        require_at_least(1, **numbers(options, "check_val_every_n_epoch"))
+        require_at_least(0, **numbers(options, *at_least_0))
+        require_at_least(1, **numbers(options, *at_least_1))
         set_validation_interval(options)
         callbacks = _as_list(options["callbacks"])
         shows_progress = options["enable_progress_bar"] is not False

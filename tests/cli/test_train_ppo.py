@@ -62,7 +62,7 @@ WRONG = {
     "--gamma 1.1": "gamma must lie in 0..1",
     "--value_loss cleanr": "one of 'sb3', 'cleanrl'",
     "--total_steps 0": "--trainer.total_steps: must be >0, got 0",
-    "--total_steps 1.5": "PositiveInt: invalid literal",
+    "--total_steps 1.5": "Expected a PositiveInt, got 1.5",
     "--eval_every -1": "--trainer.eval_every: must be >=0, got -1",
     "--devices 2": "did you mean --device?",
     "--device abacus": "abacus",
