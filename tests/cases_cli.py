@@ -1,12 +1,15 @@
 """Runs of train.py in the present folder, and what they leave."""
 
+import json
 from pathlib import Path
 
 import torch
+import yaml
 
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path("runs/vae/natural/version_0")
 
 
 def run(*argv):
@@ -21,7 +24,21 @@ def one_line(capfd):
     return line
 
 
-def last(folder="runs/vae/natural/version_0"):
+def printed(capsys, *argv):
+    """What --print_config prints."""
+    assert train.main([*argv, "--print_config"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def config(folder=FOLDER):
+    return yaml.safe_load(Path(folder, "config.yaml").read_text())
+
+
+def metrics_of(folder=FOLDER):
+    return json.loads(Path(folder, "metrics.json").read_text())
+
+
+def last(folder=FOLDER):
     return torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True)
 
 

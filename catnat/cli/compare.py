@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -20,8 +21,8 @@ from catnat.sweeps.runs import (
     ABOUT,
     OBSERVING,
     Row,
+    by_key,
     is_finished,
-    key_of,
     make_parser,
     metrics_of,
     read,
@@ -53,16 +54,16 @@ def main(words: list[str]) -> int:
         raise ValueError(f"--tag {args.tag} needs --plot FILE")
     rows = [row for path in args.runs for row in rows_of(path)]
     for name, values in read_pairs(args.only, "--only").items():
-        rows = [x for x in rows if x.get(name) in values.split(",")]
+        rows = [row for row in rows if row.get(name) in values.split(",")]
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
     options = dict.fromkeys(name for row in rows for name in row if "/" not in name)
     names = [name for name in options if len({row.get(name) for row in rows}) > 1]
     names = [name for name in names if name not in _IGNORED]
-    groups: Groups = {}
+    groups: Groups = defaultdict(list)
     for row in rows:
-        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
-    directed = [x for x in rows[0] if re.match(f"test/.*({_LOWER}|{_HIGHER})", x)]
+        groups[tuple(row.get(name, "") for name in names)].append(row)
+    directed = [name for name in rows[0] if re.match(f"test/.*({_LOWER}|{_HIGHER})", name)]
     metrics = args.metric or directed or list(metrics_of(rows[0]))
     columns = [column(metric, groups) for metric in metrics]
     lines = [[*names, "n", *metrics]]
@@ -81,7 +82,7 @@ def rows_of(path: Path) -> list[Row]:
     """The final rows of a file, or the row of a folder; none of a run that has not finished."""
     if path.is_file():
         final = [row for row in read(path) if is_finished(row) and row.get("stage") != "search"]
-        return list({key_of(row): row for row in reversed(final)}.values())
+        return list(by_key(final).values())
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is neither a file of rows nor the folder of a run")
     if not (path / "metrics.json").is_file():
@@ -89,44 +90,43 @@ def rows_of(path: Path) -> list[Row]:
         return []
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
     config = yaml.load((path / "config.yaml").read_text(), loader)
-    options = {}
+    row: Row = {}
     for name, value in flat(config).items():
         group, _, option = name.partition(".")
         if option == "class_path":
-            options[group] = value.rpartition(".")[2]
+            row[group] = value.rpartition(".")[2]
         elif group in ("model", "data", "trainer") and value is not None:
-            options["data.seed" if option == "seed" else option] = text_of(value)
-    options["seed"] = text_of(config["seed_everything"])
+            row["data.seed" if option == "seed" else option] = text_of(value)
+    row |= {"seed": text_of(config["seed_everything"]), "folder": str(path)}
     metrics = json.loads((path / "metrics.json").read_text())
-    numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
-    return [{**options, **numbers, "folder": str(path)}]
+    return [row | {name: x for name, x in metrics.items() if isinstance(x, int | float)}]
 
 
 def column(metric: str, groups: Groups) -> dict[Key, str]:
     """Mean ± standard deviation of each group, and its difference from the best; best first."""
-    samples = {}
-    for key, rows in groups.items():
-        if values := [row[metric] for row in rows if metric in row]:
-            samples[key] = values
-    if not samples:
-        raise ValueError(f"no run has {metric}; choices: {', '.join(metrics_of(rows[0]))}")
+    samples = {key: [row[metric] for row in rows if metric in row] for key, rows in groups.items()}
+    means = {key: fmean(values) for key, values in samples.items() if values}
+    if not means:
+        raise ValueError(
+            f"no run has {metric}; choices: {', '.join(metrics_of(next(iter(groups.values()))[0]))}"
+        )
     is_higher = re.search(_HIGHER, metric) is not None
-    has_best = len(samples) > 1 and (is_higher or re.search(_LOWER, metric) is not None)
-    means = {key: -fmean(x) if is_higher else fmean(x) for key, x in samples.items()}
-    order = sorted(samples, key=lambda key: (math.isnan(means[key]), means[key]))
-    best = samples[order[0]]
+    has_best = len(means) > 1 and (is_higher or re.search(_LOWER, metric) is not None)
+    sign = -1 if is_higher else 1
+    order = sorted(means, key=lambda key: (math.isnan(means[key]), sign * means[key]))
+    best = order[0]
     texts = {}
     for key in order:
         values = samples[key]
-        texts[key] = f"{fmean(values):.5g}"
+        texts[key] = f"{means[key]:.5g}"
         if len(values) > 1:
             texts[key] += f" ± {stdev(values):.2g}"
-        if has_best and values is best:
+        if has_best and key == best:
             texts[key] += "  * best"
         elif has_best:
-            texts[key] += f"  {fmean(values) - fmean(best):+.3g}"
-            if min(len(values), len(best)) > 1:
-                texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, best))
+            texts[key] += f"  {means[key] - means[best]:+.3g}"
+            if min(len(values), len(samples[best])) > 1:
+                texts[key] += " ({:+.3g} to {:+.3g})".format(*interval(values, samples[best]))
     return texts
 
 

@@ -1,10 +1,8 @@
-"""What is printed and kept at the end of a run: metrics and warnings."""
+"""What is printed and kept at the end of a run: its metrics, and sentences about them."""
 
 from __future__ import annotations
 
 import json
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,43 +57,3 @@ def warnings_of(metrics: dict[str, Any]) -> list[str]:
             "--psi_warmup_steps 125."
         )
     return sentences
-
-
-# Messages of Lightning that a user of this program can do nothing about.
-_UNHELPFUL = (
-    "GPU available",
-    "TPU available",
-    "HPU available",
-    "💡 Tip",
-    "Seed set to",
-    "`Trainer.fit` stopped",
-    "`Trainer(limit",
-    "LOCAL_RANK",
-    "`weights_only` was not set",
-    "Restor",
-    "Loaded model weights",
-    "You are using a CUDA device",
-)
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_UNHELPFUL)
-
-
-def silence() -> None:
-    """Turn off messages and warnings that users can do nothing about; others stay."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_is_shown)
-    for message in (
-        ".*does not have many workers",
-        ".*is smaller than the logging interval",
-        ".*exists and is not empty",
-        ".*LeafSpec",
-        ".*all_gather is deprecated",
-        ".*is not in the possible render_modes",
-        ".*The render mode is None",
-        ".*torch.jit.script. is deprecated",  # in torch-geometric
-        ".*GPU available but not used",  # after --accelerator cpu
-    ):
-        warnings.filterwarnings("ignore", message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from catnat.checks import did_you_mean
@@ -18,10 +18,13 @@ _UNHELPFUL = re.compile(
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: |[Oo]ption )'?([\w.-]+)")
 _SHORTENED = (
     (r"found invalid values: *$", "found values that are not finite"),
+    (r"Not of type \w+: (\S+ )?does not conform to restriction v", r"\1must be "),
+    (r"Not of type (\w+): invalid literal for int.*: '[^']*'", r"Expected a \1"),
     (r'[Pp]arser key "([^"]+)":', r"--\1:"),
     (r"--\w+: Problem with given class_path '[^']*': (?=--)", ""),
     (r"an? typing\.Literal\[([^]]*)\]", r"one of \1"),
     (r"\.? (?:Got|Given) value: ", ", got "),
+    (r", got {'class_path'.*", ""),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
 
@@ -31,27 +34,22 @@ class UsageError(ValueError):
 
     Args:
         error: the error.
-        option_names: names of options; the message gets the one that is closest to an unknown one.
-        full_names: full names of options by their short ones, which config files do not take.
+        full_names: full names of options, by all their names. An unknown option gets the closest
+            name, or the full one, which files of options take.
     """
 
-    def __init__(
-        self,
-        error: Exception,
-        option_names: Iterable[str] = (),
-        full_names: Mapping[str, str] = {},
-    ) -> None:
+    def __init__(self, error: Exception, full_names: Mapping[str, str] = {}) -> None:
         text = one_line(error)
         cause: BaseException = error
         while cause.__cause__ and not isinstance(error, ArgumentError):
             cause = cause.__cause__  # jsonargparse raises an error of its own for one of a class
         if not isinstance(cause, (ArgumentError, ValueError, OSError, ImportError)):
             frame = traceback.extract_tb(cause.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            text = f"{text} ({type(cause).__name__} in {place})"
+            file = Path(frame.filename).name
+            text = f"{text} ({type(cause).__name__} in {file}, line {frame.lineno})"
         if unknown := _UNKNOWN.search(text):
             name = unknown[1].lstrip("-")
-            close = did_you_mean(name, option_names).replace("mean ", "mean --")
+            close = did_you_mean(name, full_names).replace("mean ", "mean --")
             text += f"; in a file its name is {full_names[name]}" if name in full_names else close
         super().__init__(text)
         self.code = 1 if isinstance(error, OSError) else 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import IO
 
 from catnat.callbacks.files import write_whole
 
@@ -26,44 +25,37 @@ class RunFolder:
     """
 
     def __init__(self, home: Path, ckpt_path: Path | None, train: bool) -> None:
-        self.path = home / "version_0"
-        self.resumed = False
-        self._lock: IO[str] | None = None
+        checkpoint = ckpt_path or Path()
+        is_in_a_run = checkpoint.parent.name == "checkpoints"
+        self.resumed = is_in_a_run and (not train or checkpoint.name == "last.ckpt")
+        self.path = checkpoint.parent.parent if self.resumed else home / "version_0"
         self._has_begun = False
-        if ckpt_path is not None and ckpt_path.parent.name == "checkpoints":
-            self.resumed = not train or ckpt_path.name == "last.ckpt"
-            if self.resumed:
-                self.path = ckpt_path.parent.parent
 
     def open(self) -> None:
         """Make the folder of a new run, the first that is free; lock it.
+
+        The system frees the lock of a process that is gone, however it ended.
 
         Raises:
             ValueError: another process trains in this folder.
         """
         for number in count() if not self.resumed else ():
             self.path = self.path.with_name(f"version_{number}")
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 self.path.mkdir(parents=True)
                 break
-        self._take_lock()
-
-    def _take_lock(self) -> None:
-        """The system frees the lock of a process that is gone, however it ended."""
-        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - open as long as the run lasts
+        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - as long as the run lasts
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            lock.seek(0)
-            process = lock.read()
-            lock.close()
+            self._lock.seek(0)
+            process = self._lock.read()
             raise ValueError(f"{process} is still training in {self.path}: end it first") from None
         except OSError:
             pass  # a file system without locks
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        self._lock = lock
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
 
     def begin(self, options: str) -> None:
         """Write the options of a run, once: those of a resumed run belong to its checkpoint."""
@@ -78,12 +70,9 @@ class RunFolder:
         write_whole(self.path / "config.yaml", options.encode())
 
     def close(self) -> None:
-        """Give the folder back; that of a new run goes if it is empty."""
-        if self._lock is None:
-            return
+        """Give an open folder back; that of a new run goes if it is empty."""
         (self.path / ".lock").unlink()
         self._lock.close()
-        self._lock = None
-        with contextlib.suppress(OSError):  # not empty
+        with suppress(OSError):  # not empty
             for folder in (self.path, *list(self.path.parents)[:3]):
                 folder.rmdir()

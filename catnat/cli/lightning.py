@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -22,19 +20,12 @@ from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunLogger, RunRecord
 from catnat.checks import require_at_least, require_positive
 from catnat.cli.end_of_run import warnings_of
-from catnat.cli.options import DATA, load
-from catnat.cli.run import RunCLI
+from catnat.cli.run import RunCLI, numbers
 from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}
 _OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule"} | _RATES
 _COUNT_OR_SHARE = int | float | None
-# The least values of options of the Trainer, which it does not check itself.
-_LEAST = {
-    -1: ("num_sanity_val_steps",),
-    0: ("gradient_clip_val", "log_every_n_steps", "min_steps", "min_epochs"),
-    1: ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes"),
-}
 
 
 class CatnatCLI(RunCLI):
@@ -43,45 +34,27 @@ class CatnatCLI(RunCLI):
     ``model``, ``datamodule``, ``trainer`` and ``config`` are what a command line describes.
     """
 
-    in_checkpoints: ClassVar[set[str]] = {"pytorch-lightning_version", "state_dict"}
-    cli_options: ClassVar[dict[str, Any]] = {
-        "trainer_defaults": {
-            "devices": 1,
-            "default_root_dir": "runs",
-            "enable_model_summary": False,
-        }
-    }
+    checkpoint_key = "pytorch-lightning_version"
 
     # -- from words to objects -----------------------------------------------------------------
 
-    def find_groups(self) -> dict[str, Any]:
-        """The classes of model, data and Trainer, and of our callbacks."""
-        line = self.line
+    def add_core_arguments_to_parser(self, parser: Any) -> None:
+        """Add model and data, by the names of their classes or with their options, and the rest."""
         # 1 is one batch, 1.0 is all of them. The cache of typing may have turned the union round,
         # and then the parser would read 1 as 1.0.
         annotations = inspect.unwrap(Trainer.__init__).__annotations__
-        for name, annotation in annotations.items():
-            if annotation == _COUNT_OR_SHARE:
-                annotations[name] = _COUNT_OR_SHARE
-        groups: dict[str, Any] = {"model": self.model_type}
-        if line.data is None and self.recipe.data:
-            line.data = DATA[self.recipe.data[0]]
-        if line.data:
-            groups["data"] = load(line.data, "--data")
-        return groups | {
-            "fisher": FisherMonitor,
-            "checkpoint": BestCheckpoint,
-            "trainer": Trainer,
-        }
-
-    def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add our own options, and those that follow from others."""
-        super().add_arguments_to_parser(parser)
+        shares = [name for name, kind in annotations.items() if kind == _COUNT_OR_SHARE]
+        annotations |= dict.fromkeys(shares, _COUNT_OR_SHARE)
+        by_name = parser is self.parser
+        model_type = LightningModule if by_name else self.model_type
+        data_type = LightningDataModule if by_name else self.data_type
+        parser.add_lightning_class_args(model_type, "model", by_name)
+        if data_type:
+            parser.add_lightning_class_args(data_type, "data", by_name, required=False)
         parser.add_lightning_class_args(FisherMonitor, "fisher")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
-        for target, (source, function) in self.links.items():
-            names = (f"data.init_args.{source}", f"model.init_args.{target}")
-            parser.link_arguments(*names, compute_fn=function)
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({"trainer.devices": 1, "trainer.enable_model_summary": False})
 
     def complete_options(self) -> None:
         """Give the model the learning rate of an optimizer that the command line names.
@@ -90,7 +63,6 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
-        typed_options = dict(self.typed_options)
         max_steps = config.trainer.max_steps
         if self.line.command == "fit" and 0 <= max_steps < self.began:
             raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
@@ -99,7 +71,7 @@ class CatnatCLI(RunCLI):
         if not config.optimizer or not issubclass(self.model_type, StepModule):
             return
         options = config.model.init_args
-        chosen_options = typed_options if self.line.record else self.chosen_options
+        chosen_options = dict(self.typed_options) if self.line.record else self.chosen_options
         for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
             is_chosen = f"model.{name}" in chosen_options
             if is_chosen and options[name] != self.page.get_default(f"model.{name}"):
@@ -117,20 +89,21 @@ class CatnatCLI(RunCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
-        for least, names in _LEAST.items():
-            numbers = {name: options[name] for name in names if options[name] is not None}
-            require_at_least(least, **numbers)
+        at_least_0 = ("gradient_clip_val", "log_every_n_steps", "min_steps", "min_epochs")
+        at_least_1 = ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes")
+        require_at_least(-1, **numbers(options, "num_sanity_val_steps"))
+        require_at_least(0, **numbers(options, *at_least_0))
+        require_at_least(1, **numbers(options, *at_least_1))
         set_validation_interval(options)
         callbacks = _as_list(options["callbacks"])
         shows_progress = options["enable_progress_bar"] is not False
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         on_terminal = has_bar or sys.stdout.isatty()
-        self.record = RunRecord(lines=shows_progress and not on_terminal)
         options["enable_progress_bar"] = shows_progress and on_terminal
+        self.record = RunRecord(lines=shows_progress and not on_terminal)
         if not options["barebones"]:
             callbacks = [self.record, Figures(), *callbacks]
-            has_head = any(isinstance(module, CategoricalHead) for module in self.model.modules())
-            if has_head:
+            if any(isinstance(module, CategoricalHead) for module in self.model.modules()):
                 callbacks.insert(0, self.config_init.fisher)
             if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
                 callbacks += self._checkpoints(options["max_steps"])
@@ -140,13 +113,15 @@ class CatnatCLI(RunCLI):
             options["logger"] = options["logger"] or False
         if self.keeps:  # where Lightning saves the run before SLURM requeues it
             options["default_root_dir"] = str(self.folder.path)
-        batches = ("on_train_batch", "on_sanity_check", "on_validation", "on_test", "on_predict")
-        starts: dict[str, Any] = {f"{name}_start": self._enter_batches for name in batches}
         phases = LambdaCallback(
             on_train_start=self._open_loggers,
+            on_train_batch_start=self._enter_batches,
             on_train_batch_end=self._write_options,
+            on_sanity_check_start=self._enter_batches,
             on_sanity_check_end=self._leave_batches,
-            **starts,
+            on_validation_start=self._enter_batches,
+            on_test_start=self._enter_batches,
+            on_predict_start=self._enter_batches,
         )
         trainer = Trainer(**options | {"callbacks": [phases, *callbacks]})
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -163,7 +138,7 @@ class CatnatCLI(RunCLI):
 
     def _write_options(self, *_: Any) -> None:
         if self.keeps and self.is_first:
-            self.folder.begin(self.options)
+            self.folder.begin(self.config_text)
 
     def _enter_batches(self, *_: Any) -> None:
         self.in_batches = True
@@ -175,22 +150,22 @@ class CatnatCLI(RunCLI):
         folder = self.folder.path / "checkpoints"
         best = self.config_init.checkpoint
         best.dirpath = best.dirpath or str(folder)
-        return [best, LastCheckpoint(folder, self.save_interval(default_interval(max_steps)))]
+        every = self.config.save_every or default_interval(max_steps)
+        return [best, LastCheckpoint(folder, every)]
 
     def _logger(self) -> RunLogger:
         folder = self.folder.path  # its name in full, so that "name" adds none
         logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
-        logger.begun = not self.keeps
-        if self.folder.resumed:
-            logger.resumed_at = self.checkpoint["global_step"]
+        logger.begun = False
+        logger.resumed_at = self.began if self.folder.resumed else None
         return logger
 
     # -- commands ------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """The number of steps done; 0 before there is a Trainer."""
-        return self.trainer.global_step if hasattr(self, "trainer") else 0
+        """The number of steps done."""
+        return self.trainer.global_step
 
     def fit(self) -> dict[str, Any]:
         """Train, then validate (to select by) and test what was learned last."""
@@ -211,9 +186,9 @@ class CatnatCLI(RunCLI):
             return {}
         metrics: dict[str, Any] = dict(self.record.validated)
         if not metrics and self._can("validation_step", "val_dataloader"):
-            metrics = self._first(trainer.validate) if trainer.limit_val_batches else {}
+            metrics = self.validate()
         if self._can("test_step", "test_dataloader"):
-            metrics |= self._first(trainer.test)
+            metrics |= self.test()
         metrics |= self.config_init.fisher.latest
         if source := getattr(self.datamodule, "hparams", {}).get("source"):
             metrics["data_source"] = source
@@ -225,8 +200,9 @@ class CatnatCLI(RunCLI):
     def _write_hparams(self, metrics: dict[str, Any]) -> None:
         """Fill TensorBoard's hparams tab; warnings go to TEXT."""
         hparams = self.hparams() | {"steps": self.step, "data_source": metrics.get("data_source")}
-        if hparams.get("learning_rate", 0) is None:  # the model has a default for each head
-            hparams["learning_rate"] = getattr(self.model, "learning_rates", (None,))[0]
+        for name, value in hparams.items():
+            if value is None:  # the model may have a default for each head
+                hparams[name] = self.model.hparams.get(name)
         tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
         loop = self.trainer.fit_loop.epoch_loop
         step = loop._batches_that_stepped  # as Lightning writes metrics
@@ -239,11 +215,11 @@ class CatnatCLI(RunCLI):
 
     def validate(self) -> dict[str, Any]:
         """Validate the checkpoint."""
-        return self._first(self.trainer.validate, self.line.ckpt_path)
+        return self._first(self.trainer.validate)
 
     def test(self) -> dict[str, Any]:
         """Test the checkpoint."""
-        return self._first(self.trainer.test, self.line.ckpt_path)
+        return self._first(self.trainer.test)
 
     def predict(self) -> dict[str, Any]:
         """Let the checkpoint predict; a callback such as BasePredictionWriter takes the result."""
@@ -255,8 +231,9 @@ class CatnatCLI(RunCLI):
         )
         return {}
 
-    def _first(self, evaluate: Any, ckpt_path: Path | None = None) -> dict[str, Any]:
-        """Metrics of the first loader's evaluation."""
+    def _first(self, evaluate: Any) -> dict[str, Any]:
+        """Metrics of the first loader's evaluation, of a checkpoint or of what was trained."""
+        ckpt_path = self.line.ckpt_path if self.line.command != "fit" else None
         metrics = evaluate(
             self.model, datamodule=self.datamodule, ckpt_path=ckpt_path, verbose=False
         )
@@ -264,7 +241,7 @@ class CatnatCLI(RunCLI):
 
     def _can(self, step: str, loader: str) -> bool:
         """Whether model and data define these methods; those of a user may not."""
-        owner = self.model if self.datamodule is None else self.datamodule
+        owner = self.datamodule or self.model
         return is_overridden(step, self.model) and is_overridden(loader, owner)
 
 
@@ -273,15 +250,14 @@ def set_validation_interval(options: dict[str, Any]) -> None:
 
     A run of epochs validates after each, as Lightning does.
     """
+    require_positive(**numbers(options, "val_check_interval"))
+    if options["check_val_every_n_epoch"] != 1:
+        return
     steps = options["max_steps"]
-    is_default = options["val_check_interval"] is None and options["check_val_every_n_epoch"] == 1
-    if is_default and steps > 0:
+    if options["val_check_interval"] is None and steps > 0:
         batches = options["accumulate_grad_batches"]  # of a step
         options["val_check_interval"] = batches * min(default_interval(steps), steps)
-    interval = options["val_check_interval"]
-    if isinstance(interval, int | float):
-        require_positive(val_check_interval=interval)
-    if isinstance(interval, int) and options["check_val_every_n_epoch"] == 1:
+    if isinstance(options["val_check_interval"], int):
         options["check_val_every_n_epoch"] = None  # steps, whatever the length of an epoch
 
 
@@ -295,7 +271,7 @@ def default_interval(max_steps: int) -> int:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """A list of no items for None, of the items of a collection, or of a single value."""
+    """A list of no items for None, or of a single value; a list as it is."""
     if value is None:
         return []
-    return list(value) if isinstance(value, Iterable) else [value]
+    return value if isinstance(value, list) else [value]

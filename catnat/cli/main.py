@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +22,17 @@ from catnat.cli.options import (
 )
 from catnat.sweeps import run_command
 
+# Messages of Lightning that a user of this program can do nothing about.
+_UNHELPFUL = re.compile(
+    r"[GT]PU available|💡 Tip|Seed set to|`Trainer.fit` stopped|`Trainer\(limit|LOCAL_RANK"
+    r"|`weights_only` was not set|Restor|Loaded model weights|You are using a CUDA device"
+)
+_UNHELPFUL_WARNINGS = (
+    r".*(does not have many workers|is smaller than the logging interval|exists and is not empty"
+    r"|LeafSpec|all_gather is deprecated|is not in the possible render_modes"
+    r"|The render mode is None|GPU available but not used"  # after --accelerator cpu
+    r"|torch.jit.script. is deprecated)"  # in torch-geometric
+)
 COMMANDS = ("sweep", "status", "tables", "figures", "compare")
 _PAGE = f"""\
 usage: {command_words()} [fit|validate|test|predict] --model MODEL --head HEAD ...
@@ -91,6 +105,7 @@ def command_line(words: list[str], until: str = "end") -> Any:
         raise UsageError(ImportError(message)) from error
     except ValueError as error:
         raise UsageError(error) from error
+    _silence()
     return cli(line, until)
 
 
@@ -109,3 +124,15 @@ def _say(message: object, code: int) -> int:
     """Print one line about what went wrong, and return the exit code."""
     print(f"catnat: {message}", file=sys.stderr)
     return code
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not _UNHELPFUL.match(record.getMessage())
+
+
+def _silence() -> None:
+    """Turn off messages and warnings that users can do nothing about; others stay."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_is_shown)
+    warnings.filterwarnings("ignore", _UNHELPFUL_WARNINGS)

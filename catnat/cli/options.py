@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ MODELS = {
     "a2c": Recipe("catnat.cli.rl.A2C", (), 8_000_000, 30_000),
 }
 RL_MODELS = ("ppo", "a2c")
-# Options that say what a run consists of, by every name they have.
+# Options that say what a run consists of, by their short names.
 _CHOICES = {
     "model": "model.class_path",
     "head": "model.head",
@@ -61,6 +62,7 @@ _CHOICES = {
     "default_root_dir": "trainer.default_root_dir",
     "ckpt_path": "ckpt_path",
 }
+_READ_HERE = {*_CHOICES.values(), "config", "import"}
 
 
 class CommandLine:
@@ -72,15 +74,16 @@ class CommandLine:
     Attributes:
         command: one of ``COMMANDS``.
         model: a name of ``MODELS``, or the path of a class.
+        model_path: the path of the class.
         head: its name; None for the model's default.
         data: the path of a class; None for the model's default.
         root: the folder of all runs.
         ckpt_path: the checkpoint to resume or to test.
         record: the options of the run that the checkpoint belongs to, a file.
         configs: further files of options.
+        in_files: options of all files, by full name.
         imports: modules to import first.
         options: pairs of a name and a value, as they were typed, without those above.
-        in_files: options of all files, by full name.
 
     Raises:
         ValueError: a word, a file or a name is wrong.
@@ -90,25 +93,16 @@ class CommandLine:
         words = list(argv)
         self.command = words.pop(0) if words and not words[0].startswith("-") else "fit"
         require_choice(COMMANDS, command=self.command)
-        self.configs: list[str] = []
-        self.imports: list[str] = []
-        self.options: list[tuple[str, str | None]] = []
+        typed = [(_CHOICES.get(name, name), value) for name, value in _pairs(words)]
+        self.options = [(name, value) for name, value in typed if name not in _READ_HERE]
+        self.configs = [value for name, value in typed if name == "config"]
+        self.imports = [value for name, value in typed if name == "import"]
         self.in_files: dict[str, Any] = {}
-        self.ckpt_path: Path | None = None
-        self.record: Path | None = None
-        typed_choices: dict[str, Any] = {}
-        for name, value in _pairs(words):
-            full_name = _CHOICES.get(name, name)
-            if full_name in _CHOICES.values():
-                typed_choices[full_name] = value
-            elif name == "config":
-                self.configs.append(str(value))
-            elif name == "import":
-                self.imports.append(str(value))
-            else:
-                self.options.append((name, value))
         for path in self.configs:
             self.in_files |= read_options(path)
+        self.ckpt_path: Path | None = None
+        self.record: Path | None = None
+        typed_choices = dict(typed)
         self._choose(typed_choices)
         if wanted := (self.in_files | typed_choices).get("ckpt_path"):
             self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)
@@ -121,11 +115,13 @@ class CommandLine:
         self.imports += [modules] if isinstance(modules, str) else modules
         self._check_names()
 
-    def _choose(self, typed_choices: dict[str, Any]) -> None:
+    def _choose(self, typed_choices: dict[str, str]) -> None:
         """Set what the run consists of; folders and records have no alias of a head."""
         choices = self.in_files | typed_choices
-        path = choices.get("model.class_path", "vae")
-        self.model = next((name for name in MODELS if MODELS[name].path == path), path)
+        model = choices.get("model.class_path", "vae")
+        self.model_path = MODELS[model].path if model in MODELS else model
+        names = {recipe.path: name for name, recipe in MODELS.items()}
+        self.model = names.get(self.model_path, model)
         self.head = (choices.get("model.head") or "").removeprefix("catnat-") or None
         self.data = choices.get("data.class_path")
         self.root = choices.get("trainer.default_root_dir") or "runs"
@@ -140,28 +136,25 @@ class CommandLine:
         if self.data and self.model in RL_MODELS:
             raise ValueError(f"--data {self.data}: {self.model} plays in environments; see --env")
         if self.data and "." not in self.data:
-            names = MODELS[self.model].data if self.model in MODELS else tuple(DATA)
+            names = MODELS[self.model].data if self.model in MODELS else DATA
             require_choice((*names, "or my_module.MyData"), data=self.data)
             self.data = DATA[self.data]
 
 
-def _pairs(words: list[str]) -> list[tuple[str, str | None]]:
+def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
     """Names and values of options; --max-steps is --max_steps, and init_args can be left out."""
-    pairs: list[tuple[str, str | None]] = []
-    for word in words:
-        if word.startswith("--") or word in ("-c", "-h"):
-            name, equals, value = word.lstrip("-").partition("=")
-            name = name.replace("-", "_").replace(".init_args.", ".")
-            name = {"h": "help", "c": "config"}.get(name, name)
-            pairs.append((name, value if equals else None))
-        elif pairs and pairs[-1][1] is None:
-            pairs[-1] = (pairs[-1][0], word)
-        else:
+    remaining_words = iter(words)
+    for word in remaining_words:
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_").replace(".init_args.", ".")
+        name = {"h": "help", "c": "config"}.get(name, name)
+        if not word.startswith("-"):
             raise ValueError(f"unrecognized arguments: {word}")
-    for name, typed_value in pairs:
-        if not typed_value and name not in ("print_config", "help"):
-            raise ValueError(f"--{name} needs a value")
-    return pairs
+        if name not in ("help", "print_config"):
+            value = value if equals else next(remaining_words, "")
+            if not value or (value.startswith("--") and not equals):
+                raise ValueError(f"--{name} needs a value")
+        yield name, value
 
 
 def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:

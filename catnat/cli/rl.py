@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -29,17 +29,17 @@ from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.options import Recipe
-from catnat.cli.run import RunCLI
+from catnat.cli.run import RunCLI, numbers
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 from catnat.sb3.algorithms import load_state
 from catnat.sb3.distributions import MaskMode
 
 _RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
-# Arguments of Stable-Baselines3 that would do nothing here.
-_UNUSED = {"tensorboard_log", "use_sde", "sde_sample_freq"}
+# Arguments of Stable-Baselines3 that follow from others, or would do nothing here.
+_UNUSED = {"policy", "env", "seed", "device", "_init_setup_model"}
 _UNUSED |= {"rollout_buffer_class", "rollout_buffer_kwargs"}
-_UNUSED |= {"policy", "env", "seed", "device", "_init_setup_model"}  # they follow from the others
+_UNUSED |= {"tensorboard_log", "use_sde", "sde_sample_freq"}
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 _MOST_EVALUATED = 16  # environments of an evaluation
 
@@ -81,7 +81,7 @@ class Algorithm:
     atari: ClassVar[dict[str, Any]] = {}  # the recipe for Atari games
     not_atari: ClassVar[dict[str, Any]] = {}  # the recipe for other environments
     # Rollouts between two rows of the log, and at most between two looks of the Fisher monitor.
-    every: ClassVar[int] = 1
+    every = 1
 
     def __init__(
         self,
@@ -92,14 +92,12 @@ class Algorithm:
         anneal_lr: bool = False,
         **kwargs: Any,
     ) -> None:
-        def numbers(*names: str) -> dict[str, Any]:
-            return {x: kwargs[x] for x in names if isinstance(kwargs.get(x), int | float)}
-
         positive = ("clip_range", "clip_range_vf", "max_grad_norm", "rms_prop_eps", "target_kl")
-        require_positive(learning_rate=learning_rate, **numbers(*positive))
-        require_within(0, float("inf"), "[)", **numbers("ent_coef", "vf_coef"))
-        require_at_least(1, **numbers("n_steps", "n_epochs", "batch_size", "stats_window_size"))
-        require_within(0, 1, **numbers("gamma", "gae_lambda"))
+        at_least_1 = ("n_steps", "n_epochs", "batch_size", "stats_window_size")
+        require_positive(learning_rate=learning_rate, **numbers(kwargs, *positive))
+        require_at_least(1, **numbers(kwargs, *at_least_1))
+        require_within(0, float("inf"), "[)", **numbers(kwargs, "ent_coef", "vf_coef"))
+        require_within(0, 1, **numbers(kwargs, "gamma", "gae_lambda"))
         self.policy_kwargs = {"head": head, "head_options": head_options, **(policy_kwargs or {})}
         drops_options = kwargs.get("use_rms_prop") and "optimizer_class" not in self.policy_kwargs
         if drops_options and "optimizer_kwargs" in self.policy_kwargs:
@@ -108,12 +106,33 @@ class Algorithm:
         self.anneal_lr = anneal_lr
         self.kwargs = kwargs
 
+    def arguments(self, env: VecEnv, total_steps: int, device: str, seed: int) -> dict[str, Any]:
+        """Arguments of the algorithm that follow from the run, with a policy that suits it."""
+        policy = "MlpPolicy"
+        if isinstance(env.observation_space, spaces.Dict):
+            policy = "MultiInputPolicy"
+        elif is_image_space(env.observation_space):
+            policy = "CnnPolicy"
+        elif device == "auto":
+            device = "cpu"  # small networks are faster there
+        rate: Any = self.learning_rate
+        if self.anneal_lr:
+            rate = cleanrl_schedule(rate, total_steps, self.kwargs["n_steps"] * env.num_envs)
+        return {
+            "policy": policy,
+            "env": env,
+            "learning_rate": rate,
+            "policy_kwargs": self.policy_kwargs,
+            "device": device,
+            "seed": seed,
+        }
+
 
 class PPO(Algorithm):
     """PPO; for Atari games with CleanRL's settings, which are the paper's."""
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
-    atari: ClassVar[dict[str, Any]] = {
+    atari: ClassVar = {
         "learning_rate": 2.5e-4,
         "anneal_lr": True,
         "n_steps": 128,
@@ -124,7 +143,7 @@ class PPO(Algorithm):
         "vf_coef": 0.25,
         "value_loss": "cleanrl",
     }
-    not_atari: ClassVar[dict[str, Any]] = {
+    not_atari: ClassVar = {
         "learning_rate": 1e-3,
         "anneal_lr": True,
         "n_steps": 32,
@@ -134,9 +153,9 @@ class PPO(Algorithm):
         "gae_lambda": 0.8,
     }
 
-    def make(self, *args: Any, **kwargs: Any) -> HeadPPO:
-        """The model."""
-        return HeadPPO(*args, **kwargs, **self.kwargs)
+    def make(self, *run: Any) -> HeadPPO:
+        """The algorithm."""
+        return HeadPPO(**self.arguments(*run), **self.kwargs)
 
 
 class A2C(Algorithm):
@@ -144,9 +163,9 @@ class A2C(Algorithm):
 
     every = 100  # rollouts are short
 
-    def make(self, *args: Any, **kwargs: Any) -> HeadA2C:
-        """The model."""
-        return HeadA2C(*args, **kwargs, **self.kwargs)  # type: ignore[misc]
+    def make(self, *run: Any) -> HeadA2C:
+        """The algorithm."""
+        return HeadA2C(**self.arguments(*run), **self.kwargs)
 
 
 @dataclass
@@ -165,18 +184,16 @@ class Training:
         default_root_dir: where runs go.
     """
 
-    total_steps: int | None = None
+    total_steps: PositiveInt | None = None
     device: str = "auto"
-    eval_games: int = 10
-    eval_every: int | None = None
+    eval_games: PositiveInt = 10
+    eval_every: NonNegativeInt | None = None
     eval_deterministic: bool = False
     callbacks: list[BaseCallback] | None = None
     enable_progress_bar: bool = True
     default_root_dir: str = "runs"
 
     def __post_init__(self) -> None:
-        require_at_least(1, eval_games=self.eval_games)
-        require_at_least(0, eval_every=self.eval_every or 0)
         if self.device != "auto":
             try:  # Stable-Baselines3 would take the CPU in place of a device that is not there
                 torch.empty(0, device=self.device).cpu()
@@ -190,38 +207,30 @@ class RLCLI(RunCLI):
     ``model``, ``env``, ``eval_env`` and ``config`` are what a command line describes.
     """
 
-    in_checkpoints: ClassVar[set[str]] = {"optimizer"}
-    cli_options: ClassVar[dict[str, Any]] = {"auto_configure_optimizers": False}
-    hidden: ClassVar[dict[str, set[str]]] = {"model": _UNUSED, "data": _RUN_ARGUMENTS}
+    trainer: Any  # evaluates, saves and stops
+    checkpoint_key = "optimizer"
+    has_optimizer = False
 
     # -- from words to objects -----------------------------------------------------------------
 
-    def find_groups(self) -> dict[str, Any]:
-        """The algorithm, and what makes environments, training and monitor."""
-        return {
-            "model": self.model_type,
-            "data": make_env,
-            "trainer": Training,
-            "fisher": FisherMonitorSB3,
-        }
-
     def add_core_arguments_to_parser(self, parser: Any) -> None:
-        """Add the groups of options."""
-        parser.add_subclass_arguments(Algorithm, "model", required=False, skip=_UNUSED)
+        """Add the options of algorithm, environments, training and monitor."""
+        if parser is self.parser:
+            parser.add_subclass_arguments(Algorithm, "model", required=False, skip=_UNUSED)
+        else:
+            parser.add_class_arguments(self.model_type, "model", skip=_UNUSED)
         parser.add_function_arguments(make_env, "data", skip=_RUN_ARGUMENTS)
         parser.add_class_arguments(Training, "trainer")
         parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
     def defaults(self) -> dict[str, Any]:
         """Defaults that depend on the environment."""
-        algorithm = self.model_type
         atari = is_atari(self.chosen_options.get("data.env", self.page.get_default("data.env")))
+        recipe = self.model_type.atari if atari else self.model_type.not_atari
         if not atari:
             self.recipe = Recipe(self.recipe.path, steps=50_000, steps_on_cpu=50_000)
-        recipe = algorithm.atari if atari else algorithm.not_atari
         options = {f"model.{name}": value for name, value in recipe.items()}
-        options["trainer.eval_deterministic"] = not atari
-        return options
+        return options | super().defaults() | {"trainer.eval_deterministic": not atari}
 
     def complete_options(self) -> None:
         """Let the monitor look at some of many short rollouts, once in the last tenth at least.
@@ -230,66 +239,39 @@ class RLCLI(RunCLI):
         """
         config = self.config
         options = config.model.init_args
-        require_at_least(1, total_steps=config.trainer.total_steps)
+        total_steps = config.trainer.total_steps
         rollout = max(options.n_steps * config.data.num_envs, 1)
-        if self.line.command == "fit" and config.trainer.total_steps <= self.began - rollout:
+        if self.line.command == "fit" and total_steps <= self.began - rollout:
             raise ValueError(
                 f"the checkpoint has {self.began} steps already, more than --total_steps "
-                f"{config.trainer.total_steps}"
+                f"{total_steps}"
             )
         if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
         every = self.model_type.every
         if every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
-            tenth = config.trainer.total_steps // rollout // 10
-            config.fisher.every_n_rollouts = max(1, min(every, tenth))
+            config.fisher.every_n_rollouts = max(1, min(every, total_steps // rollout // 10))
 
-    def build(self) -> None:
-        """Make environments, model and callbacks."""
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Make environments, the model in them, and what evaluates and saves it."""
         config = self.config
-        objects = self.parser.instantiate(config)
-        self.training = training = objects.trainer
-        self.fisher = objects.fisher
-        self.seed = config.seed_everything
+        training = self.config_init.trainer
+        fisher = self.config_init.fisher
+        seed = config.seed_everything
+        steps = training.total_steps
         atari = is_atari(config.data.env)
-        if isinstance(self.seed, bool):
+        if isinstance(seed, bool):
             raise ValueError("--seed false: a run needs a seed")
         if atari:  # the emulator's seeds have 31 bits; refused now, not when everything is trained
             largest = 2**31 - EVALUATION_SEED - max(_MOST_EVALUATED, config.data.num_envs)
-            require_within(0, largest, "[)", seed=self.seed)
+            require_within(0, largest, "[)", seed=seed)
         self.title += f" on {config.data.env}"
         self.env = self._environments()
-        observations = self.env.observation_space
-        device = training.device
-        if isinstance(observations, spaces.Dict):
-            policy = "MultiInputPolicy"
-        elif is_image_space(observations):
-            policy = "CnnPolicy"
-        else:
-            policy = "MlpPolicy"
-            if device == "auto":
-                device = "cpu"  # small networks are faster there
-        steps = training.total_steps
-        algorithm = objects.model
-        rate = algorithm.learning_rate
-        if algorithm.anneal_lr:
-            rate = cleanrl_schedule(rate, steps, algorithm.kwargs["n_steps"] * self.env.num_envs)
-        self.model: Any = algorithm.make(
-            policy,
-            self.env,
-            learning_rate=rate,
-            policy_kwargs=algorithm.policy_kwargs,
-            seed=self.seed,
-            device=device,
-        )
+        self.model = self.model.make(self.env, steps, training.device, seed)
         self.masked = getattr(self.model, "uses_masks", False)
         if "mask_mode" in self.model.policy_kwargs and not self.masked:
             raise ValueError("mask_mode has no effect: actions are not masked")
         self.model.set_logger(Logger(str(self.folder.path), []))
-        if self.checkpoint:
-            load_state(self.model, self.checkpoint)
-            self.fisher.load_state_dict(self.checkpoint["fisher"])
-            self.env.seed(self.seed + self.step)  # not the games that the run began with
         env_kwargs = dict(config.data.env_kwargs or {})
         is_limited = atari or self.env.env_is_wrapped(TimeLimit)[0]
         if not is_limited:
@@ -297,31 +279,34 @@ class RLCLI(RunCLI):
         num_envs = min(training.eval_games, _MOST_EVALUATED)
         eval_env = self._environments(num_envs=num_envs, env_kwargs=env_kwargs)
         self.eval_env = OnPolicyAlgorithm._wrap_env(eval_env, 0)  # as the model wraps its own
-        eval_every = training.eval_every
-        if eval_every is None:
-            eval_every = max(steps // 10, 1)
-        self.callback = RunSB3(
+        run = RunSB3(
             self.eval_env,
             n_eval_episodes=training.eval_games,
-            eval_freq=eval_every,
+            eval_freq=max(steps // 10, 1) if training.eval_every is None else training.eval_every,
             deterministic=training.eval_deterministic,
             verbose=training.enable_progress_bar,
             folder=self.folder.path / "checkpoints",
             hyper_parameters=self.hparams(),
-            fisher=self.fisher,
-            save_every=self.save_interval(max(25_000, steps // 100)),
+            fisher=fisher,
+            save_every=config.save_every or max(25_000, steps // 100),
             longest_game=None if is_limited else _LONGEST_GAME,
         )
+        self.at_end.callback(run.close)
+        run.model = self.model
         if self.checkpoint:
-            self.callback.best_mean_reward = self.checkpoint["best"]
-            self.callback.evaluated_step = self.checkpoint.get("evaluated", self.began)
-        self.callback.model = self.model
+            load_state(self.model, self.checkpoint)
+            self.env.seed(seed + self.step)  # not the games that the run began with
+            fisher.load_state_dict(self.checkpoint["fisher"])
+            run.best_mean_reward = self.checkpoint["best"]
+            run.evaluated_step = self.checkpoint.get("evaluated", self.began)
+        return run
 
     def _environments(self, **changes: Any) -> VecEnv:
         """Environments with the options of the command line; with changes, for evaluations."""
-        gamma = self.config.model.init_args.gamma
-        options = self.config.data.as_dict() | changes
-        env = make_env(**options, seed=self.seed, gamma=gamma)
+        config = self.config
+        options = config.data.as_dict() | changes
+        env = make_env(**options, seed=config.seed_everything, gamma=config.model.init_args.gamma)
+        self.at_end.callback(env.close)
         if changes and isinstance(env, VecNormalize):
             env.training = False
             env.norm_reward = False
@@ -331,48 +316,40 @@ class RLCLI(RunCLI):
 
     @property
     def step(self) -> int:
-        """The number of steps of all environments together; 0 before there is a model."""
-        return int(self.model.num_timesteps) if hasattr(self, "model") else 0
+        """The number of steps of all environments together."""
+        return int(self.model.num_timesteps)
 
     def fit(self) -> dict[str, Any]:
         """Learn, then play."""
         model = self.model
-        training = self.training
-        folder = self.folder.path
+        training = self.config_init.trainer
+        fisher = self.config_init.fisher
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
-        self.folder.begin(self.options)
-        self.writer = open_writer(folder, model.num_timesteps + 1 if self.folder.resumed else None)
-        model.logger.output_formats.append(_Output(self.writer))
-        callbacks = [self.fisher, *(training.callbacks or ()), self.callback]
+        self.folder.begin(self.config_text)
+        first_step = self.step + 1 if self.folder.resumed else None
+        writer = open_writer(self.folder.path, first_step)
+        self.at_end.callback(writer.close)
+        model.logger.output_formats.append(_Output(writer))
         model.learn(
-            max(training.total_steps - model.num_timesteps, 0),
-            CallbackList(callbacks),
+            max(training.total_steps - self.step, 0),
+            CallbackList([fisher, *(training.callbacks or ()), self.trainer]),
             log_interval=self.model_type.every,
             reset_num_timesteps=False,
             progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
         )
         tested = self.test()
-        self.callback.keep_best(tested["test/return"])
-        about = {"steps": model.num_timesteps, "actions": model.action_space}
-        hparams = {
-            name: value if isinstance(value, int | float) else str(value)
-            for name, value in (self.hparams() | about).items()
-        }
-        write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, model.num_timesteps)
-        return dict(tested | recent_return(model) | self.fisher.latest)
+        self.trainer.keep_best(tested["test/return"])
+        hparams = self.hparams() | {"steps": self.step, "actions": model.action_space}
+        for name, value in hparams.items():
+            hparams[name] = value if isinstance(value, int | float) else str(value)
+        write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, self.step)
+        return tested | recent_return(model) | dict(fisher.latest)
 
     def test(self) -> dict[str, Any]:
         """Play."""
-        self.callback.signals.listen()
-        return {f"test/{name}": value for name, value in self.callback.evaluate().items()}
-
-    def close(self) -> None:
-        """Give back signals, environments and the folder."""
-        for name in ("callback", "eval_env", "env", "writer"):
-            if name in vars(self):
-                getattr(self, name).close()
-        super().close()
+        self.trainer.signals.listen()
+        return {f"test/{name}": value for name, value in self.trainer.evaluate().items()}
 
 
 class _Output(TensorBoardOutputFormat):

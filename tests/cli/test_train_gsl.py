@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from cases import HEADS
-from cases_cli import one_line
+from cases_cli import config, one_line
 
 import train
 
@@ -51,7 +50,6 @@ def test_every_head_trains(head, estimator, workspace, capfd):
         ("--estimator local", "'score_function', 'local_expectation'"),
         ("--model.out_features 1", "follows from --data.out_features: set that"),
         ("--num_nodes 5", "--model.num_nodes follows from --data.communities"),
-        ("--batch_size 5000", "more than the 160 items to train on"),
         ("--val_check_interval 0", "val_check_interval must be positive"),
     ],
 )
@@ -69,8 +67,7 @@ def test_dimensions_of_data_and_model_are_one(workspace, capsys):
     capsys.readouterr()
     assert run(*options, "--print_config") == 0
     printed = capsys.readouterr().out
-    config = yaml.safe_load(printed)
-    assert config["data"]["init_args"]["in_features"] == 3
+    assert "in_features: 3" in printed
     Path("c.yaml").write_text(printed)
     assert train.main(["--config=c.yaml", "--print_config"]) == 0
     assert capsys.readouterr().out == printed
@@ -99,7 +96,7 @@ def test_a_resume_that_fails_at_once_leaves_the_record_as_it_was(workspace, monk
     """And one that only tests, with other options, leaves these."""
     folder = Path("runs/gsl/natural/version_0")
     assert run(*workspace) == run("--ckpt_path=last", "--theta=0.2") == 0
-    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]["theta"] == 0.2
+    assert config(folder)["data"]["init_args"]["theta"] == 0.2
     before = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.json")}
     monkeypatch.setattr("catnat.lit_modules.GraphStructureLearner.step_loss", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -130,7 +127,7 @@ def test_the_learning_rate_of_the_record_is_used_or_the_option_refused(line, wor
     path = Path("runs/gsl/natural/version_0/checkpoints/last.ckpt")
     (group,) = torch.load(path)["optimizer_states"][0]["param_groups"]
     assert group["lr"] == pytest.approx(rate)
-    record = yaml.safe_load((path.parents[1] / "config.yaml").read_text())
+    record = config(path.parents[1])
     assert record["optimizer"]["init_args"]["lr"] == rate
     assert record["model"]["init_args"]["learning_rate"] == rate
     assert torch.load(path)["hyper_parameters"]["learning_rate"] == rate

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from cases_callbacks import TAGS
-from cases_cli import ROOT, one_line
+from cases_cli import ROOT, config, one_line
 from cases_fresh import Fresh, one_server
 from cases_ppo import (
     FOLDER,
@@ -68,13 +67,13 @@ STARTED = ["--learning_rate=0.002", "--gamma=0.9", "--seed=4", "--head_options.a
 
 def test_a_run_is_resumed_with_what_it_began_with_and_says_what_differs(capfd):
     assert run(*QUICK, *STARTED) == 0
-    before = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    before = config(FOLDER)
     capfd.readouterr()
     more = ["--total_steps=192", "--gamma=0.8"]
     assert train.main(["--model=ppo", "--ckpt_path=last", *more]) == 0
     remark = "with other options: gamma 0.9 -> 0.8, total_steps 128 -> 192"
     assert remark in capfd.readouterr().out
-    after = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    after = config(FOLDER)
     assert after["model"]["init_args"] == before["model"]["init_args"] | {"gamma": 0.8}
     assert last()["global_step"] == after["trainer"]["total_steps"] == 192
 
