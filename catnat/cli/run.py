@@ -196,9 +196,15 @@ class RunCLI(LightningCLI):
     def _words(self) -> list[str]:
         """Defaults, files and options, in this order, with full names."""
         line = self.line
+        names = set(self.full_names.values())
         for target, source in self.sources.items():
             if f"model.{target}" in self.chosen_options:
                 raise ValueError(f"--model.{target} follows from --data.{source}: set that")
+        for name in line.in_files:  # the parser would drop options of another class
+            group, option = (*name.split("."), "")[:2]
+            is_option = option in ("class_path", "dict_kwargs") or f"{group}.{option}" in names
+            if group in ("model", "data") and not is_option:
+                raise ValueError(f"unrecognized option {name!r} in a file: {line.model} has none")
         defaults = self.defaults()
         defaults = {name: defaults[name] for name in defaults if name in self.full_names}
         self.page.set_defaults(defaults)
