@@ -81,7 +81,8 @@ class CommandLine:
         ckpt_path: the checkpoint to resume or to test.
         record: the options of the run that the checkpoint belongs to, a file.
         configs: further files of options.
-        in_files: options of all files, by full name.
+        in_configs: options of these files, by full name.
+        in_files: those and the options of the record.
         imports: modules to import first.
         options: pairs of a name and a value, as they were typed, without those above.
 
@@ -100,6 +101,7 @@ class CommandLine:
         self.in_files: dict[str, Any] = {}
         for path in self.configs:
             self.in_files |= read_options(path)
+        self.in_configs = dict(self.in_files)
         self.ckpt_path: Path | None = None
         self.record: Path | None = None
         typed_choices = dict(typed)

@@ -200,7 +200,7 @@ class RunCLI(LightningCLI):
         for target, source in self.sources.items():
             if f"model.{target}" in self.chosen_options:
                 raise ValueError(f"--model.{target} follows from --data.{source}: set that")
-        for name in line.in_files:  # the parser would drop options of another class
+        for name in line.in_configs:  # the parser would drop options of another class
             group, option = (*name.split("."), "")[:2]
             is_option = option in ("class_path", "dict_kwargs") or f"{group}.{option}" in names
             if group in ("model", "data") and not is_option:
