@@ -103,6 +103,7 @@ LAYERS: dict[str, Callable[[int, int], LayerAndLoss]] = {
     "hybrid, F = 256": partial(tree, frequent=256),
     "hybrid, F = 1024": partial(tree, frequent=1024),
     "hybrid, F = 4096": partial(tree, frequent=4096),
+    "hybrid, F = 8192": partial(tree, frequent=8192),
 }
 EXACT = tuple(LAYERS)[:6]
 NEEDS = {  # a package, on CUDA alone
