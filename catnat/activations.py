@@ -108,14 +108,12 @@ class NaturalActivation:
         joint = 2 * angle / self.rate
         steepness = self.rate / math.tan(angle) if self.tail else 0.0
         log_at_edge = math.log(self.tail) - steepness * joint if self.tail else 0.0
-        derived = {
-            "half_in_float32": rounded,
-            "joint": joint,
-            "steepness": steepness,
-            "log_at_edge": log_at_edge,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            half_in_float32=rounded,
+            joint=joint,
+            steepness=steepness,
+            log_at_edge=log_at_edge,
+        )
 
     @property
     def rate(self) -> float:

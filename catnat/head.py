@@ -53,7 +53,6 @@ class CategoricalHead(nn.Module, ABC):
     num_scores: int
     tree_id: object  # equal for two heads if their trees have equal leaves
     validate_args: bool | None = None  # passed to HeadCategorical by forward
-    _is_finite_when_masked: ClassVar[bool] = False
     _knows_masks: bool = False  # whether a score of -inf is known to make a category impossible
     _is_lazy: bool = False  # whether its distribution may ask for all log-probabilities later
 
@@ -66,8 +65,7 @@ class CategoricalHead(nn.Module, ABC):
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
-        cls._is_finite_when_masked = cls.log_probs.__module__.startswith("catnat.")
-        cls._knows_masks = cls._is_finite_when_masked
+        cls._knows_masks = cls.log_probs.__module__.startswith("catnat.")
         if name is None:
             return
         for new_name in (name, *aliases):
@@ -180,7 +178,7 @@ class CategoricalHead(nn.Module, ABC):
     def _finite_log_probs(self, scores: Tensor) -> Tensor:
         """:meth:`log_probs`, finite also where a mask made scores infinite."""
         log_probs = self.log_probs(scores)
-        return log_probs if self._is_finite_when_masked else finite_log_probs(log_probs)
+        return log_probs if type(self)._knows_masks else finite_log_probs(log_probs)
 
     def log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """Log-probability of given categories: (*, S) and (*), which broadcast -> (*).

@@ -41,7 +41,7 @@ class CatnatHead(CategoricalHead):
 
     A subclass overrides :meth:`log_activation`, which says how a score splits its node; all else is
     derived from it. ``log_activation`` may use parameters of the subclass, and anything else that
-    changes: the centers are computed at every call. The built-in heads pass a
+    changes: the centers are computed at every call. The built-in heads have an
     :class:`~catnat.activations.Activation` with more closed forms instead, for which there are
     fused kernels.
 
@@ -64,18 +64,18 @@ class CatnatHead(CategoricalHead):
         center: float = 0.0,
         uniform_at_zero: bool = True,
         order: Sequence[int] | Tensor | None = None,
-        *,
-        activation: Activation | None = None,
     ) -> None:
         super().__init__(num_categories)
         self.num_scores = self.num_categories - 1
         require_finite(center=center)
-        if activation is not None and type(self).log_activation is not CatnatHead.log_activation:
+        activation = self._make_activation()
+        is_own = type(self).log_activation is not CatnatHead.log_activation
+        if activation.is_fused and is_own:
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
         self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
-        self.activation = activation or CustomActivation(self.log_activation)
+        self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
         leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
@@ -102,6 +102,9 @@ class CatnatHead(CategoricalHead):
         """Fill the cache again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._fill_cache()
+
+    def _make_activation(self) -> Activation:
+        return CustomActivation(self.log_activation)
 
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
@@ -335,16 +338,8 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
-    def __init__(
-        self,
-        num_categories: int,
-        center: float = 0.0,
-        uniform_at_zero: bool = True,
-        order: Sequence[int] | Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            num_categories, center, uniform_at_zero, order, activation=SigmoidActivation()
-        )
+    def _make_activation(self) -> Activation:
+        return SigmoidActivation()
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
@@ -384,10 +379,12 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         require_tail(tail)
-        activation = NaturalActivation(float(amplitude), float(tail))
-        super().__init__(num_categories, center, uniform_at_zero, order, activation=activation)
-        self.amplitude = activation.amplitude
-        self.tail = activation.tail
+        self.amplitude = float(amplitude)
+        self.tail = float(tail)
+        super().__init__(num_categories, center, uniform_at_zero, order)
+
+    def _make_activation(self) -> Activation:
+        return NaturalActivation(self.amplitude, self.tail)
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
