@@ -259,9 +259,8 @@ class CustomActivation(_OfCenters):
         """The function itself; an infinite score makes one side certain."""
         infinite = scores.isinf()
         x, _ = _centered(scores, constants)
-        left, right = self.function(torch.where(infinite, 0.0, x))
-        left = torch.where(infinite, 0.0, left)
-        right = torch.where(infinite, 0.0, right)
+        logs = self.function(torch.where(infinite, 0.0, x))
+        left, right = (torch.where(infinite, 0.0, log) for log in logs)
         return _impossible_at_infinity(left, right, scores)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:

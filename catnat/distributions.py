@@ -198,13 +198,12 @@ class HeadCategorical(Categorical):
         (tensor(0.1306), tensor(0.1306))
         """
         value = checked_value(value, self._num_events)
-        ours = self._path_logs(value)
-        theirs = None
-        if isinstance(other, HeadCategorical) and self._tree_id == other._tree_id:
-            theirs = other._path_logs(value)
-        if ours is None or theirs is None:
+        ours = self._source
+        theirs = getattr(other, "_source", None)
+        if ours is None or theirs is None or ours[0].tree_id != theirs[0].tree_id:
             return self._for_each(value, _kl(self, other))
-        return self._for_each(value, path_kl(ours, theirs))
+        logs = [head.path_logs(scores, value) for head, scores in (ours, theirs)]
+        return self._for_each(value, path_kl(*logs))
 
     def path_entropy(self, value: Tensor) -> Tensor:
         """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
@@ -213,23 +212,15 @@ class HeadCategorical(Categorical):
         gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
         """
         value = checked_value(value, self._num_events)
-        logs = self._path_logs(value)
-        return self._for_each(value, self.entropy() if logs is None else path_entropy(logs))
+        if self._source is None:
+            return self._for_each(value, self.entropy())
+        head, scores = self._source
+        return self._for_each(value, path_entropy(head.path_logs(scores, value)))
 
     def _for_each(self, value: Tensor, result: Tensor) -> Tensor:
         """A number for each value; NaN for a value that is not a category."""
         is_category = (value >= 0) & (value < self._num_events)
         return torch.where(is_category, result, torch.nan)
-
-    def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._source is None:
-            return None
-        head, scores = self._source
-        return head.path_logs(scores, value)
-
-    @property
-    def _tree_id(self) -> object:
-        return None if self._source is None else self._source[0].tree_id
 
     def rsample(
         self,

@@ -95,8 +95,8 @@ def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
     K, device = len(rows), tokens.device
     pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
     after, before = pairs // K, pairs % K
-    of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
-    of_before = torch.zeros(K, device=device).index_add_(0, before, counts.float())
+    of_after = tokens[1:].bincount(minlength=K).float()
+    of_before = tokens[:-1].bincount(minlength=K).float()
     information = torch.log(counts * counts.sum() / (of_after[after] * of_before[before]))
     wanted = rows[after]
     places = torch.stack((rows.cumsum(0)[after] - 1, before))[:, wanted]

@@ -130,14 +130,20 @@ class CatnatHead(CategoricalHead):
             else:  # scores that were masked before have moved already
                 old_leaves = self._allowed_leaves(before, scores.dtype)
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
-        return _decided(scores, *leaves)
+        has_left, has_right = (number > 0 for number in leaves)
+        one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
+        return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 
     def _shift(self, leaves: _Leaves, old_leaves: _Leaves) -> Tensor:
         """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
         if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
             table: Tensor = self._cached(leaves[0], "table", self._make_table)
+            index, old_index = (
+                torch.add(right, left, alpha=len(table)).long()
+                for left, right in (leaves, old_leaves)
+            )
             entries = table.flatten()
-            return entries[_entry(table, *leaves)] - entries[_entry(table, *old_leaves)]
+            return entries[index] - entries[old_index]
         unchanged = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
         shift = self._at_share(_shares(*leaves)) - self._at_share(_shares(*old_leaves))
         return torch.where(unchanged, 0.0, shift)
@@ -186,7 +192,7 @@ class CatnatHead(CategoricalHead):
         leaf = tree_sample(scores, uniforms, self.activation, self.constants(scores))
         if can_branch_on(leaf) and bool((leaf < 0).any()):
             raise ValueError("there is no category to sample where a score is nan")
-        return _looked_up(leaf, self._ordering(leaf)[1])
+        return looked_up(leaf, self._ordering(leaf)[1])
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -242,7 +248,7 @@ class CatnatHead(CategoricalHead):
 
     def _leaf_of(self, value: Tensor) -> Tensor:
         """The leaf of every class, int64; a value that is not a class is returned unchanged."""
-        return _looked_up(value, self._ordering(value)[0])
+        return looked_up(value, self._ordering(value)[0])
 
     def _to_leaves(self, x: Tensor) -> Tensor:
         """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
@@ -408,20 +414,7 @@ def _shares(left: Tensor, right: Tensor) -> Tensor:
     return torch.where(is_open, right, 1.0).double() / torch.where(is_open, left + right, 2.0)
 
 
-def _entry(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Index of numbers of leaves in a square table."""
-    return torch.add(right, left, alpha=len(table)).long()
-
-
-def _decided(scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Scores, infinite at the nodes that have allowed leaves on one side alone."""
-    has_left = left > 0
-    has_right = right > 0
-    one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
-    return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
-
-
-def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:
+def looked_up(index: Tensor, table: Tensor | None) -> Tensor:
     """Entries of a table; an index outside it stays as it is."""
     if table is None:
         return index

@@ -359,15 +359,14 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     Returns:
         Sums at the internal nodes, (*, K-1), and at the leaves, (*, K).
     """
-    below_root = [2**level - 1 for level in range(1, left.shape[-1].bit_length())]
-    left_levels = jnp.split(left, below_root, -1)
-    right_levels = jnp.split(right, below_root, -1)
     level = jnp.zeros_like(left[..., :1])  # values at the nodes and leaves of a level
     nodes = []
-    for to_left, to_right in zip(left_levels, right_levels, strict=True):
+    for depth in range(left.shape[-1].bit_length()):
+        below = slice(2**depth - 1, 2 ** (depth + 1) - 1)
+        to_left = left[..., below]
         inner, leaves = jnp.split(level, [to_left.shape[-1]], -1)
         nodes.append(inner)
-        children = jnp.stack((inner + to_left, inner + to_right), -1)
+        children = jnp.stack((inner + to_left, inner + right[..., below]), -1)
         children = children.reshape(*inner.shape[:-1], 2 * inner.shape[-1])
         level = jnp.concatenate((leaves, children), -1)
     return jnp.concatenate(nodes, -1), level
