@@ -113,7 +113,7 @@ class CategoricalHead(nn.Module, ABC):
         Scores in half precision become float32.
         """
         scores = self._checked(scores)
-        _require_tensor(mask, "mask", self.num_categories)
+        require_tensor(mask, "mask", self.num_categories)
         before = None
         if not (can_branch_on(scores) and math.isfinite(scores.detach().sum())):
             before = self.allowed(scores)  # of scores that were masked before
@@ -290,14 +290,14 @@ class CategoricalHead(nn.Module, ABC):
 
     def _check(self, scores: Tensor) -> None:
         """Raise an error unless these are a tensor of scores, (*, S)."""
-        _require_tensor(scores, "scores", self.num_scores)
+        require_tensor(scores, "scores", self.num_scores)
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.
 
         Wrong ones are NaN where looking at the values would wait for a device.
         """
-        _require_tensor(probs, "probabilities", self.num_categories)
+        require_tensor(probs, "probabilities", self.num_categories)
         wide = probs.double()
         eps = torch.finfo(probs.dtype).eps
         lowest = wide.amin(-1, keepdim=True)
@@ -311,7 +311,7 @@ class CategoricalHead(nn.Module, ABC):
         return torch.where(wrong, torch.nan, wide.clamp_min(0))
 
 
-def _require_tensor(x: object, name: str, size: int) -> None:
+def require_tensor(x: object, name: str, size: int) -> None:
     """Raise an error unless x is a tensor (*, size) of floating point, or of bool if a mask."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")

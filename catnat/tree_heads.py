@@ -401,7 +401,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
-        return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
+        return (distance <= 0) & (self.tail == 0)
 
 
 def _shares(left: Tensor, right: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from catnat.checks import (
     require_within,
 )
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
-from catnat.head import CategoricalHead
+from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
@@ -514,13 +514,7 @@ class TreeLinear(nn.Module):
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden states in the dtype of the matmuls."""
-        if not hidden.dim() or hidden.shape[-1] != self.in_features:
-            raise ValueError(
-                f"TreeLinear takes hidden states with {self.in_features} features in the last "
-                f"dimension, got shape {tuple(hidden.shape)}"
-            )
-        if not hidden.is_floating_point():
-            raise ValueError(f"hidden states must be floating point, got {hidden.dtype}")
+        require_tensor(hidden, "features of hidden states", self.in_features)
         device = hidden.device.type
         if device not in ("cpu", "meta") and torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))

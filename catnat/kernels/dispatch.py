@@ -90,8 +90,7 @@ def tree_sample(
     flat = scores.reshape(-1, scores.shape[-1])
     noise = uniforms.reshape(-1, uniforms.shape[-1])
     out = uniforms.new_empty(len(noise), dtype=torch.int64)
-    tensors = {"scores": flat, "uniforms": noise, "sampled": out}
-    _launch(fused, "path_sample", activation, constants, **tensors)
+    _launch(fused, "path_sample", activation, constants, scores=flat, uniforms=noise, sampled=out)
     return out.view(shape)
 
 
