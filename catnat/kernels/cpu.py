@@ -105,7 +105,10 @@ def call(
     work = tensors["scores"].numel()
     job = _Job(rows=work // S, categories=S if activation is None else S + 1)
     # Contiguous memory, kept until the kernel returns; a view may be marked as negated.
-    tensors = {key: x.resolve_neg().contiguous() for key, x in tensors.items()}
+    tensors = {
+        key: x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+        for key, x in tensors.items()
+    }
     for key, x in tensors.items():
         setattr(job, key, x.data_ptr())
     if isinstance(activation, NaturalActivation):
