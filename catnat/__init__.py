@@ -43,16 +43,7 @@ __all__ = [
     "losses",
     "make_head",
 ]
-_HOMES = {
-    "distributions": ("HeadCategorical",),
-    "flat_heads": ("SoftmaxHead", "SparsemaxHead"),
-    "head": ("CategoricalHead",),
-    "heads": ("head_names", "make_head"),
-    "mixed_head": ("MixedHead",),
-    "probe": ("HeadProbe",),
-    "tree_heads": ("CatnatHead", "NaturalHead", "SigmoidHead"),
-    "tree_linear": ("TreeLinear",),
-}
+_HOMES = ("heads", "head", "flat_heads", "tree_heads", "distributions", "probe", "tree_linear")
 
 
 def __getattr__(name: str) -> object:
@@ -60,11 +51,12 @@ def __getattr__(name: str) -> object:
 
     if name in ("estimators", "fisher", "losses"):
         return import_module(f"catnat.{name}")
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'catnat' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"catnat.{home}"), name)
-    return value
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"catnat.{home}")
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module 'catnat' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

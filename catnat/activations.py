@@ -108,14 +108,12 @@ class NaturalActivation:
         joint = 2 * angle / self.rate
         steepness = self.rate / math.tan(angle) if self.tail else 0.0
         log_at_edge = math.log(self.tail) - steepness * joint if self.tail else 0.0
-        derived = {
-            "half_in_float32": rounded,
-            "joint": joint,
-            "steepness": steepness,
-            "log_at_edge": log_at_edge,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            half_in_float32=rounded,
+            joint=joint,
+            steepness=steepness,
+            log_at_edge=log_at_edge,
+        )
 
     @property
     def rate(self) -> float:
@@ -261,9 +259,8 @@ class CustomActivation(_OfCenters):
         """The function itself; an infinite score makes one side certain."""
         infinite = scores.isinf()
         x, _ = _centered(scores, constants)
-        left, right = self.function(torch.where(infinite, 0.0, x))
-        left = torch.where(infinite, 0.0, left)
-        right = torch.where(infinite, 0.0, right)
+        logs = self.function(torch.where(infinite, 0.0, x))
+        left, right = (torch.where(infinite, 0.0, log) for log in logs)
         return _impossible_at_infinity(left, right, scores)
 
     def information(self, scores: Tensor, constants: Tensor | None) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -83,11 +82,16 @@ class StepGraph(Generic[Output]):
     def _capture(self, batch: Any) -> None:
         current = torch.cuda.current_stream()
         self._graph = torch.cuda.CUDAGraph()
-        with (
-            _garbage_waits(),
-            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            self._output = self.step(batch)
+        was_enabled = gc.isenabled()
+        gc.disable()  # cyclic garbage waits: freeing an old graph would spoil a capture
+        try:
+            with torch.cuda.graph(
+                self._graph, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._output = self.step(batch)
+        finally:
+            if was_enabled:
+                gc.enable()
         # Torch sets the place of the noise back to 0 on the stream that captures. On a busy device
         # that could come after the first replay has set the place: its noise would restart.
         current.wait_stream(self._stream)
@@ -111,18 +115,6 @@ def why_not_captured(
     if device.type != "cuda":
         return "the device is not a CUDA device"
     return next((reason for reason, applies in obstacles.items() if applies), None)
-
-
-@contextmanager
-def _garbage_waits() -> Iterator[None]:
-    """No cyclic garbage is collected inside: freeing an old graph would spoil a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # -- numbers that a captured step reads, and results that the host reads ---------------------------

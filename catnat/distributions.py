@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,38 +23,13 @@ from catnat.numerics import (
     take,
 )
 
+if TYPE_CHECKING:
+    from catnat.head import CategoricalHead
+
 ESTIMATORS = ("gumbel", "straight-through", "reinmax", "relaxed")
 """Names of the gradients that :meth:`HeadCategorical.rsample` can give its samples."""
 FLOAT32_LIMIT = 2**16
 """Largest K that is sampled with float32 noise: with more, equal numbers are common."""
-
-
-class PathHead(Protocol):
-    """A head whose distribution asks for single categories, and for all of them only when needed.
-
-    The methods of a tree look at the O(log K) nodes of a path alone. Scores
-    (*, S) are checked, in float32 or float64, and values int64.
-    """
-
-    num_categories: int
-    tree_id: object
-
-    def log_probs(self, scores: Tensor) -> Tensor:
-        """Log-probabilities of all categories, (*, S) -> (*, K)."""
-
-    def path_log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
-        """Log-probabilities of categories, (*); NaN for a value that is not a category."""
-
-    def path_sample(
-        self, scores: Tensor, sample_shape: torch.Size, generator: torch.Generator | None
-    ) -> Tensor:
-        """Random categories, (*sample_shape, *)."""
-
-    def path_logs(self, scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
-
-        From the category up.
-        """
 
 
 class HeadCategorical(Categorical):
@@ -86,7 +61,7 @@ class HeadCategorical(Categorical):
 
     scores: Tensor  # that the head was called with, after masks; from a head alone
     # A head and scores that give the log-probabilities; their batch shape broadcasts to ours.
-    _source: tuple[PathHead, Tensor] | None = None
+    _source: tuple[CategoricalHead, Tensor] | None = None
 
     def __init__(
         self,
@@ -94,7 +69,7 @@ class HeadCategorical(Categorical):
         validate_args: bool | None = None,
         *,
         normalized: bool = False,
-        source: tuple[PathHead, Tensor] | None = None,
+        source: tuple[CategoricalHead, Tensor] | None = None,
     ) -> None:
         if source is not None:
             head, scores = source
@@ -223,13 +198,12 @@ class HeadCategorical(Categorical):
         (tensor(0.1306), tensor(0.1306))
         """
         value = checked_value(value, self._num_events)
-        ours = self._path_logs(value)
-        theirs = None
-        if isinstance(other, HeadCategorical) and self._tree_id == other._tree_id:
-            theirs = other._path_logs(value)
-        if ours is None or theirs is None:
+        ours = self._source
+        theirs = getattr(other, "_source", None)
+        if ours is None or theirs is None or ours[0].tree_id != theirs[0].tree_id:
             return self._for_each(value, _kl(self, other))
-        return self._for_each(value, path_kl(ours, theirs))
+        logs = [head.path_logs(scores, value) for head, scores in (ours, theirs)]
+        return self._for_each(value, path_kl(*logs))
 
     def path_entropy(self, value: Tensor) -> Tensor:
         """Estimate of the entropy from categories drawn from this distribution, (*) -> (*).
@@ -238,23 +212,15 @@ class HeadCategorical(Categorical):
         gradients, at O(log K), see :meth:`path_kl`. The exact entropy where there is no tree.
         """
         value = checked_value(value, self._num_events)
-        logs = self._path_logs(value)
-        return self._for_each(value, self.entropy() if logs is None else path_entropy(logs))
+        if self._source is None:
+            return self._for_each(value, self.entropy())
+        head, scores = self._source
+        return self._for_each(value, path_entropy(head.path_logs(scores, value)))
 
     def _for_each(self, value: Tensor, result: Tensor) -> Tensor:
         """A number for each value; NaN for a value that is not a category."""
         is_category = (value >= 0) & (value < self._num_events)
         return torch.where(is_category, result, torch.nan)
-
-    def _path_logs(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._source is None:
-            return None
-        head, scores = self._source
-        return head.path_logs(scores, value)
-
-    @property
-    def _tree_id(self) -> object:
-        return None if self._source is None else self._source[0].tree_id
 
     def rsample(
         self,

@@ -53,7 +53,6 @@ class CategoricalHead(nn.Module, ABC):
     num_scores: int
     tree_id: object  # equal for two heads if their trees have equal leaves
     validate_args: bool | None = None  # passed to HeadCategorical by forward
-    _is_finite_when_masked: ClassVar[bool] = False
     _knows_masks: bool = False  # whether a score of -inf is known to make a category impossible
     _is_lazy: bool = False  # whether its distribution may ask for all log-probabilities later
 
@@ -66,8 +65,7 @@ class CategoricalHead(nn.Module, ABC):
         cls, name: str | None = None, aliases: tuple[str, ...] = (), **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
-        cls._is_finite_when_masked = cls.log_probs.__module__.startswith("catnat.")
-        cls._knows_masks = cls._is_finite_when_masked
+        cls._knows_masks = cls.log_probs.__module__.startswith("catnat.")
         if name is None:
             return
         for new_name in (name, *aliases):
@@ -115,7 +113,7 @@ class CategoricalHead(nn.Module, ABC):
         Scores in half precision become float32.
         """
         scores = self._checked(scores)
-        _require_tensor(mask, "mask", self.num_categories)
+        require_tensor(mask, "mask", self.num_categories)
         before = None
         if not (can_branch_on(scores) and math.isfinite(scores.detach().sum())):
             before = self.allowed(scores)  # of scores that were masked before
@@ -180,7 +178,7 @@ class CategoricalHead(nn.Module, ABC):
     def _finite_log_probs(self, scores: Tensor) -> Tensor:
         """:meth:`log_probs`, finite also where a mask made scores infinite."""
         log_probs = self.log_probs(scores)
-        return log_probs if self._is_finite_when_masked else finite_log_probs(log_probs)
+        return log_probs if type(self)._knows_masks else finite_log_probs(log_probs)
 
     def log_prob(self, scores: Tensor, value: Tensor) -> Tensor:
         """Log-probability of given categories: (*, S) and (*), which broadcast -> (*).
@@ -292,14 +290,14 @@ class CategoricalHead(nn.Module, ABC):
 
     def _check(self, scores: Tensor) -> None:
         """Raise an error unless these are a tensor of scores, (*, S)."""
-        _require_tensor(scores, "scores", self.num_scores)
+        require_tensor(scores, "scores", self.num_scores)
 
     def _checked_probs(self, probs: Tensor) -> Tensor:
         """Probabilities in float64, after checking their shape, signs and sums.
 
         Wrong ones are NaN where looking at the values would wait for a device.
         """
-        _require_tensor(probs, "probabilities", self.num_categories)
+        require_tensor(probs, "probabilities", self.num_categories)
         wide = probs.double()
         eps = torch.finfo(probs.dtype).eps
         lowest = wide.amin(-1, keepdim=True)
@@ -313,7 +311,7 @@ class CategoricalHead(nn.Module, ABC):
         return torch.where(wrong, torch.nan, wide.clamp_min(0))
 
 
-def _require_tensor(x: object, name: str, size: int) -> None:
+def require_tensor(x: object, name: str, size: int) -> None:
     """Raise an error unless x is a tensor (*, size) of floating point, or of bool if a mask."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")

@@ -95,14 +95,14 @@ def _vectors_of(tokens: Tensor, rows: Tensor) -> Tensor:
     K, device = len(rows), tokens.device
     pairs, counts = (tokens[1:].long() * K + tokens[:-1]).unique(return_counts=True)
     after, before = pairs // K, pairs % K
-    of_after = torch.zeros(K, device=device).index_add_(0, after, counts.float())
-    of_before = torch.zeros(K, device=device).index_add_(0, before, counts.float())
+    of_after = tokens[1:].bincount(minlength=K).float()
+    of_before = tokens[:-1].bincount(minlength=K).float()
     information = torch.log(counts * counts.sum() / (of_after[after] * of_before[before]))
-    wanted = rows[after]
-    places = torch.stack((rows.cumsum(0)[after] - 1, before))[:, wanted]
-    entries = information.clamp_min(0)[wanted]
-    shape = (int(rows.sum()), K)
-    matrix = torch.sparse_coo_tensor(places, entries, shape, check_invariants=False).coalesce()
+    places = torch.stack((after, before))
+    square = torch.sparse_coo_tensor(
+        places, information.clamp_min(0), (K, K), check_invariants=False
+    )
+    matrix = square.index_select(0, rows.nonzero()[:, 0]).coalesce()
     transposed = matrix.mT.coalesce()
     generator = torch.Generator(device).manual_seed(0)
     width = min(len(matrix), _DIMENSIONS + 8)

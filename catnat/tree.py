@@ -66,9 +66,10 @@ def path_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         inner = values[..., : last - first]
         leaves = values[..., last - first :]
         nodes.append(inner)
-        children = torch.stack(
-            (inner + left[..., first - 1 : last - 1], inner + right[..., first - 1 : last - 1]), -1
-        ).flatten(-2)
+        level = slice(first - 1, last - 1)
+        children = torch.stack((inner + left[..., level], inner + right[..., level]), -1).flatten(
+            -2
+        )
         values = torch.cat((leaves, children), -1) if leaves.shape[-1] else children
     return torch.cat(nodes, -1), values
 
@@ -90,12 +91,10 @@ def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
     values = leaves
     for first, last in reversed(list(levels(leaves.shape[-1]))):
         shallow = 2 * first - last
-        pairs = values.narrow(-1, shallow, 2 * (last - first))
-        pairs = pairs.reshape(*pairs.shape[:-1], last - first, 2)
-        left.append(pairs.select(-1, 0))
-        right.append(pairs.select(-1, 1))
+        left.append(values[..., shallow::2])
+        right.append(values[..., shallow + 1 :: 2])
         sums = left[-1] + right[-1]
-        values = torch.cat((sums, values.narrow(-1, 0, shallow)), -1) if shallow else sums
+        values = torch.cat((sums, values[..., :shallow]), -1) if shallow else sums
     return torch.cat(left[::-1], -1), torch.cat(right[::-1], -1)
 
 

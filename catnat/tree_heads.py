@@ -41,7 +41,7 @@ class CatnatHead(CategoricalHead):
 
     A subclass overrides :meth:`log_activation`, which says how a score splits its node; all else is
     derived from it. ``log_activation`` may use parameters of the subclass, and anything else that
-    changes: the centers are computed at every call. The built-in heads pass a
+    changes: the centers are computed at every call. The built-in heads have an
     :class:`~catnat.activations.Activation` with more closed forms instead, for which there are
     fused kernels.
 
@@ -64,18 +64,18 @@ class CatnatHead(CategoricalHead):
         center: float = 0.0,
         uniform_at_zero: bool = True,
         order: Sequence[int] | Tensor | None = None,
-        *,
-        activation: Activation | None = None,
     ) -> None:
         super().__init__(num_categories)
         self.num_scores = self.num_categories - 1
         require_finite(center=center)
-        if activation is not None and type(self).log_activation is not CatnatHead.log_activation:
+        activation = self._make_activation()
+        is_own = type(self).log_activation is not CatnatHead.log_activation
+        if activation.is_fused and is_own:
             raise TypeError(
                 f"{type(self).__name__} overrides log_activation: subclass CatnatHead for it"
             )
         self._cache: dict[tuple[object, torch.device], Any] = {}  # what follows from the options
-        self.activation = activation or CustomActivation(self.log_activation)
+        self.activation = activation
         self.center = float(center)
         self.uniform_at_zero = bool(uniform_at_zero)
         leaves = [] if order is None else checked_leaves(order, self.num_categories).tolist()
@@ -103,6 +103,9 @@ class CatnatHead(CategoricalHead):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._fill_cache()
 
+    def _make_activation(self) -> Activation:
+        return CustomActivation(self.log_activation)
+
     def log_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """log(1 - a(x)) and log a(x) for x = s - C: differentiable, with a increasing in x."""
         raise NotImplementedError(f"{type(self).__name__} must override log_activation")
@@ -127,14 +130,20 @@ class CatnatHead(CategoricalHead):
             else:  # scores that were masked before have moved already
                 old_leaves = self._allowed_leaves(before, scores.dtype)
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
-        return _decided(scores, *leaves)
+        has_left, has_right = (number > 0 for number in leaves)
+        one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
+        return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
 
     def _shift(self, leaves: _Leaves, old_leaves: _Leaves) -> Tensor:
         """Change of the centers when numbers of allowed leaves change; exactly 0 if they do not."""
         if self.activation.is_fused and self.num_categories <= _TABLE_LIMIT:
             table: Tensor = self._cached(leaves[0], "table", self._make_table)
+            index, old_index = (
+                torch.add(right, left, alpha=len(table)).long()
+                for left, right in (leaves, old_leaves)
+            )
             entries = table.flatten()
-            return entries[_entry(table, *leaves)] - entries[_entry(table, *old_leaves)]
+            return entries[index] - entries[old_index]
         unchanged = (leaves[0] == old_leaves[0]) & (leaves[1] == old_leaves[1])
         shift = self._at_share(_shares(*leaves)) - self._at_share(_shares(*old_leaves))
         return torch.where(unchanged, 0.0, shift)
@@ -183,7 +192,7 @@ class CatnatHead(CategoricalHead):
         leaf = tree_sample(scores, uniforms, self.activation, self.constants(scores))
         if can_branch_on(leaf) and bool((leaf < 0).any()):
             raise ValueError("there is no category to sample where a score is nan")
-        return _looked_up(leaf, self._ordering(leaf)[1])
+        return looked_up(leaf, self._ordering(leaf)[1])
 
     def node_probs(self, scores: Tensor) -> Tensor:
         """Probability P(node) of passing through each internal node, (*, K-1) -> (*, K-1)."""
@@ -239,7 +248,7 @@ class CatnatHead(CategoricalHead):
 
     def _leaf_of(self, value: Tensor) -> Tensor:
         """The leaf of every class, int64; a value that is not a class is returned unchanged."""
-        return _looked_up(value, self._ordering(value)[0])
+        return looked_up(value, self._ordering(value)[0])
 
     def _to_leaves(self, x: Tensor) -> Tensor:
         """Values of the classes in the order of the leaves, (*, K) -> (*, K)."""
@@ -335,16 +344,8 @@ class SigmoidHead(CatnatHead, name="sigmoid", aliases=("catnat-sigmoid",)):
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
-    def __init__(
-        self,
-        num_categories: int,
-        center: float = 0.0,
-        uniform_at_zero: bool = True,
-        order: Sequence[int] | Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            num_categories, center, uniform_at_zero, order, activation=SigmoidActivation()
-        )
+    def _make_activation(self) -> Activation:
+        return SigmoidActivation()
 
 
 class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
@@ -384,10 +385,12 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
     ) -> None:
         require_within(1e-15, 1e15, amplitude=amplitude)  # float32 has no room for others
         require_tail(tail)
-        activation = NaturalActivation(float(amplitude), float(tail))
-        super().__init__(num_categories, center, uniform_at_zero, order, activation=activation)
-        self.amplitude = activation.amplitude
-        self.tail = activation.tail
+        self.amplitude = float(amplitude)
+        self.tail = float(tail)
+        super().__init__(num_categories, center, uniform_at_zero, order)
+
+    def _make_activation(self) -> Activation:
+        return NaturalActivation(self.amplitude, self.tail)
 
     def extra_repr(self) -> str:
         """What ``print(head)`` shows."""
@@ -398,7 +401,7 @@ class NaturalHead(CatnatHead, name="natural", aliases=("catnat-natural",)):
         """Scores on or beyond the edges; none with a tail."""
         scores = self._checked(scores)
         distance, _ = self.activation.distance(scores, self.constants(scores))
-        return (distance <= 0) if self.tail == 0 else torch.zeros_like(distance, dtype=torch.bool)
+        return (distance <= 0) & (self.tail == 0)
 
 
 def _shares(left: Tensor, right: Tensor) -> Tensor:
@@ -411,20 +414,7 @@ def _shares(left: Tensor, right: Tensor) -> Tensor:
     return torch.where(is_open, right, 1.0).double() / torch.where(is_open, left + right, 2.0)
 
 
-def _entry(table: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Index of numbers of leaves in a square table."""
-    return torch.add(right, left, alpha=len(table)).long()
-
-
-def _decided(scores: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Scores, infinite at the nodes that have allowed leaves on one side alone."""
-    has_left = left > 0
-    has_right = right > 0
-    one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
-    return torch.where(has_left & has_right, scores, one_sided.to(scores.dtype))
-
-
-def _looked_up(index: Tensor, table: Tensor | None) -> Tensor:
+def looked_up(index: Tensor, table: Tensor | None) -> Tensor:
     """Entries of a table; an index outside it stays as it is."""
     if table is None:
         return index

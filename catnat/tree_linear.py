@@ -20,7 +20,7 @@ from catnat.checks import (
     require_within,
 )
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
-from catnat.head import CategoricalHead
+from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head
 from catnat.kernels.dispatch import HAS_TRITON
 from catnat.kernels.reference import constants_at, path_logs
@@ -36,7 +36,7 @@ from catnat.numerics import (
 )
 from catnat.orders import checked_frequent
 from catnat.tree import checked_leaves, walk_down
-from catnat.tree_heads import CatnatHead
+from catnat.tree_heads import CatnatHead, looked_up
 
 if TYPE_CHECKING:
     from catnat.kernels.triton_layer import FusedTree
@@ -229,18 +229,15 @@ class TreeLinear(nn.Module):
             probs = self._block(states).exp()
             is_nan = probs.isnan().any(-1)
             probs = torch.where(is_nan[:, None], 1.0, probs)
-            column = draw(probs, torch.Size((repeats,)), generator).flatten()
+            column = draw(probs, torch.Size((repeats,)), generator)
+            column = torch.where(is_nan, -1, column).flatten()
         leaf = self._draw_leaves(states, repeats, generator)
         place = torch.where(leaf < 0, -1, leaf + self.num_frequent)
         if self.shortlist is not None:
             place = torch.where(column < self.num_frequent, column, place)
-            place = torch.where(is_nan.repeat(repeats), -1, place)
-        lost = place < 0
-        if can_branch_on(lost) and bool(lost.any()):
+        if can_branch_on(place) and bool((place < 0).any()):
             raise ValueError("scores must be numbers to draw samples, got NaN")
-        if self.classes is not None:
-            place = torch.where(lost, -1, self.classes[place.clamp_min(0)])
-        return place.view((*sample_shape, *hidden.shape[:-1]))
+        return looked_up(place, self.classes).view((*sample_shape, *hidden.shape[:-1]))
 
     def path_kl(
         self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
@@ -399,8 +396,7 @@ class TreeLinear(nn.Module):
         if fused is None:
             of_tree = self._by_paths(hidden, self.weight, self.bias, target)
         else:
-            places = (self.order, self.num_frequent)
-            of_tree = fused.log_prob(hidden, target, *places, self._by_paths)
+            of_tree = fused.log_prob(hidden, target, self.order, self.num_frequent, self._by_paths)
         if self.shortlist is None:
             return of_tree
         column = self._places(target).clamp(0, self.num_frequent)
@@ -428,9 +424,7 @@ class TreeLinear(nn.Module):
     def _places(self, target: Tensor) -> Tensor:
         """The places of classes, (M,) -> (M,); -1 for a target that is not a class."""
         possible = (target >= 0) & (target < self.num_categories)
-        if self.order is None:
-            return torch.where(possible, target, -1)
-        return torch.where(possible, self.order[torch.where(possible, target, 0)], -1)
+        return torch.where(possible, looked_up(target, self.order), -1)
 
     def _fused(self, hidden: Tensor) -> FusedTree | None:
         """The tree for the fused kernels, where they take this layer."""
@@ -438,8 +432,7 @@ class TreeLinear(nn.Module):
             return None
         from catnat.kernels.triton_layer import FusedTree
 
-        constants = self._constants(hidden)
-        tree = FusedTree(self.weight, self.bias, self.head.activation, constants)
+        tree = FusedTree(self.weight, self.bias, self.head.activation, self._constants(hidden))
         return tree if tree.takes(hidden) else None
 
     def _constants(self, hidden: Tensor) -> Tensor | None:
@@ -521,13 +514,7 @@ class TreeLinear(nn.Module):
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden states in the dtype of the matmuls."""
-        if not hidden.dim() or hidden.shape[-1] != self.in_features:
-            raise ValueError(
-                f"TreeLinear takes hidden states with {self.in_features} features in the last "
-                f"dimension, got shape {tuple(hidden.shape)}"
-            )
-        if not hidden.is_floating_point():
-            raise ValueError(f"hidden states must be floating point, got {hidden.dtype}")
+        require_tensor(hidden, "features of hidden states", self.in_features)
         device = hidden.device.type
         if device not in ("cpu", "meta") and torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import mpmath
 import pytest
@@ -169,6 +173,15 @@ def autograd_fisher(head: CategoricalHead, scores: Tensor) -> Tensor:
     jacobian = torch.autograd.functional.jacobian(head.probs, scores)  # (K, S)
     inside = p > 0
     return jacobian[inside].T @ (jacobian[inside] / p[inside, None])
+
+
+def run_interpreted(code: str) -> None:
+    """Run a program in a process where Triton interprets its kernels, on the CPU."""
+    root = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def use_kernels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:

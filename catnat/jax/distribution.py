@@ -100,9 +100,9 @@ class Categorical:
         mean of the entropy's gradient. It is never negative, and varies much less than -log p.
         """
         tree: Any = self.head
-        left, right, bits = tree.path_logs(self.scores, value)
-        entropies = -(jnp.exp(left) * left + jnp.exp(right) * right)
-        return _path_sum(entropies, jnp.where(bits, right, left))
+        taken, other = tree.path_logs(self.scores, value)
+        entropies = -(jnp.exp(taken) * taken + jnp.exp(other) * other)
+        return _path_sum(entropies, taken)
 
     def path_kl(self, other: Categorical, value: Array) -> Array:
         r"""An estimate of KL(self || other) from one category, (*), in O(log K); tree heads alone.
@@ -117,14 +117,15 @@ class Categorical:
         """
         tree: Any = self.head
         other_tree: Any = other.head
-        left, right, bits = tree.path_logs(self.scores, value)
         if other_tree.num_scores != tree.num_scores:
             raise ValueError(f"path_kl needs two trees of one size, got {tree} and {other_tree}")
-        other_left, other_right, _ = other_tree.path_logs(other.scores, value)
-        of_left = jnp.exp(left) * (left - other_left)
-        of_right = jnp.exp(right) * (right - other_right)
-        divergences = jnp.maximum(of_left + of_right, 0)  # rounding may go below 0
-        return _path_sum(divergences, jnp.where(bits, right, left))
+        ours = tree.path_logs(self.scores, value)
+        theirs = other_tree.path_logs(other.scores, value)
+        of_taken, of_other = (
+            jnp.exp(log) * (log - their_log) for log, their_log in zip(ours, theirs, strict=True)
+        )
+        divergences = jnp.maximum(of_taken + of_other, 0)  # rounding may go below 0
+        return _path_sum(divergences, ours[0])
 
 
 def _path_sum(terms: Array, steps: Array) -> Array:

@@ -144,8 +144,7 @@ class MixedHead(CategoricalHead):
 
     def __post_init__(self) -> None:
         require_within(0, 1, "()", mix=self.mix)
-        inner = self.inner
-        self._set(num_categories=inner.num_categories, name=inner.name)
+        vars(self).update(num_categories=self.inner.num_categories, name=self.inner.name)
 
     @property
     def num_scores(self) -> int:

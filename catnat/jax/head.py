@@ -37,12 +37,7 @@ class CategoricalHead(ABC):
         jax.tree_util.register_static(cls)
 
     def __post_init__(self) -> None:
-        self._set(num_categories=checked_categories(self.num_categories))
-
-    def _set(self, **fields: Any) -> None:
-        """Set fields of a head that is being made."""
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(num_categories=checked_categories(self.num_categories))
 
     @property
     def num_scores(self) -> int:

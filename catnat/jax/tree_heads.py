@@ -82,22 +82,21 @@ class CatnatHead(CategoricalHead):
 
     def log_prob_by(self, scores_at: Callable[[Array], Array], value: Array) -> Array:
         """As :meth:`log_prob`, for scores that a function gives for the indices of nodes."""
-        left, right, bits = self.path_logs_by(scores_at, value)
-        return floored_sums(jnp.where(bits, right, left).sum(-1))
+        return floored_sums(self.path_logs_by(scores_at, value)[0].sum(-1))
 
-    def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array, Array]:
-        """log(1 - a), log a and the bits of the nodes above the categories ``value``, (*, H).
+    def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array]:
+        """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
 
-        If a path is shorter than H, its last entries are those of a node with a = 0 and bit 0.
-        They are NaN for a value that is not a category.
+        From the category up. If a path is shorter than H, its last entries are those of a certain
+        step. They are NaN for a value that is not a category.
         """
         scores = self._checked(scores)
-        left, right, bits = self.path_logs_by(lambda node: pick(scores, node), value)
-        return floored_sums(left), floored_sums(right), bits
+        taken, other = self.path_logs_by(lambda node: pick(scores, node), value)
+        return floored_sums(taken), floored_sums(other)
 
     def path_logs_by(
         self, scores_at: Callable[[Array], Array], value: Array
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, Array]:
         """As :meth:`path_logs`, for scores that a function gives for the indices of nodes.
 
         An impossible step has the logarithm ``log_never``: see :func:`floored_sums`.
@@ -107,10 +106,12 @@ class CatnatHead(CategoricalHead):
         has_parent = child > 1  # heap numbers, from the leaf up; the root has no parent
         node = jnp.where(has_parent, (child >> 1) - 1, 0)
         left, right = self._log_activation(scores_at(node), node)
+        is_right = child & 1 == 1
+        taken = jnp.where(is_right, right, left)
+        other = jnp.where(is_right, left, right)
         no_category = jnp.where(is_category, 0.0, jnp.nan)[..., None]
-        left = jnp.where(has_parent, left, 0.0) + no_category
-        right = jnp.where(has_parent, right, LOG_ZERO) + no_category
-        return left, right, has_parent & (child & 1 == 1)
+        taken = jnp.where(has_parent, taken, 0.0) + no_category
+        return taken, jnp.where(has_parent, other, LOG_ZERO) + no_category
 
     def sample(self, key: Array, scores: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Categories drawn at random in O(log K), (*sample_shape, *) in int32.
@@ -358,15 +359,14 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     Returns:
         Sums at the internal nodes, (*, K-1), and at the leaves, (*, K).
     """
-    below_root = [2**level - 1 for level in range(1, left.shape[-1].bit_length())]
-    left_levels = jnp.split(left, below_root, -1)
-    right_levels = jnp.split(right, below_root, -1)
     level = jnp.zeros_like(left[..., :1])  # values at the nodes and leaves of a level
     nodes = []
-    for to_left, to_right in zip(left_levels, right_levels, strict=True):
+    for depth in range(left.shape[-1].bit_length()):
+        below = slice(2**depth - 1, 2 ** (depth + 1) - 1)
+        to_left = left[..., below]
         inner, leaves = jnp.split(level, [to_left.shape[-1]], -1)
         nodes.append(inner)
-        children = jnp.stack((inner + to_left, inner + to_right), -1)
+        children = jnp.stack((inner + to_left, inner + right[..., below]), -1)
         children = children.reshape(*inner.shape[:-1], 2 * inner.shape[-1])
         level = jnp.concatenate((leaves, children), -1)
     return jnp.concatenate(nodes, -1), level

@@ -56,7 +56,7 @@ class TreeLinear:
         K = checked_categories(self.num_categories)
         require_within(0, K - 2, frequent=self.frequent)
         if self.order is not None:
-            object.__setattr__(self, "order", checked_order(self.order, K))
+            vars(self).update(order=checked_order(self.order, K))
         if not isinstance(self.tree, CatnatHead):
             raise ValueError(f"TreeLinear needs a tree head, sigmoid or natural, got {self.head!r}")
 

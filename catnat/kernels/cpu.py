@@ -27,8 +27,10 @@ class _Activation(ctypes.Structure):
 
     _fields_ = (
         ("kind", ctypes.c_int),
-        *((name, ctypes.c_float) for name in ("rate", "high", "low")),
-        *((name, ctypes.c_float) for name in ("joint", "steepness", "at_edge")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("rate", "high", "low", "joint", "steepness", "at_edge")
+        ),
     )
 
 
@@ -36,8 +38,10 @@ class _Job(ctypes.Structure):
     """The struct ``job`` of ``cpu.c``: what a kernel reads, and where it writes."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "grad", "constants")),
-        *((name, ctypes.c_void_p) for name in ("leaf", "uniforms", "out", "sampled")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("scores", "grad", "constants", "leaf", "uniforms", "out", "sampled")
+        ),
         *((name, ctypes.c_long) for name in ("rows", "categories", "repeats", "constant_rows")),
         ("activation", _Activation),
         ("failed", ctypes.c_int),
@@ -100,7 +104,11 @@ def call(
     S = tensors["scores"].shape[-1]
     work = tensors["scores"].numel()
     job = _Job(rows=work // S, categories=S if activation is None else S + 1)
-    tensors = {key: _plain_memory(x) for key, x in tensors.items()}  # kept until the kernel returns
+    # Contiguous memory, kept until the kernel returns; a view may be marked as negated.
+    tensors = {
+        key: x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+        for key, x in tensors.items()
+    }
     for key, x in tensors.items():
         setattr(job, key, x.data_ptr())
     if isinstance(activation, NaturalActivation):
@@ -123,8 +131,3 @@ def _settings(activation: NaturalActivation) -> _Activation:
     tail = (activation.joint, activation.steepness, activation.log_at_edge)
     kind = 2 if activation.tail else 1
     return _Activation(kind, activation.rate, *activation.half_width(torch.float32), *tail)
-
-
-def _plain_memory(x: Tensor) -> Tensor:
-    """x in contiguous memory; a view that torch marks as negated is negated first."""
-    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()

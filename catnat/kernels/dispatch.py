@@ -90,8 +90,7 @@ def tree_sample(
     flat = scores.reshape(-1, scores.shape[-1])
     noise = uniforms.reshape(-1, uniforms.shape[-1])
     out = uniforms.new_empty(len(noise), dtype=torch.int64)
-    tensors = {"scores": flat, "uniforms": noise, "sampled": out}
-    _launch(fused, "path_sample", activation, constants, **tensors)
+    _launch(fused, "path_sample", activation, constants, scores=flat, uniforms=noise, sampled=out)
     return out.view(shape)
 
 
@@ -224,30 +223,27 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, activation, fused = ctx.settings
         source, log_probs, leaf, constants = ctx.saved_tensors
-        if _needs_reference(grad):
-            if name == "sparsemax":  # a derivative of log_probs comes back to this method
-                return None, reference.sparsemax_vjp(source, grad), *[None] * 4
 
-            def plainly(scores: Tensor) -> Tensor:
-                if activation is None:
-                    return reference.softmax_log_probs(scores)
-                if leaf is None:
-                    return reference.tree_log_probs(scores, activation, constants)
-                leaves = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
-                return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
+        def plainly(scores: Tensor) -> Tensor:
+            if activation is None:
+                return reference.softmax_log_probs(scores)
+            if leaf is None:
+                return reference.tree_log_probs(scores, activation, constants)
+            leaves = leaf.view(len(leaf) // max(1, len(scores)), len(scores))
+            return reference.tree_log_prob(scores, leaves, activation, constants).flatten()
 
-            return None, *reference.gradients(plainly, (source,), grad), *[None] * 4
-        out = source.new_empty(source.shape)  # contiguous, unlike empty_like
-        if leaf is not None:
-            out.zero_()  # paths add to it
-        tensors = {"scores": source, "log_probs": log_probs, "leaf": leaf, "grad": grad}
-        tensors = {key: x for key, x in tensors.items() if x is not None}
-        _launch(fused, f"{name}_backward", activation, constants, **tensors, out=out)
+        # Batched gradients, and those that have a gradient themselves, take plain torch.
+        is_last = is_plain(grad) and not torch.is_grad_enabled()
+        out: Tensor | None
+        if is_last or torch.compiler.is_compiling():
+            out = source.new_empty(source.shape)  # contiguous, unlike empty_like
+            if leaf is not None:
+                out.zero_()  # paths add to it
+            tensors = {"scores": source, "log_probs": log_probs, "leaf": leaf, "grad": grad}
+            tensors = {key: x for key, x in tensors.items() if x is not None}
+            _launch(fused, f"{name}_backward", activation, constants, **tensors, out=out)
+        elif name == "sparsemax":  # a derivative of log_probs comes back to this method
+            out = reference.sparsemax_vjp(source, grad)
+        else:
+            (out,) = reference.gradients(plainly, (source,), grad)
         return None, out, *[None] * 4
-
-
-def _needs_reference(grad: Tensor) -> bool:
-    """Whether a backward pass must itself be plain torch: create_graph, or batched gradients."""
-    if is_plain(grad):
-        return torch.is_grad_enabled()
-    return not torch.compiler.is_compiling()

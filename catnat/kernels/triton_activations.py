@@ -1,9 +1,9 @@
 """The activations in Triton, float32: what :mod:`catnat.activations` computes, inside a kernel.
 
-``NATURAL`` says which one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. ``CENTERED`` says
-that all nodes are centered at 0. The numbers rate, high, low, joint, slope and edge are those of a
-:class:`~catnat.activations.NaturalActivation`: rate, half_width, joint, steepness and log_at_edge.
-``settings`` holds the constants of the nodes, how many nodes there are, and these numbers.
+``NATURAL`` says which one: 0 is sigmoid, 1 is natural, 2 is natural with a tail. The numbers rate,
+high, low, joint, slope and edge are those of a :class:`~catnat.activations.NaturalActivation`:
+rate, half_width, joint, steepness and log_at_edge. ``settings`` holds the constants of the nodes
+(None where all nodes are centered at 0), how many nodes there are, and these numbers.
 
 With t = tan(theta), theta as in ``NaturalActivation``, the likelier bit has the log-probability
 -log(1 + t^2), the other one 2 log t less, and the slopes are rate * t and rate / t.
@@ -25,7 +25,7 @@ _NEVER = tl.constexpr(log_never(torch.float32))
 _LARGEST = tl.constexpr(largest_score(torch.float32))
 
 
-def activation_arguments(activation: Activation, centered: bool) -> dict[str, Any]:
+def activation_arguments(activation: Activation) -> dict[str, Any]:
     """The arguments of a kernel that describe an activation; sigmoid does not use the numbers."""
     is_natural = isinstance(activation, NaturalActivation)
     natural = activation if is_natural else NaturalActivation()
@@ -38,7 +38,6 @@ def activation_arguments(activation: Activation, centered: bool) -> dict[str, An
         "slope": natural.steepness,
         "edge": natural.log_at_edge,
         "NATURAL": 0 if not is_natural else 2 if natural.tail else 1,
-        "CENTERED": centered,
     }
 
 
@@ -76,21 +75,21 @@ def floored(total):
 
 
 @triton.jit
-def logs_and_slopes(s, node, settings, inside, NATURAL: tl.constexpr, CENTERED: tl.constexpr):
+def logs_and_slopes(s, node, settings, inside, NATURAL: tl.constexpr):
     """log(1 - a), log a, -d log(1 - a)/ds and d log a/ds of scores (R, n) at nodes (n,).
 
     The compiler drops what a kernel does not use.
     """
     if NATURAL:
-        return _natural(s, node, settings, inside, NATURAL == 2, CENTERED)
+        return _natural(s, node, settings, inside, NATURAL == 2)
     else:
-        return _sigmoid(s, node, settings[0], inside, CENTERED)
+        return _sigmoid(s, node, settings[0], inside)
 
 
 @triton.jit
-def _sigmoid(s, node, centers, inside, CENTERED: tl.constexpr):
+def _sigmoid(s, node, centers, inside):
     x = s
-    if not CENTERED:
+    if centers is not None:
         x -= tl.load(centers + node, mask=inside, other=0.0)[None, :]
     size = tl.abs(x)
     factor = tl.where(size > _LARGEST, 0.0, 1.0)
@@ -104,9 +103,9 @@ def _sigmoid(s, node, centers, inside, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _natural(s, node, settings, inside, TAIL: tl.constexpr, CENTERED: tl.constexpr):
+def _natural(s, node, settings, inside, TAIL: tl.constexpr):
     constants, S, rate, high, low, joint, slope, edge = settings
-    if CENTERED:
+    if constants is None:
         above = (high - s) + low
         below = (s + high) + low
     else:

@@ -98,14 +98,12 @@ class FusedTree(NamedTuple):
 
     def arguments(self, hidden: Tensor, block: int) -> dict[str, Any]:
         """What the kernels take that compute scores, from at most so many columns at once."""
-        is_centered = self.constants is None
         return {
             "hidden": hidden,
             "weight": self.weight,
-            "bias": hidden if self.bias is None else self.bias,
-            "constants": hidden if is_centered else self.constants,
-            "BIAS": self.bias is not None,
-            **activation_arguments(self.activation, is_centered),
+            "bias": self.bias,
+            "constants": self.constants,
+            **activation_arguments(self.activation),
             **_sizes(self.weight, block),
         }
 
@@ -132,7 +130,7 @@ class _LogProb(torch.autograd.Function):
         _forward_kernel[(M,)](
             near=near,
             target=target,
-            order=target if order is None else order,
+            order=order,
             keys=keys,
             slopes=slopes,
             out=out,
@@ -140,7 +138,6 @@ class _LogProb(torch.autograd.Function):
             U=UPPER,
             L=triton.next_power_of_2(H - UPPER),
             F=frequent,
-            ORDERED=order is not None,
         )
         ctx.save_for_backward(*saved, keys, slopes)
         return out
@@ -152,44 +149,47 @@ class _LogProb(torch.autograd.Function):
             plainly = partial(ctx.plainly, target=target)
             return *gradients(plainly, (hidden, weight, bias), grad), *[None] * 5
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
-            tensors = (hidden.contiguous(), weight, bias, keys, slopes, grad.contiguous())
-            return *_backward(*tensors, *ctx.needs_input_grad[:3]), *[None] * 5
-
-
-def _backward(hidden, weight, bias, keys, slopes, grad, for_hidden, for_weight, for_bias):
-    """The gradients of hidden, weight and bias, None where they are not wanted."""
-    sizes = _sizes(weight, 1024) | {"U": UPPER}
-    M, N, R = len(hidden), 1 << UPPER, _ROWS_AT_ONCE
-    K, H = sizes["K"], sizes["H"]
-    columns = triton.cdiv(sizes["D"], sizes["B"])
-    of_hidden = of_weight = of_bias = None
-    if for_weight or for_bias:  # first: the device fills memory while the host goes on
-        of_weight = torch.zeros_like(weight)
-        of_bias = None if bias is None else torch.zeros_like(bias)
-    near = hidden.new_empty(M, N)  # the gradient near the root, with a last column of zeros
-    largest = torch.finfo(near.dtype).max  # a steep gradient must not become infinite
-    paths = {"keys": keys, "slopes": slopes, "grad": grad}
-    grid = (triton.cdiv(M, R),)
-    _near_kernel[grid](**paths, out=near, M=M, largest=largest, K=K, H=H, U=UPPER, R=R)
-    if for_hidden:
-        of_hidden = near @ weight[:N].to(near.dtype)
-        _hidden_kernel[(M, columns)](**paths, weight=weight, out=of_hidden, **sizes)
-    if of_weight is not None:
-        of_weight[:N] = near.T @ hidden  # the last of these rows is set below if it is in use
-        if of_bias is not None:
-            of_bias[:N] = near.sum(0, dtype=torch.float32)
-        paths["keys"], tokens = keys.sort()
-        _rows_kernel[(M, columns, H - UPPER)](
-            **paths,
-            tokens=tokens,
-            hidden=hidden,
-            of_weight=of_weight,
-            of_bias=of_weight if of_bias is None else of_bias,
-            M=M,
-            **sizes,
-            BIAS=of_bias is not None,
-        )
-    return of_hidden, of_weight, of_bias
+            hidden = hidden.contiguous()
+            sizes = _sizes(weight, 1024) | {"U": UPPER}
+            M = len(hidden)
+            N = 1 << UPPER
+            columns = triton.cdiv(sizes["D"], sizes["B"])
+            of_hidden = of_weight = of_bias = None
+            if any(ctx.needs_input_grad[1:3]):  # first: the device fills memory meanwhile
+                of_weight = torch.zeros_like(weight)
+                of_bias = None if bias is None else torch.zeros_like(bias)
+            near = hidden.new_empty(M, N)  # near the root; the last column is zeros
+            largest = torch.finfo(near.dtype).max  # a steep gradient must not become infinite
+            paths = {"keys": keys, "slopes": slopes, "grad": grad.contiguous()}
+            grid = (triton.cdiv(M, _ROWS_AT_ONCE),)
+            _near_kernel[grid](
+                **paths,
+                out=near,
+                M=M,
+                largest=largest,
+                K=sizes["K"],
+                H=sizes["H"],
+                U=UPPER,
+                R=_ROWS_AT_ONCE,
+            )
+            if ctx.needs_input_grad[0]:
+                of_hidden = near @ weight[:N].to(near.dtype)
+                _hidden_kernel[(M, columns)](**paths, weight=weight, out=of_hidden, **sizes)
+            if of_weight is not None:
+                of_weight[:N] = near.T @ hidden  # the last row is set below if it is in use
+                if of_bias is not None:
+                    of_bias[:N] = near.sum(0, dtype=torch.float32)
+                paths["keys"], tokens = keys.sort()
+                _rows_kernel[(M, columns, sizes["H"] - UPPER)](
+                    **paths,
+                    tokens=tokens,
+                    hidden=hidden,
+                    of_weight=of_weight,
+                    of_bias=of_bias,
+                    M=M,
+                    **sizes,
+                )
+            return of_hidden, of_weight, of_bias, *[None] * 5
 
 
 @triton.jit
@@ -224,15 +224,13 @@ def _steps(
     settings,
     K: tl.constexpr,
     H: tl.constexpr,
-    BIAS: tl.constexpr,
     NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
 ):
     """The logarithm of the steps at some levels of a path; stores its slopes, 0 off the path."""
     node, inside = _nodes(key, level, K, H)
-    if BIAS:
+    if bias is not None:
         s += tl.load(bias + node, mask=inside, other=0.0).to(tl.float32)
-    left, right, fall, rise = logs_and_slopes(s[None, :], node, settings, inside, NATURAL, CENTERED)
+    left, right, fall, rise = logs_and_slopes(s[None, :], node, settings, inside, NATURAL)
     inside = inside[None, :]
     is_right = ((key >> tl.maximum(H - 1 - level, 0)) & 1 == 1)[None, :]
     move = tl.where(inside, tl.where(is_right, rise, -fall), 0.0)
@@ -265,17 +263,14 @@ def _forward_kernel(
     L: tl.constexpr,  # a power of two >= H - U
     B: tl.constexpr,
     F: tl.constexpr,  # frequent classes
-    BIAS: tl.constexpr,
-    ORDERED: tl.constexpr,
     NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
 ):
     settings = (constants, K - 1, rate, high, low, joint, slope, edge)
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(target + row).to(tl.int64)
     possible = (k >= 0) & (k < F + K)
     place = tl.where(possible, k, 0)
-    if ORDERED:
+    if order is not None:
         place = tl.load(order + place)
     alive = possible & (place >= F)
     key = (tl.where(alive, place - F, 0) + K).to(tl.int32)
@@ -287,11 +282,11 @@ def _forward_kernel(
     level = tl.arange(0, U)
     node, inside = _nodes(key, level, K, H)
     s = tl.load(near + (row << U) + node, mask=inside, other=0.0).to(tl.float32)
-    total = _steps(s, level, key, bias, slopes, settings, K, H, BIAS, NATURAL, CENTERED)
+    total = _steps(s, level, key, bias, slopes, settings, K, H, NATURAL)
     level = U + tl.arange(0, L)
     node, inside = _nodes(key, level, K, H)
     s = _products(hidden + row * D, weight, node, inside, tl.where(alive, D, 0), D, B)
-    total += _steps(s, level, key, bias, slopes, settings, K, H, BIAS, NATURAL, CENTERED)
+    total += _steps(s, level, key, bias, slopes, settings, K, H, NATURAL)
     tl.store(out + row, tl.where(possible, floored(total), float("nan")))
 
 
@@ -315,9 +310,7 @@ def _sample_kernel(
     K: tl.constexpr,
     H: tl.constexpr,
     B: tl.constexpr,
-    BIAS: tl.constexpr,
     NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
 ):
     settings = (constants, K - 1, rate, high, low, joint, slope, edge)
     walk = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # a tensor of one number
@@ -327,9 +320,9 @@ def _sample_kernel(
         inside = (heap > 0) & (heap < K)
         node = tl.where(inside, heap - 1, 0)
         s = _products(hidden + row * D, weight, node, inside, D, D, B)
-        if BIAS:
+        if bias is not None:
             s += tl.load(bias + node).to(tl.float32)
-        _, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL, CENTERED)
+        _, right, _, _ = logs_and_slopes(s[None, :], node, settings, inside, NATURAL)
         right = tl.sum(right, axis=0)
         u = tl.load(uniforms + level * P + walk)
         child = 2 * heap + (u < tl.exp(right.to(tl.float64))).to(tl.int32)
@@ -411,7 +404,6 @@ def _rows_kernel(
     H: tl.constexpr,
     U: tl.constexpr,
     B: tl.constexpr,
-    BIAS: tl.constexpr,
 ):
     """The gradient in the row and the bias of one node below: a sum over the tokens there.
 
@@ -442,6 +434,6 @@ def _rows_kernel(
         end = tl.where(here, end, i)  # whether the last of these tokens was one of the node
     at = of_weight + node.to(tl.int64) * D + d
     tl.store(at, total.to(of_weight.dtype.element_ty), mask=d < tl.where(begins, D, 0))
-    if BIAS:
+    if of_bias is not None:
         sum_of_g = sum_of_g.to(of_bias.dtype.element_ty)
         tl.store(of_bias + node, sum_of_g, mask=begins & (tl.program_id(1) == 0))

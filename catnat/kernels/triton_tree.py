@@ -52,7 +52,6 @@ def tree_kernel(
     HEIGHT: tl.constexpr,  # log2 P
     REST: tl.constexpr,  # K - P: nodes of the last, incomplete level
     NATURAL: tl.constexpr,  # see triton_activations
-    CENTERED: tl.constexpr,
 ):
     """Log-probabilities of the leaves, or from their gradient that in the scores."""
     K: tl.constexpr = P + REST
@@ -72,9 +71,7 @@ def tree_kernel(
     pair = leaves + (P - REST + 2 * place)[None, :]
     if REST > 0:
         s = tl.load(source + node[None, :], mask=has_node, other=0.0)
-        left, right, fall, rise = logs_and_slopes(
-            s, node, settings, place < REST, NATURAL, CENTERED
-        )
+        left, right, fall, rise = logs_and_slopes(s, node, settings, place < REST, NATURAL)
     if BACKWARD:
         target = out + row * S
         if REST == 0:
@@ -87,9 +84,7 @@ def tree_kernel(
         loaded = _load_levels(source, alive, HEIGHT)
         for level in tl.static_range(HEIGHT - 1, -1, -1):
             node = (1 << level) - 1 + tl.arange(0, 1 << level)
-            _, _, fall, rise = logs_and_slopes(
-                loaded[level], node, settings, node < S, NATURAL, CENTERED
-            )
+            _, _, fall, rise = logs_and_slopes(loaded[level], node, settings, node < S, NATURAL)
             a, b = tl.split(tl.reshape(values, (R, 1 << level, 2)))
             tl.store(target + node[None, :], b * rise - a * fall, mask=alive)
             values = a + b
@@ -98,9 +93,7 @@ def tree_kernel(
         loaded = _load_levels(source, alive, HEIGHT)
         for level in tl.static_range(HEIGHT):
             node = (1 << level) - 1 + tl.arange(0, 1 << level)
-            lefts, rights, _, _ = logs_and_slopes(
-                loaded[level], node, settings, node < S, NATURAL, CENTERED
-            )
+            lefts, rights, _, _ = logs_and_slopes(loaded[level], node, settings, node < S, NATURAL)
             values = tl.interleave(values + lefts, values + rights)
         tl.store(single, floored(values), mask=has_leaf)
         if REST > 0:
@@ -129,7 +122,6 @@ def path_kernel(
     R: tl.constexpr,
     HEIGHT: tl.constexpr,
     NATURAL: tl.constexpr,
-    CENTERED: tl.constexpr,
 ):
     """Log-probabilities of leaves, or their gradient in the scores, or random leaves."""
     settings = (constants, K - 1, rate, high, low, joint, slope, edge)
@@ -150,7 +142,7 @@ def path_kernel(
         inside = alive & (heap > 0) & (heap < K)
         node = tl.where(inside, heap - 1, 0)
         s = tl.load(scores + row + node, mask=inside, other=0.0)[None, :]
-        left, right, fall, rise = logs_and_slopes(s, node, settings, inside, NATURAL, CENTERED)
+        left, right, fall, rise = logs_and_slopes(s, node, settings, inside, NATURAL)
         if SAMPLE:
             u = tl.load(source + i * HEIGHT + level, mask=alive, other=0.0)
             log_left = tl.reshape(left, (R,)).to(tl.float64)
@@ -179,9 +171,8 @@ def launch(
     S = scores.shape[-1]
     rows = scores.numel() // S
     backward = name.endswith("backward")
-    centers = scores if constants is None else constants
     grad = inputs[-1] if backward else scores
-    arguments = activation_arguments(activation, constants is None)
+    arguments = activation_arguments(activation)
     arguments |= {"rows": rows, "BACKWARD": backward}
     if not name.startswith("tree"):
         source = inputs[0]
@@ -190,7 +181,7 @@ def launch(
         arguments["SAMPLE"] = name == "path_sample"
         if count:
             grid = (triton.cdiv(count, _BLOCK),)
-            tensors = (scores, centers, source, grad, out)
+            tensors = (scores, constants, source, grad, out)
             path_kernel[grid](*tensors, **sizes, **arguments, num_warps=4)
     elif rows:
         height = (S + 1).bit_length() - 1
@@ -203,4 +194,4 @@ def launch(
         warps = min(16, few if P <= 64 else max(1, R * P // (1024 * few)))
         sizes = {"R": R, "P": P, "HEIGHT": height, "REST": S + 1 - P}
         grid = (triton.cdiv(rows, R),)
-        tree_kernel[grid](scores, centers, grad, out, **sizes, **arguments, num_warps=warps)
+        tree_kernel[grid](scores, constants, grad, out, **sizes, **arguments, num_warps=warps)

@@ -8,10 +8,7 @@ from cases import CATEGORIES, CATNAT, DTYPES, HEADS, CauchyHead, Flattened, leaf
 from scipy.stats import chisquare
 
 from catnat import CategoricalHead, HeadCategorical, make_head
-from catnat.kernels import cpu
 from catnat.kernels.dispatch import tree_sample
-
-built = pytest.mark.skipif(cpu.library() is None, reason="the C kernels are not built")
 
 
 def heads(K: int) -> list[CategoricalHead]:
@@ -187,31 +184,6 @@ def test_a_nan_on_the_path_gives_no_category(name, dtype):
     assert drawn[0] >= 0 and drawn[1] == -1
     with pytest.raises(ValueError, match="there is no category to sample"):
         head.sample(scores)
-
-
-@built
-@pytest.mark.parametrize("name", CATNAT)
-def test_neither_threads_nor_missing_kernels_change_anything(name, monkeypatch):
-    head = make_head(name, 18)
-    scores = torch.randn(101, 17, requires_grad=True)
-    value = torch.randint(18, (3, 101))
-    noise = uniforms(3, 101, 5)
-
-    def all_three():
-        out = head.log_prob(scores, value)
-        drawn = tree_sample(scores, noise, head.activation, head.constants(scores))
-        return out, drawn, *torch.autograd.grad(out.sum(), scores)
-
-    alone = all_three()
-    monkeypatch.setattr(cpu, "PARALLEL", 1)
-    for threads in (2, 3, 200):
-        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
-        assert all(torch.equal(a, b) for a, b in zip(all_three(), alone, strict=True))
-    monkeypatch.setattr(cpu, "library", lambda: None)
-    plain = all_three()
-    assert torch.allclose(plain[0], alone[0], atol=1e-5)
-    assert torch.equal(plain[1], alone[1])
-    assert torch.allclose(plain[2], alone[2], rtol=1e-4, atol=1e-4)
 
 
 # -------------------------------------------------------------------------------- tracers

@@ -73,16 +73,21 @@ def test_threads_do_not_change_anything(name, monkeypatch):
     head = make(name, 18)
     scores = torch.randn(101, head.num_scores, requires_grad=True)
     grad = torch.randn(101, 18)
+    value = torch.randint(18, (3, 101))
+    generator = torch.Generator()
 
-    def both():
+    def results():
         out = head.log_probs(scores)
+        chosen = head.log_prob(scores, value)
+        (of_chosen,) = torch.autograd.grad(chosen.sum(), scores)
+        drawn = head.sample(scores, (3,), generator.manual_seed(0))
         fisher = head.fisher_diagonal(scores.detach())
-        return out, fisher, *torch.autograd.grad(out, scores, grad)
+        return out, chosen, of_chosen, drawn, fisher, *torch.autograd.grad(out, scores, grad)
 
-    alone = both()
+    alone = results()
     for threads in (2, 3, 200):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
-        assert all(torch.equal(a, b) for a, b in zip(both(), alone, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results(), alone, strict=True))
 
 
 @pytest.mark.parametrize("name", ["sparsemax", "softmax", *TREES])
@@ -109,13 +114,13 @@ def test_every_level_of_instructions_gives_the_numbers_of_the_reference(level, m
             scores = (2 * torch.randn(5, head.num_scores)).requires_grad_()
             exact = scores.detach().double().requires_grad_()
             weight = torch.randn(5, K)
-            value = torch.randint(K, (5,))
+            value = torch.randint(K, (3, 5))
             for one, other in (
                 (head.log_probs(scores), head.log_probs(exact)),
                 (head.log_prob(scores, value), head.log_prob(exact, value)),
             ):
                 assert ((one - other).abs() <= 3e-6 * (1 + other.abs())).all(), (name, K)
-                w = weight if one.dim() == 2 else weight[:, 0]
+                w = weight if one.shape == weight.shape else weight[:, 0]
                 (got,) = torch.autograd.grad((one * w).sum(), scores)
                 (want,) = torch.autograd.grad((other * w).sum(), exact)
                 size = want.abs().amax(-1, keepdim=True)

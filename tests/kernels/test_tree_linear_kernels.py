@@ -1,21 +1,17 @@
 """The kernels of TreeLinear: on a CUDA device, and in Triton's interpreter."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import run_interpreted
 from cases_tree_linear import layer_and_data
 
 from catnat import TreeLinear
 from catnat.kernels import dispatch
 from catnat.tree import leaf_paths
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -179,7 +175,4 @@ for K, D, head, options, dtype, reduction in cases:
 @pytest.mark.skipif(not dispatch.HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.slow
 def test_triton_kernels_agree_with_plain_torch():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", TRITON]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(TRITON)

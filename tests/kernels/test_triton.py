@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
+from cases import run_interpreted
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
+from catnat.kernels.dispatch import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 TREE = """
 import torch
@@ -130,12 +126,4 @@ for K in (2, 18, 100):
 
 
 def test_interpreted_kernels():
-    code = TREE + PATH + SPARSEMAX + SOFTMAX
-    environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(TREE + PATH + SPARSEMAX + SOFTMAX)
