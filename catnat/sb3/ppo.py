@@ -164,8 +164,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
-        arrays = {name: getattr(self.rollout_buffer, name) for name in ROLLOUT}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
+        buffer = self.rollout_buffer
+        arrays = {name: x for name in ROLLOUT if (x := getattr(buffer, name)) is not None}
         flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             tree_map(lambda place, x: place.copy_(x), self._rollout, flat)

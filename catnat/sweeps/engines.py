@@ -219,12 +219,3 @@ class Slurm:
 
 
 Engine = Local | Ray | Slurm
-
-
-def make_engine(name: str, jobs: int | None, resources: dict[str, Any], folder: Path) -> Engine:
-    """The engine of a name, with a folder for its own files."""
-    if name == "ray":
-        return Ray(resources)
-    if name == "slurm":
-        return Slurm(folder, jobs, resources)
-    return Local(jobs)
