@@ -161,9 +161,8 @@ class Stack:
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
-        self.models = [model.to(device) for model in models]
-        self.clip = self.models[0].gradient_clip
-        self._trained = [_Trained(model, device, max_steps) for model in self.models]
+        self.clip = models[0].gradient_clip
+        self._trained = [_Trained(model.to(device), device, max_steps) for model in models]
         self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
@@ -206,8 +205,8 @@ class Stack:
 
     def prepare_step(self, step: int) -> None:
         """Let every model set the numbers of a step: learning rates, temperatures and the like."""
-        for model in self.models:
-            model.prepare_step(step)
+        for trained in self._trained:
+            trained.model.prepare_step(step)
         for group, rate in self._rates:
             if group["lr"] is not rate:
                 rate.fill_(float(group["lr"]))
