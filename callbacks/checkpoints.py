@@ -79,8 +79,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
-        loop = trainer.fit_loop
-        assert loop._data_fetcher is not None
+        loop: Any = trainer.fit_loop
         # Not with the gradients of a part of the batches, which a checkpoint does not hold.
         if not loop.epoch_loop._should_accumulate():
             self._listen_to_ranks(trainer)

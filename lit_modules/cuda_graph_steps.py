@@ -152,7 +152,6 @@ def count_steps(trainer: Trainer, steps: int) -> None:
             for name in ("ready", "started", "processed", "completed"):  # Lightning counts one
                 setattr(progress, name, getattr(progress, name) + steps - 1)
         loop._batches_that_stepped += steps - 1  # loggers take this for the step
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None and fetcher.length is not None
+        fetcher: Any = trainer.fit_loop._data_fetcher
         fetcher.fetched += steps - 1
         fetcher.done = batches.is_last_batch = fetcher.fetched >= fetcher.length
