@@ -94,12 +94,11 @@ def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
     Rows with one key were made at different commits, or for several plans; one that has finished
     counts, of this plan if there is one.
     """
-
-    def rank(row: Row) -> tuple[bool, bool]:
-        return not is_finished(row), plan not in row.get("plans", "").split()
-
+    best_first = sorted(
+        rows, key=lambda row: (not is_finished(row), plan not in row.get("plans", "").split())
+    )
     indexed: Rows = {}
-    for row in sorted(rows, key=rank):
+    for row in best_first:
         indexed.setdefault(key_of(row), row)
     return indexed
 
