@@ -30,7 +30,7 @@ def test_networks_have_the_layers_of_the_paper(make, inputs, outputs, weights):
 @pytest.mark.parametrize("padding", [0, 1])
 def test_upsample_is_the_transposed_convolution(monkeypatch, by_fold, padding):
     monkeypatch.setattr(networks, "_SLOW_TRANSPOSED", by_fold)
-    layer = networks.Upsample(3, 2, padding=padding).double()
+    layer = networks.Upsample(3, 2, 3, 2, padding, output_padding=padding).double()
     plain = nn.ConvTranspose2d(3, 2, 3, 2, padding, output_padding=padding).double()
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
