@@ -1,7 +1,5 @@
 """The checkpoints of a run, best.ckpt and last.ckpt, and stopping without losing work."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that survive a kill at any moment, checkpoints among them."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

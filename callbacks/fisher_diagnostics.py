@@ -4,8 +4,6 @@ Both monitors use :class:`HeadHistory`, which collects the scores of many steps 
 together; :func:`exact_rows` and :func:`sampled_row` make the values of tags.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

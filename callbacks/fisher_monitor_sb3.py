@@ -1,7 +1,5 @@
 """FisherMonitorSB3: the diagnostics of FisherMonitor, for Stable-Baselines3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What TensorBoard shows of a run: event files without double values."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Callable, Mapping

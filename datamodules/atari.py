@@ -1,7 +1,5 @@
 """Atari games as vector environments, with the usual preprocessing of PPO."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """CommunityGraphDataModule: pairs (x, y), y computed from x along the edges of a random graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cached_property
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Data held in memory: a loader without workers, exactly resumable, and data modules with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

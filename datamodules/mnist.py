@@ -1,7 +1,5 @@
 """MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized again at every step."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Encoders from 28 x 28 images to scores, and decoders from latents to the logits of pixels."""
 
-from __future__ import annotations
-
 import platform
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """StepModule: a Lightning module of which a subclass says the loss of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any

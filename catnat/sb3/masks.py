@@ -11,8 +11,6 @@ free. HeadPPO and HeadA2C store the actions that are played. Forced actions are 
 choice: the critic learns from them, the policy does not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ differs, as it is drawn for all models at once. Models of a group differ in seed
 data alone. On a CUDA device a step of the whole group is one CUDA graph.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -5,8 +5,6 @@ the last checkpoint in the run's folder if there is one. Its method ``execute`` 
 a run; ``jobs`` threads call it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ All options of a run and its seed identify it, except options that only observe.
 options as columns, then metrics (their names have a ``/``), and how and where the run was made.
 """
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import hashlib

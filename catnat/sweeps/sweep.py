@@ -14,8 +14,6 @@ for each other.
 Afterwards: ``catnat tables plan.yaml``.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal
