@@ -1,7 +1,5 @@
 """The checkpoints of a run, best.ckpt and last.ckpt, and stopping without losing work."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
@@ -79,8 +77,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Save if a checkpoint is due or a signal came, but only after the step's validation."""
         step = trainer.global_step
-        loop = trainer.fit_loop
-        assert loop._data_fetcher is not None
+        loop: Any = trainer.fit_loop
         # Not with the gradients of a part of the batches, which a checkpoint does not hold.
         if not loop.epoch_loop._should_accumulate():
             self._listen_to_ranks(trainer)

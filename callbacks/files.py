@@ -1,7 +1,5 @@
 """Files that survive a kill at any moment, checkpoints among them."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -35,6 +33,30 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         partial.unlink(missing_ok=True)
 
 
+def load_checkpoint(path: str | Path, map_location: Any = "cpu", *_: Any, **__: Any) -> Any:
+    """Load a checkpoint: tensors and plain values, never code, whatever further arguments say.
+
+    The checksums of the archive are compared first: a flipped bit does not become a weight.
+
+    Raises:
+        ValueError: of one line, if the file is damaged, or not a checkpoint.
+    """
+    content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
+    try:
+        with zipfile.ZipFile(content) as archive:
+            if name := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
+        content.seek(0)
+        return dict(torch.load(content, map_location=map_location, weights_only=True))
+    except Exception as error:
+        reason = f"is damaged, or not a checkpoint at all: {error}"
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "is refused: it holds more than tensors and plain values"
+        elif Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
+            reason = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
+        raise ValueError(f"checkpoint {path} {reason}") from error
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target and renames; reads tensors and plain values, never code.
 
@@ -58,32 +80,4 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         write_whole(Path(path), content.getbuffer())
 
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True
-    ) -> dict[str, Any]:
-        """Load with ``weights_only=True``, whatever the argument says."""
-        return load_checkpoint(path, map_location)
-
-
-def load_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load a checkpoint: tensors and plain values, never code.
-
-    The checksums of the archive are compared first: a flipped bit does not become a weight.
-
-    Raises:
-        ValueError: of one line, if the file is damaged, or not a checkpoint.
-    """
-    content = io.BytesIO(Path(path).read_bytes())  # an OSError of the disk is raised here
-    try:
-        with zipfile.ZipFile(content) as archive:
-            if name := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-        content.seek(0)
-        return dict(torch.load(content, map_location=map_location, weights_only=True))
-    except Exception as error:
-        reason = f"is damaged, or not a checkpoint at all: {error}"
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "is refused: it holds more than tensors and plain values"
-        elif Path(path).suffix == ".zip" and zipfile.is_zipfile(path):
-            reason = "is a file of Stable-Baselines3, for HeadPPO.load: take the .ckpt beside it"
-        raise ValueError(f"checkpoint {path} {reason}") from error
+    load_checkpoint = staticmethod(load_checkpoint)

@@ -4,12 +4,11 @@ Both monitors use :class:`HeadHistory`, which collects the scores of many steps 
 together; :func:`exact_rows` and :func:`sampled_row` make the values of tags.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -103,6 +102,7 @@ def seed_of(*words: object) -> int:
     return random.Random(" ".join(map(str, words))).getrandbits(63)
 
 
+@dataclass
 class HeadHistory:
     """Fisher diagnostics of one head at the steps that were added.
 
@@ -110,7 +110,7 @@ class HeadHistory:
     the seed, the step and the shape alone, not on the steps that are observed together, nor on
     where a run was resumed.
 
-    Args:
+    Attributes:
         head: the head. If it has parameters, diagnostics are computed after each step, because the
             next update changes them; otherwise scores are collected first.
         middle: what is between the two parts of a tag, "/" or "/<name of the head>/".
@@ -119,17 +119,19 @@ class HeadHistory:
         seed: of the draws, any text.
     """
 
-    def __init__(
-        self, head: CategoricalHead, middle: str, draws: int, sums: list[float], seed: str
-    ) -> None:
-        S = head.num_scores
-        self.head = head
-        self.middle = middle
-        self.draws = draws if 1 < S <= LARGEST else 0
-        self.sums = sums
-        self.seed = seed
-        self._size = (S if head.fisher_is_diagonal else S**2) + 2  # of the exact diagnostics
-        self._max_scores = 0 if head.state_dict() else _MAX_SCORES // max(1, self.draws)
+    head: CategoricalHead
+    middle: str
+    draws: int
+    sums: list[float]
+    seed: str
+
+    def __post_init__(self) -> None:
+        """Begin without steps."""
+        S = self.head.num_scores
+        if not 1 < S <= LARGEST:
+            self.draws = 0
+        self._size = (S if self.head.fisher_is_diagonal else S**2) + 2  # of the exact diagnostics
+        self._max_scores = 0 if self.head.state_dict() else _MAX_SCORES // max(1, self.draws)
         self._scores: dict[int, Tensor] = {}  # of steps, not computed yet
         self._rows: dict[int, int] = {}  # their number at each step that is computed, not sent yet
         self._means: list[Tensor] = []  # over these rows, (T, D)
@@ -140,6 +142,12 @@ class HeadHistory:
         rows = scores.reshape(-1, self.head.num_scores)
         earlier_rows = self._scores.get(step, rows[:0])  # where gradients are accumulated
         self._scores[step] = torch.cat((earlier_rows, rows))
+
+    def observe(self, step: int, scores: Tensor) -> Observation:
+        """The values of a step, at once."""
+        self.add(step, scores)
+        (observation,) = self.send()()
+        return observation
 
     def end_step(self) -> None:
         """Compute with the collected scores, if that cannot wait."""

@@ -1,7 +1,5 @@
 """FisherMonitor: how far the Fisher matrix of a head is from diagonal, while a model trains."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """FisherMonitorSB3: the diagnostics of FisherMonitor, for Stable-Baselines3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,14 +93,11 @@ class FisherMonitorSB3(BaseCallback):
             entropy = self._distribution().entropy().mean()
         self.latest = {"train/entropy": float(entropy)}
         for name, _, scores in probe:
-            if name not in self._histories:  # too large
-                continue
-            history = self._histories[name]
-            history.add(self._step, scores)
-            ((_, row, picture_tag, draw),) = history.send()()
-            self.latest |= row
-            if self.image_every_n_rollouts:
-                self._undrawn[picture_tag] = draw
+            if name in self._histories:  # otherwise it is too large
+                _, row, picture_tag, draw = self._histories[name].observe(self._step, scores)
+                self.latest |= row
+                if self.image_every_n_rollouts:
+                    self._undrawn[picture_tag] = draw
         write_now(self.logger, self.latest, self._step, TensorBoardOutputFormat)
         for tag, value in self.latest.items():
             self.logger.record(tag, value, exclude="tensorboard")

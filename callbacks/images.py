@@ -1,7 +1,5 @@
 """Images for TensorBoard: Fisher matrices, samples and latents of a VAE, edges of a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

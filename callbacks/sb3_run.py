@@ -1,7 +1,5 @@
 """A run of Stable-Baselines3: evaluation, checkpoints, signals and progress beside learning."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Stopping a run on a signal, after its work is saved."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

@@ -2,126 +2,97 @@
 
 import re
 
-TAGS: dict[str, dict[str, str]] = {
-    "Every model": {
-        "train/loss": "Loss of the latest batch.",
-        "val/loss": "Mean loss of the validation set.",
-        "(val, test)/saturated": (
-            "Share of the scores in a flat region of the head, where they get no gradient; see "
-            "fim/saturated."
-        ),
-    },
-    "The Fisher matrix": {
-        "fim/off_diagonal_mass": (
-            "Share of the Fisher matrix's Frobenius norm off its diagonal, "
-            "sqrt(sum_{i≠j} G_ij² / sum_ij G_ij²). Exactly 0 for catnat heads; for softmax it "
-            "changes with the scores."
-        ),
-        "fim/picture": (
-            "The mean Fisher matrix G in the scores: red positive, blue negative. Lines mark the "
-            "levels of the tree of a catnat head."
-        ),
-        "fim/saturated": (
-            "Share of the scores in a flat region of the head, where they get no gradient. "
-            "Harmless in our VAEs and in PPO, where runs with many such scores learn as well as "
-            "others. Not harmless where a category that became impossible is needed later: the "
-            "label of a classifier (choose a tail), a true edge of a graph (see val/dead_edges)."
-        ),
-        "fim_sampled/off_diagonal_mass": (
-            "The Frobenius share again, from categories drawn at every step and without the closed "
-            "form: the root of the share below, 0 where that is negative."
-        ),
-        "fim_sampled/off_diagonal_share": (
-            "An estimate of the squared Frobenius share from drawn categories, without a floor: "
-            "two sums over the latest steps (a step counts half as much 34 steps later), divided "
-            "by each other."
-        ),
-        "fim_spectrum/condition_number": (
-            "Largest over smallest eigenvalue of the Fisher matrix, on its support. Follow it "
-            "within one head: a tree of K categories begins at K/2, because deep nodes are rare."
-        ),
-        "fim/off_diagonal_mass_l1": (
-            "The share of absolute values off the diagonal, sum_{i≠j} |G_ij| / sum_ij |G_ij|. "
-            "Exactly 0 for catnat heads. 1/2 for softmax whatever it learns, because the rows of "
-            "its matrix sum to zero."
-        ),
-        "fim_sampled/off_diagonal_mass_l1": (
-            "The l1 share again, of a Fisher matrix estimated from the categories drawn at this "
-            "step: noise keeps it above 0 for every head. Compare it with other code that draws."
-        ),
-    },
-    "Discrete VAEs": {
-        "train/temperature": "Temperature of the relaxed samples.",
-        "(val, test)/elbo": "Evidence lower bound of an image in nats; higher is better.",
-        "(val, test)/kl": (
-            "KL divergence of q(z | x) from the uniform prior, summed over latents, in nats."
-        ),
-        "(val, test)/perplexity": (
-            "Usage of the categories, from 1 (one category) to K (all equally often): exp of the "
-            "entropy of q(z_n | x) averaged over all images, then the mean over the latents n."
-        ),
-        "test/nll": (
-            "Negative log-likelihood of an image in nats, importance-weighted; lower is better."
-        ),
-        "test/information": (
-            "Mutual information of image and latents in nats; 0: latents say nothing."
-        ),
-        "test/collapsed": "1 if the latents tell (almost) nothing about an image, otherwise 0.",
-        "test/elbo_table": "The ELBO of the MLP model as the paper's table has it.",
-        "images/reconstructions": "Images above, their reconstructions below.",
-        "images/prior": "Images decoded from draws of the prior.",
-        "latents/usage": (
-            "Mean probability of each category (columns) of each latent (rows): black never, white "
-            "always."
-        ),
-    },
-    "Graphs": {
-        "(val, test)/energy_score": "Energy score of the predictions; lower is better.",
-        "(val, test)/pp_mae": "Absolute error of the median prediction.",
-        "(val, test)/pp_mse": "Squared error of the mean prediction.",
-        "(val, test)/theta_mae": (
-            "Mean absolute error of the edge probabilities, against the true ones."
-        ),
-        "(val, test)/dead_edges": "True edges whose learned probability is exactly 0.",
-        "(val, test)/energy_score_2x": "Twice the energy score, as in the paper's table.",
-        "test/gap_2x": "Twice the energy score, minus that of the true model; 0 is perfect.",
-        "(val, test)/calibration": "Calibration error of the edge probabilities, over ten bins.",
-        "graph/theta": (
-            "Edge probabilities, black 0 and white 1: learned on the left, true on the right. An "
-            "edge goes from the row's node to the column's."
-        ),
-    },
-    "PPO and A2C": {
-        "train/entropy": "Mean entropy of the policy in the states of a rollout.",
-        "(eval, test)/return": "Mean return of the evaluated games; higher is better.",
-        "(eval, test)/return_std": "Standard deviation of the return over the evaluated games.",
-        "(eval, test)/length": (
-            "Mean length of the evaluated games, in steps; of Atari games in frames of the "
-            "emulator, four in a step."
-        ),
-        "(eval, test)/unfinished": (
-            "Games that had not ended after 10,000 steps, where an environment has no time limit; "
-            "they count as they are."
-        ),
-        "rollout/ep_rew_mean": "Mean return of the last 100 games of training.",
-        "rollout/ep_len_mean": "Mean length of the last 100 games of training, in steps.",
-        "time/fps": "Steps of all environments together, for each second.",
-        "train/approx_kl": "Estimated KL divergence between the policies before and after updates.",
-        "train/clip_fraction": "Share of the actions whose probability ratio PPO clipped.",
-        "train/clip_range": "Largest change of a probability ratio that PPO does not clip.",
-        "train/clip_range_vf": "Largest change of a value that PPO does not clip.",
-        "train/entropy_loss": "Minus the mean entropy of the policy in the minibatches.",
-        "train/explained_variance": (
-            "Share of the variance of the returns that the value network explains: 1 is perfect, "
-            "0 no better than a constant."
-        ),
-        "train/learning_rate": "Learning rate of the optimizer.",
-        "train/n_updates": "Passes over rollouts so far.",
-        "train/policy_gradient_loss": "Loss of the policy.",
-        "train/policy_loss": "Loss of the policy.",
-        "train/value_loss": "Loss of the value network.",
-    },
-}
+import yaml
+
+TAGS: dict[str, dict[str, str]] = yaml.safe_load("""
+Every model:
+  train/loss: Loss of the latest batch.
+  val/loss: Mean loss of the validation set.
+  (val, test)/saturated:
+    Share of the scores in a flat region of the head, where they get no gradient; see
+    fim/saturated.
+The Fisher matrix:
+  fim/off_diagonal_mass:
+    Share of the Fisher matrix's Frobenius norm off its diagonal, sqrt(sum_{i≠j} G_ij² / sum_ij
+    G_ij²). Exactly 0 for catnat heads; for softmax it changes with the scores.
+  fim/picture: >-
+    The mean Fisher matrix G in the scores: red positive, blue negative. Lines mark the levels of
+    the tree of a catnat head.
+  fim/saturated: >-
+    Share of the scores in a flat region of the head, where they get no gradient. Harmless in our
+    VAEs and in PPO, where runs with many such scores learn as well as others. Not harmless where
+    a category that became impossible is needed later: the label of a classifier (choose a tail),
+    a true edge of a graph (see val/dead_edges).
+  fim_sampled/off_diagonal_mass: >-
+    The Frobenius share again, from categories drawn at every step and without the closed form:
+    the root of the share below, 0 where that is negative.
+  fim_sampled/off_diagonal_share: >-
+    An estimate of the squared Frobenius share from drawn categories, without a floor: two sums
+    over the latest steps (a step counts half as much 34 steps later), divided by each other.
+  fim_spectrum/condition_number: >-
+    Largest over smallest eigenvalue of the Fisher matrix, on its support. Follow it within one
+    head: a tree of K categories begins at K/2, because deep nodes are rare.
+  fim/off_diagonal_mass_l1:
+    The share of absolute values off the diagonal, sum_{i≠j} |G_ij| / sum_ij |G_ij|. Exactly 0 for
+    catnat heads. 1/2 for softmax whatever it learns, because the rows of its matrix sum to zero.
+  fim_sampled/off_diagonal_mass_l1: >-
+    The l1 share again, of a Fisher matrix estimated from the categories drawn at this step: noise
+    keeps it above 0 for every head. Compare it with other code that draws.
+Discrete VAEs:
+  train/temperature: Temperature of the relaxed samples.
+  (val, test)/elbo: Evidence lower bound of an image in nats; higher is better.
+  (val, test)/kl: KL divergence of q(z | x) from the uniform prior, summed over latents, in nats.
+  (val, test)/perplexity: >-
+    Usage of the categories, from 1 (one category) to K (all equally often): exp of the entropy of
+    q(z_n | x) averaged over all images, then the mean over the latents n.
+  test/nll: Negative log-likelihood of an image in nats, importance-weighted; lower is better.
+  test/information: >-
+    Mutual information of image and latents in nats; 0: latents say nothing.
+  test/collapsed: 1 if the latents tell (almost) nothing about an image, otherwise 0.
+  test/elbo_table: The ELBO of the MLP model as the paper's table has it.
+  images/reconstructions: Images above, their reconstructions below.
+  images/prior: Images decoded from draws of the prior.
+  latents/usage: >-
+    Mean probability of each category (columns) of each latent (rows): black never, white always.
+Graphs:
+  (val, test)/energy_score: Energy score of the predictions; lower is better.
+  (val, test)/pp_mae: Absolute error of the median prediction.
+  (val, test)/pp_mse: Squared error of the mean prediction.
+  (val, test)/theta_mae: Mean absolute error of the edge probabilities, against the true ones.
+  (val, test)/dead_edges: True edges whose learned probability is exactly 0.
+  (val, test)/energy_score_2x: Twice the energy score, as in the paper's table.
+  test/gap_2x: Twice the energy score, minus that of the true model; 0 is perfect.
+  (val, test)/calibration: Calibration error of the edge probabilities, over ten bins.
+  graph/theta: >-
+    Edge probabilities, black 0 and white 1: learned on the left, true on the right. An edge goes
+    from the row's node to the column's.
+PPO and A2C:
+  train/entropy: Mean entropy of the policy in the states of a rollout.
+  (eval, test)/return: Mean return of the evaluated games; higher is better.
+  (eval, test)/return_std: Standard deviation of the return over the evaluated games.
+  (eval, test)/length:
+    Mean length of the evaluated games, in steps; of Atari games in frames of the emulator, four
+    in a step.
+  (eval, test)/unfinished:
+    Games that had not ended after 10,000 steps, where an environment has no time limit; they
+    count as they are.
+  rollout/ep_rew_mean: Mean return of the last 100 games of training.
+  rollout/ep_len_mean: Mean length of the last 100 games of training, in steps.
+  time/fps: Steps of all environments together, for each second.
+  train/approx_kl: Estimated KL divergence between the policies before and after updates.
+  train/clip_fraction: Share of the actions whose probability ratio PPO clipped.
+  train/clip_range: Largest change of a probability ratio that PPO does not clip.
+  train/clip_range_vf: Largest change of a value that PPO does not clip.
+  train/entropy_loss: Minus the mean entropy of the policy in the minibatches.
+  train/explained_variance: >-
+    Share of the variance of the returns that the value network explains: 1 is perfect, 0 no
+    better than a constant.
+  train/learning_rate: Learning rate of the optimizer.
+  train/n_updates: Passes over rollouts so far.
+  train/policy_gradient_loss: Loss of the policy.
+  train/policy_loss: Loss of the policy.
+  train/value_loss: Loss of the value network.
+""")
 
 _DESCRIPTIONS = {
     f"{group}/{name}": f"{section}: {text}"

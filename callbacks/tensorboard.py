@@ -1,8 +1,6 @@
 """What TensorBoard shows of a run: event files without double values."""
 
-from __future__ import annotations
-
-import os
+import io
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -23,6 +21,7 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
+from catnat.callbacks.files import write_whole
 from catnat.callbacks.tags import description
 
 _QUEUE = 1000  # events; a row of each step would wait for the default, 10
@@ -89,15 +88,14 @@ def _drop_events(path: Path, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    partial_path = path.with_name(f".{path.name}.partial")
-    with open(partial_path, "wb") as file:
-        writer = RecordWriter(file)
-        for record in RawEventFileLoader(str(path)).Load():
-            event = Event.FromString(record)
-            tags = [value.tag for value in event.summary.value]
-            if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
-                writer.write(record)
-    os.replace(partial_path, path)
+    content = io.BytesIO()
+    writer = RecordWriter(content)
+    for record in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(record)
+        tags = [value.tag for value in event.summary.value]
+        if not tags or (event.step < step and not tags[0].startswith(_WRITTEN_AGAIN)):
+            writer.write(record)
+    write_whole(path, content.getbuffer())
 
 
 def write_row(logger: Logger, row: dict[str, float], step: int) -> None:

@@ -1,7 +1,5 @@
 """Atari games as vector environments, with the usual preprocessing of PPO."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Sequence
@@ -22,7 +20,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvS
 from catnat.checks import did_you_mean, require_at_least, require_choice, require_within
 
 Backend = Literal["native", "sb3"]
-_FRAME_SKIP, _NOOP_MAX, _MAX_FRAMES = 4, 30, 108_000  # a game is cut off after so many frames
+_FRAME_SKIP = 4
+_NOOP_MAX = 30
+_MAX_FRAMES = 108_000  # a game is cut off after so many
 
 
 def make_atari_vec_env(
@@ -127,7 +127,6 @@ class NativeAtariVecEnv(VecEnv):
         meanings = list(self._engine.ale.get_action_set())
         self._fire = meanings.index(ale_py.Action.FIRE) if ale_py.Action.FIRE in meanings else -1
         self._pending = False
-        self.forced_actions = np.full(num_envs, -1)
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:

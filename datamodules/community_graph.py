@@ -1,7 +1,6 @@
 """CommunityGraphDataModule: pairs (x, y), y computed from x along the edges of a random graph."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from functools import cached_property
 from typing import ClassVar
 
@@ -95,11 +94,8 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self.out_features = out_features
         self.num_pairs = num_pairs
 
-    def setup(self, stage: str | None = None) -> None:
+    def make_parts(self) -> Iterable[tuple[Tensor, ...]]:
         """Generate and split the pairs."""
-        super().setup(stage)
-        if self.parts:
-            return
         generator = torch.Generator().manual_seed(mixed_seed(GRAPH_DATA, self.seed))
         psi = torch.empty(self.in_features, self.out_features)
         nn.init.xavier_uniform_(psi, generator=generator)
@@ -117,8 +113,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
         self._generator = generator
         tenth = self.num_pairs // 10
         cuts = (-2 * tenth, -tenth)
-        parts = zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True)
-        self.parts = dict(zip(("train", "val", "test"), parts, strict=True))
+        return zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True)
 
     @cached_property
     @torch.no_grad()

@@ -1,7 +1,5 @@
 """Environments by name: Atari games, and everything else that Gymnasium knows."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Data held in memory: a loader without workers, exactly resumable, and data modules with it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -125,7 +123,7 @@ class InMemoryLoader:
 class InMemoryDataModule(LightningDataModule):
     """Data in three parts, "train", "val" and "test", each with an :class:`InMemoryLoader`.
 
-    A subclass sets ``parts`` in ``setup``: by the name of a part, tensors of equal length.
+    A subclass has :meth:`make_parts`.
 
     Args:
         batch_size: B, of each device.
@@ -149,10 +147,16 @@ class InMemoryDataModule(LightningDataModule):
         items = tuple(values.to(device) for values in self.parts[part])
         return InMemoryLoader(items, self.batch_size, **options)
 
+    def make_parts(self) -> Iterable[tuple[Tensor, ...]]:
+        """The three parts, tensors of equal length each; called once."""
+        return ()
+
     def setup(self, stage: str | None = None) -> None:
-        """Forget the loader of an earlier run."""
+        """Make the parts, and forget the loader of an earlier run."""
         self._train_loader = None
         self._train_state = {}
+        if not self.parts:
+            self.parts = dict(zip(("train", "val", "test"), self.make_parts(), strict=False))
 
     def train_dataloader(self) -> InMemoryLoader:
         """Batches in a new order every epoch."""

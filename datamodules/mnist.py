@@ -1,13 +1,11 @@
 """MNIST, FashionMNIST and KMNIST in memory: gray, thresholded, or binarized again at every step."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import struct
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -124,23 +122,19 @@ class MNISTDataModule(InMemoryDataModule):
         finally:
             socket.setdefaulttimeout(timeout)
 
-    def setup(self, stage: str | None = None) -> None:
+    def make_parts(self) -> Iterable[tuple[Tensor]]:
         """Read and split the images."""
-        super().setup(stage)
-        if self.parts:
-            return
         generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
         if files := self._files():
             self.source = "files"
             train, test = (read_images(path) for path in files)
             train = train[torch.randperm(len(train), generator=generator)]
             cut = len(train) * 5 // 6
-            three_parts: Sequence[Tensor] = (train[:cut], train[cut:], test)
+            parts: Sequence[Tensor] = (train[:cut], train[cut:], test)
         else:
-            three_parts = self._substitute(generator)
-        names = ("train", "val", "test")
-        self.parts = {name: (images,) for name, images in zip(names, three_parts, strict=True)}
+            parts = self._substitute(generator)
         self.save_hyperparameters({"source": self.source})
+        return zip(parts)
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> ImageLoader:
         """A loader of the images of one part."""

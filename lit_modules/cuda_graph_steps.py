@@ -10,7 +10,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 
 from catnat.cuda_graph import StepGraph, send
 
@@ -114,8 +113,7 @@ class ReplayedSteps:
     def _optimize(self, batch: Any) -> tuple[Tensor, list[Any]]:
         """One step from loss to update, on the device alone; what its observers saw, too."""
         module = self._module
-        optimizer = module.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
+        optimizer: Any = module.optimizers(use_pl_optimizer=False)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.zero_grad()
         with self._trainer.strategy.precision_plugin.train_step_context():
@@ -154,7 +152,6 @@ def count_steps(trainer: Trainer, steps: int) -> None:
             for name in ("ready", "started", "processed", "completed"):  # Lightning counts one
                 setattr(progress, name, getattr(progress, name) + steps - 1)
         loop._batches_that_stepped += steps - 1  # loggers take this for the step
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None and fetcher.length is not None
+        fetcher: Any = trainer.fit_loop._data_fetcher
         fetcher.fetched += steps - 1
         fetcher.done = batches.is_last_batch = fetcher.fetched >= fetcher.length

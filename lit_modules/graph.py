@@ -1,7 +1,5 @@
 """Learning the structure of a random graph from predictions that are made with it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """The MLP VAE with N categorical latents, trained by score function."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Encoders from 28 x 28 images to scores, and decoders from latents to the logits of pixels."""
 
-from __future__ import annotations
-
 import platform
 
 import torch.nn.functional as F
@@ -52,13 +50,13 @@ def conv_decoder(num_inputs: int) -> nn.Sequential:
         nn.Linear(128, 288),
         nn.ReLU(),
         nn.Unflatten(1, (32, 3, 3)),
-        Upsample(32, 16),  # 7 x 7
+        Upsample(32, 16, 3, stride=2),  # 7 x 7
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        Upsample(16, 8, padding=1),  # 14 x 14
+        Upsample(16, 8, 3, stride=2, padding=1, output_padding=1),  # 14 x 14
         nn.BatchNorm2d(8),
         nn.ReLU(),
-        Upsample(8, 1, padding=1),  # 28 x 28
+        Upsample(8, 1, 3, stride=2, padding=1, output_padding=1),  # 28 x 28
     )
 
 
@@ -93,16 +91,13 @@ def mlp_decoder(num_inputs: int) -> nn.Sequential:
 
 
 class Upsample(nn.ConvTranspose2d):
-    """Transposed convolution with kernel 3 and stride 2, (B, C, n, n) -> (B, C', m, m).
+    """Transposed convolution with kernel 3, stride 2 and equal paddings of 0 or 1.
 
-    m = 2n + 1 without padding, 2n with it. On ARM processors oneDNN takes up to five times as
-    long for these as one matrix product and a fold.
+    On ARM processors oneDNN takes up to five times as long for these as one matrix product and a
+    fold.
+
+    Shapes: x (B, C, n, n), result (B, C', m, m), m = 2n + 1 without padding, 2n with it.
     """
-
-    def __init__(self, in_channels: int, out_channels: int, padding: int = 0) -> None:
-        super().__init__(
-            in_channels, out_channels, 3, stride=2, padding=padding, output_padding=padding
-        )
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """The transposed convolution of x."""

@@ -1,7 +1,5 @@
 """StepModule: a Lightning module of which a subclass says the loss of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -192,7 +190,7 @@ class StepModule(LightningModule):
         """Clip as the Trainer says, otherwise to the norm ``gradient_clip``."""
         if gradient_clip_val is None:
             gradient_clip_val = self.gradient_clip
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the ``learning_rate`` of this model, not at that of the checkpoint."""
@@ -231,9 +229,7 @@ class StepModule(LightningModule):
         """Why steps are eager ones; None if they are replayed."""
         trainer: Any = self.trainer
         strategy = trainer.strategy
-        host_reason = self.why_host_needed()
         obstacles = {
-            str(host_reason): host_reason is not None,
             f"the strategy is {type(strategy).__name__}, not one device": (
                 not isinstance(strategy, SingleDeviceStrategy)
             ),
@@ -245,4 +241,5 @@ class StepModule(LightningModule):
                 trainer.gradient_clip_val is not None
             ),
         }
-        return why_not_captured(self.capture, strategy.root_device, obstacles)
+        reason = why_not_captured(self.capture, strategy.root_device, obstacles)
+        return reason or self.why_host_needed()

@@ -1,7 +1,5 @@
 """The convolutional VAE with N categorical latents, trained through samples of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

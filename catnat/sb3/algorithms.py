@@ -1,7 +1,5 @@
 """What HeadPPO and HeadA2C share: rollouts with forced actions, and the state of a run; HeadA2C."""
 
-from __future__ import annotations
-
 from collections import deque
 from numbers import Real
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Action distributions of Stable-Baselines3, made by heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Self

@@ -11,10 +11,9 @@ free. HeadPPO and HeadA2C store the actions that are played. Forced actions are 
 choice: the critic learns from them, the policy does not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,17 +79,17 @@ def checked_masks(masks: Any, sizes: Sequence[int], batch: Sequence[int]) -> Ten
     return torch.from_numpy(allowed)
 
 
+@dataclass
 class MaskedPlayer:
     """Plays with a model, and asks the environment for masks before each action.
 
-    Args:
+    Attributes:
         model: its ``predict`` takes ``action_masks``: HeadPPO, MaskablePPO, or a policy of theirs.
         env: the environments that are played in; they have ``action_masks()``.
     """
 
-    def __init__(self, model: Any, env: VecEnv) -> None:
-        self.model = model
-        self.env = env
+    model: Any
+    env: VecEnv
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Allowed actions for the present observations of the environment; as in a model."""

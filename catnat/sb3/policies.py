@@ -5,8 +5,6 @@ other policy gets a head by a class of two bases, as those of sb3-contrib do at 
 file.
 """
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from gymnasium import spaces
@@ -29,7 +27,7 @@ SPARSEMAX_MIX = 1e-3  # default of the option mix of sparsemax
 def _with_masks(name: str) -> Any:
     """A method of the policies of Stable-Baselines3, which also takes masks."""
 
-    def method(self: HeadPolicy, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, action_masks: Any = None, **kwargs: Any) -> Any:
         if action_masks is None:  # a method that has called this one may have masks
             action_masks = self.action_dist.masks
         with self.action_dist.using(masks=action_masks):

@@ -3,11 +3,9 @@
 It also has what is CleanRL's: a value loss and a schedule of the learning rate.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -164,8 +162,8 @@ class HeadPPO(HeadAlgorithm, PPO):
 
     def _upload(self) -> None:
         """Copy the rollout to the device; graphs that were captured look for it in one place."""
-        arrays = {name: getattr(self.rollout_buffer, name) for name in ROLLOUT}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
+        buffer = self.rollout_buffer
+        arrays = {name: x for name in ROLLOUT if (x := getattr(buffer, name)) is not None}
         flat = tree_map(lambda x: torch.as_tensor(x).flatten(0, 1), arrays)  # (T n, ...)
         if self._captured and self._rollout:
             tree_map(lambda place, x: place.copy_(x), self._rollout, flat)
@@ -288,7 +286,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         self._captured = False
         self.uses_masks = self._decide_masks()
 
-    def learn(self, *args: Any, **kwargs: Any) -> HeadPPO:
+    def learn(self, *args: Any, **kwargs: Any) -> Self:
         """As in Stable-Baselines3, with the model's device as the current one."""
         with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             self.uses_masks = self._decide_masks()  # there may be another environment

@@ -1,7 +1,5 @@
 """Sweeps: plans of many runs, engines that do them, tables and figures of what they found."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

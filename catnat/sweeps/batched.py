@@ -5,14 +5,13 @@ differs, as it is drawn for all models at once. Models of a group differ in seed
 data alone. On a CUDA device a step of the whole group is one CUDA graph.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
-from catnat.callbacks.fisher_diagnostics import exact_diagnostics, exact_rows
+from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
 from catnat.cuda_graph import StepGraph, make_capturable
 from catnat.lit_modules.step_module import StepModule
@@ -85,8 +84,11 @@ def build(arguments: Sequence[str], folder: Path | None = None) -> Member:
 
     cli = command_line(list(arguments), until="objects")
     config = cli.config
-    used = {name: str(getattr(cli.trainer, name)) for name in _TRAINER_OPTIONS}  # 1 is not 1.0
-    refused = [name for name, text in used.items() if text != _TRAINER_OPTIONS[name]]
+    refused = [
+        name
+        for name, text in _TRAINER_OPTIONS.items()
+        if str(getattr(cli.trainer, name)) != text  # 1 is not 1.0
+    ]
     refused += [name for name in ("callbacks", "max_time", "max_epochs") if config.trainer[name]]
     if refused:
         raise ValueError(f"--engine batched takes no {' and no '.join(refused)}")
@@ -119,30 +121,25 @@ def groups(members: Sequence[Member], most: int) -> list[list[Member]]:
 # -- the models as one -----------------------------------------------------------------------------
 
 
-class _TrainerOfOne:
-    """What a model asks of its Trainer while it is trained."""
-
-    world_size = 1
-    global_rank = 0
-    is_global_zero = True
-    log_every_n_steps = 0
-    precision = "32-true"
-    overfit_batches = 0
-
-    def __init__(self, device: torch.device, max_steps: int) -> None:
-        self.strategy = SimpleNamespace(root_device=device)
-        self.estimated_stepping_batches = self.max_steps = max_steps
-        self.optimizers: list[Optimizer] = []
-        self.lr_scheduler_configs: list[Any] = []
-
-
 class _Trained(nn.Module):
-    """A model with its Trainer; forward is ``step_loss``, for functional_call."""
+    """A model, and what it asks of its Trainer; forward is ``step_loss``, for functional_call."""
 
-    def __init__(self, model: StepModule, trainer: _TrainerOfOne) -> None:
+    def __init__(self, model: StepModule, device: torch.device, max_steps: int) -> None:
         super().__init__()
         self.model = model
-        self.trainer = trainer
+        self.trainer: Any = SimpleNamespace(
+            strategy=SimpleNamespace(root_device=device),
+            max_steps=max_steps,
+            estimated_stepping_batches=max_steps,
+            optimizers=[],
+            lr_scheduler_configs=[],
+            world_size=1,
+            global_rank=0,
+            is_global_zero=True,
+            log_every_n_steps=0,
+            precision="32-true",
+            overfit_batches=0,
+        )
 
     def forward(self, batch: Any) -> Tensor:
         """The loss."""
@@ -162,9 +159,8 @@ class Stack:
     """
 
     def __init__(self, models: Sequence[StepModule], device: torch.device, max_steps: int) -> None:
-        self.models = [model.to(device) for model in models]
-        self.clip = self.models[0].gradient_clip
-        self._trained = [_Trained(x, _TrainerOfOne(device, max_steps)) for x in self.models]
+        self.clip = models[0].gradient_clip
+        self._trained = [_Trained(model.to(device), device, max_steps) for model in models]
         self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
@@ -196,7 +192,7 @@ class Stack:
     def attach(self) -> None:
         """Make the models ready for steps, at the start and after an evaluation."""
         for number, trained in enumerate(self._trained):
-            trained.model.trainer = trained.trainer  # type: ignore[assignment]
+            trained.model.trainer = trained.trainer
             device = trained.trainer.strategy.root_device
             trained.model.to(device).train()  # Lightning has moved it to the CPU
             for name, parameter in trained.named_parameters():
@@ -207,8 +203,8 @@ class Stack:
 
     def prepare_step(self, step: int) -> None:
         """Let every model set the numbers of a step: learning rates, temperatures and the like."""
-        for model in self.models:
-            model.prepare_step(step)
+        for trained in self._trained:
+            trained.model.prepare_step(step)
         for group, rate in self._rates:
             if group["lr"] is not rate:
                 rate.fill_(float(group["lr"]))
@@ -221,9 +217,11 @@ class Stack:
             batch: of all models together, or of each model, (M, B, *).
             one_batch: whether all models get the same batch.
         """
-        losses = vmap(self._loss, in_dims=(0, 0, None if one_batch else 0), randomness="different")(
-            self.parameters, self.buffers, batch
-        )
+        losses: Tensor = vmap(
+            partial(functional_call, self._trained[0]),
+            in_dims=(0, None if one_batch else 0),
+            randomness="different",
+        )((self.parameters, self.buffers), (batch,))
         stacked = [self.parameters[name] for name in self._names]
         grads = torch.autograd.grad(losses.sum(), stacked, materialize_grads=True)
         grads = tuple(grad.contiguous() for grad in grads)  # as fused optimizers expect them
@@ -236,10 +234,6 @@ class Stack:
                 trained.get_parameter(name).grad = grad[number]
             trained.trainer.optimizers[0].step()
         return losses.detach()
-
-    def _loss(self, parameters: Any, buffers: Any, batch: Any) -> Tensor:
-        loss: Tensor = functional_call(self._trained[0], (parameters, buffers), (batch,))
-        return loss
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -334,7 +328,7 @@ class Group:
         metrics = {name: x for name, x in member.metrics.items() if name.startswith("val/")}
         metrics |= tested | fisher_diagnostics(member.model, batch)
         self._log(member, self.max_steps, metrics)
-        if source := getattr(member.data, "hparams", {}).get("source"):
+        if source := member.data.hparams.get("source"):
             metrics["data_source"] = source
         if member.folder and member.writer:
             member.writer.close()
@@ -367,10 +361,9 @@ def fisher_diagnostics(model: StepModule, batch: Any) -> Metrics:
     with HeadProbe(model) as probe, forked_random_state(model.device, 0):
         model.step_loss(batch)
     metrics: Metrics = {}
-    observed = list(probe)
-    for name, head, scores in observed:
-        scores = scores.reshape(1, -1, head.num_scores)
-        (row,) = exact_rows(head, exact_diagnostics(head, scores))
-        middle = "/" if len(observed) == 1 else f"/{name}/"
-        metrics |= {tag.replace("/", middle): value for tag, value in row.items()}
+    histories = histories_of(probe.heads, draws=0, sums={}, seed="")
+    for name, _, scores in probe:
+        if name in histories:
+            _, row, *_ = histories[name].observe(0, scores)
+            metrics |= row
     return metrics

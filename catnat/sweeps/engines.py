@@ -5,8 +5,6 @@ the last checkpoint in the run's folder if there is one. Its method ``execute`` 
 a run; ``jobs`` threads call it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -14,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -115,21 +114,20 @@ class Local:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
         gpus = [gpu for gpu in listed.split(",") if gpu]
         self.jobs = jobs or max(1, JOBS_PER_GPU * len(gpus))
-        self._environments = SimpleQueue[dict[str, str]]()
-        for job in range(self.jobs):
-            environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.jobs))}
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpus[job % len(gpus)]
-            self._environments.put(environment)
+        self._gpus = SimpleQueue[str]()
+        for gpu in islice(cycle(gpus or [""]), self.jobs):
+            self._gpus.put(gpu)
         self._stopping = Event()
 
     def execute(self, job: Job) -> Row:
         """Do a run."""
-        environment = self._environments.get()
+        gpu = self._gpus.get()
+        threads = max(1, torch.get_num_threads() // self.jobs)
+        environment = {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(threads)}
         try:
             return execute(job, environment, self._stopping)
         finally:
-            self._environments.put(environment)
+            self._gpus.put(gpu)
 
     def stop(self) -> None:
         """Tell all processes to save and end."""
@@ -219,12 +217,3 @@ class Slurm:
 
 
 Engine = Local | Ray | Slurm
-
-
-def make_engine(name: str, jobs: int | None, resources: dict[str, Any], folder: Path) -> Engine:
-    """The engine of a name, with a folder for its own files."""
-    if name == "ray":
-        return Ray(resources)
-    if name == "slurm":
-        return Slurm(folder, jobs, resources)
-    return Local(jobs)

@@ -3,8 +3,6 @@
 catnat figures plan.yaml --tag val/elbo         # from the event files in the folders of runs
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ that it changes, at the same scale (null takes a key away), ``scales`` has versi
 Files and folders in a plan are relative to the plan's own folder.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

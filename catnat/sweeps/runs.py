@@ -4,8 +4,6 @@ All options of a run and its seed identify it, except options that only observe.
 options as columns, then metrics (their names have a ``/``), and how and where the run was made.
 """
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import hashlib
@@ -94,12 +92,11 @@ def by_key(rows: Iterable[Row], plan: str = "") -> Rows:
     Rows with one key were made at different commits, or for several plans; one that has finished
     counts, of this plan if there is one.
     """
-
-    def rank(row: Row) -> tuple[bool, bool]:
-        return not is_finished(row), plan not in row.get("plans", "").split()
-
+    best_first = sorted(
+        rows, key=lambda row: (not is_finished(row), plan not in row.get("plans", "").split())
+    )
     indexed: Rows = {}
-    for row in sorted(rows, key=rank):
+    for row in best_first:
         indexed.setdefault(key_of(row), row)
     return indexed
 

@@ -1,7 +1,5 @@
 """Tests of each sample against the best of its group: Welch's t-test, Holm's method for many."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ catnat status plan.yaml --scale small
 catnat status plans/*.yaml --only head=natural
 """
 
-from __future__ import annotations
-
 from catnat.sweeps.runs import is_finished
 from catnat.sweeps.sweep import Sweep, plan_parser
 

@@ -14,8 +14,6 @@ for each other.
 Afterwards: ``catnat tables plan.yaml``.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal
@@ -32,7 +30,7 @@ from jsonargparse.typing import PositiveInt
 from catnat.checks import require_choice
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
-from catnat.sweeps.engines import Engine, Job, device_name, make_engine
+from catnat.sweeps.engines import Engine, Job, Local, Ray, Slurm, device_name
 from catnat.sweeps.runs import Row, Rows, Run, read_pairs
 
 SMOKE = "smoke"  # a scale whose rows are not results
@@ -171,8 +169,13 @@ class Sweep:
         if args.engine == "batched":
             self._train_batched(args.jobs or 128)
         elif pending:
-            folder = self.folder / "slurm"
-            engine = make_engine(args.engine, args.jobs, args.resources, folder)
+            engine: Engine
+            if args.engine == "ray":
+                engine = Ray(args.resources)
+            elif args.engine == "slurm":
+                engine = Slurm(self.folder / "slurm", args.jobs, args.resources)
+            else:
+                engine = Local(args.jobs)
             self._submit(engine, args.engine)
         text, not_done = self.progress()
         print(text)
@@ -212,12 +215,11 @@ class Sweep:
                 free = [member for member, lock in claims if lock]
                 if free:
                     batched.Group(free).train()
-                outcomes = [
-                    {**member.metrics, "note": member.failure, "device": device_name()}
-                    for member in free
-                ]
-                ended = [pending[member.folder] for member in free]
-                self.record(zip(ended, outcomes, strict=True), "batched")
+                ended = (
+                    (pending[x.folder], {**x.metrics, "note": x.failure, "device": device_name()})
+                    for x in free
+                )
+                self.record(ended, "batched")
 
     def record(self, outcomes: Iterable[tuple[Run, Row]], engine: str) -> None:
         """Write the rows of runs that have ended, and print a line for each.

@@ -6,8 +6,6 @@
 Cells without rows are shown, and empty.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

@@ -222,15 +222,6 @@ def test_a_head_that_is_never_called_is_told_so():
     assert sum("observes nothing" in str(warning.message) for warning in warned) == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"every_n_steps": 0}, {"write_every_n_steps": 0}, {"num_samples": 1}]
-)
-def test_options_are_checked(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} must .* got {value}"):
-        FisherMonitor(**options)
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 10])
 def test_the_monitor_sees_a_model_with_two_optimizers(every):
     class Two(L.LightningModule):

@@ -22,27 +22,24 @@ def observed(model, **options):
     return logger.rows, messages
 
 
-@pytest.mark.parametrize("place", ["head.step_fishers", "eigvalsh", "paired_mean_fishers"])
-def test_whatever_fails_is_nan_with_one_warning(place, monkeypatch):
-    model = Small("softmax")
-
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SoftmaxHead, "step_fishers"),
+        (torch.linalg, "eigvalsh"),
+        (fisher_diagnostics, "paired_mean_fishers"),
+    ],
+)
+def test_whatever_fails_is_nan_with_one_warning(owner, name, monkeypatch):
     def fails(*_, **__):
         raise torch.linalg.LinAlgError("did not converge")
 
-    if place == "head.step_fishers":
-        monkeypatch.setattr(SoftmaxHead, "step_fishers", fails)
-    elif place == "eigvalsh":
-        monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
-    else:
-        monkeypatch.setattr(fisher_diagnostics, place, fails)
-    rows, messages = observed(model)
+    monkeypatch.setattr(owner, name, fails)
+    rows, messages = observed(Small("softmax"))
     for row in rows.values():
         nan = {tag for tag, value in row.items() if math.isnan(value)}
-        if place == "eigvalsh":
-            assert nan == {"fim_spectrum/condition_number"}
-        else:
-            assert nan == set(row)
-    assert len(messages) == (place != "eigvalsh")
+        assert nan == ({"fim_spectrum/condition_number"} if name == "eigvalsh" else set(row))
+    assert len(messages) == (name != "eigvalsh")
     assert all("did not converge" in message for message in messages)
 
 

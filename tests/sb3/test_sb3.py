@@ -130,11 +130,3 @@ def test_sparsemax_keeps_every_action_possible():
     dist = policy("sparsemax").action_dist.proba_distribution(torch.tensor([[9.0, 0, 0, 0, 0]]))
     want = [0.999 + 2e-4, *[2e-4] * 4]
     assert torch.allclose(dist.distribution.probs, torch.tensor([want]))
-
-
-def test_draws_are_those_of_multinomial():
-    dist = policy("natural").action_dist.proba_distribution(torch.randn(50, 4))
-    torch.manual_seed(5)
-    mine = dist.sample()
-    torch.manual_seed(5)
-    assert torch.equal(mine, torch.multinomial(dist.distribution.probs, 1)[:, 0])

@@ -26,12 +26,6 @@ from catnat.sb3 import (
 # -- NaN ------------------------------------------------------------------------------------------
 
 
-def test_saving_keeps_own_options(tmp_path):
-    HeadPPO("MlpPolicy", cartpole(), value_loss="cleanrl", capture=False).save(tmp_path / "it")
-    copy = HeadPPO.load(tmp_path / "it", device="cpu")
-    assert (copy.value_loss, copy.capture) == ("cleanrl", False)
-
-
 @pytest.mark.parametrize("algorithm", [PPO, HeadPPO, A2C])
 @pytest.mark.parametrize("cause", ["observation", "parameter"])
 def test_predict_raises_value_error_for_nan(algorithm, cause):

@@ -218,12 +218,11 @@ def test_large_masks_are_stable(head):
 
 def test_masks_are_used_where_there_are_masks_unless_told_otherwise():
     assert HeadPPO("MlpPolicy", guesses(), **SMALL).uses_masks
-    assert not HeadPPO("MlpPolicy", guesses(), masks=False, **SMALL).uses_masks
     assert not HeadPPO("MlpPolicy", cartpole(), **SMALL).uses_masks
     model = learned(HeadPPO, "MlpPolicy", guesses(kind=Guess), 1, masks=False)
     assert model.rollout_buffer.action_masks is None
     with pytest.raises(ValueError, match="masks is True, but the environment has no method act"):
-        HeadPPO("MlpPolicy", cartpole(), masks=True, **SMALL).learn(16)
+        HeadPPO("MlpPolicy", cartpole(), masks=True, **SMALL)
 
 
 def test_a_model_follows_its_environment():
@@ -299,10 +298,12 @@ def test_a_masked_player_plays_allowed_actions_only(case):
 
 
 @pytest.mark.parametrize("masks", [None, True, False])
-def test_saving_keeps_masks(masks, tmp_path):
-    model = learned(HeadPPO, "MlpPolicy", guesses(kind=Guess), 1, masks=masks)
+def test_saving_keeps_own_options(masks, tmp_path):
+    options = {"masks": masks, "value_loss": "cleanrl", "capture": False}
+    model = learned(HeadPPO, "MlpPolicy", guesses(kind=Guess), 1, **options)
     model.save(tmp_path / "it")
     copy = HeadPPO.load(tmp_path / "it", guesses(kind=Guess), device="cpu")
+    assert (copy.value_loss, copy.capture) == ("cleanrl", False)
     assert copy.masks is masks and copy.uses_masks is (masks is not False)
     for learner in (model, copy):
         learner.set_env(guesses(kind=Guess))
