@@ -79,10 +79,9 @@ class CommandLine:
         data: the path of a class; None for the model's default.
         root: the folder of all runs.
         ckpt_path: the checkpoint to resume or to test.
-        record: the options of the run that the checkpoint belongs to, a file.
-        configs: further files of options.
-        in_configs: options of these files, by full name.
-        in_files: those and the options of the record.
+        record: options of the run that the checkpoint belongs to, by full name; empty without one.
+        configs: files of options, that of the record first.
+        in_configs: options of these files by full name, without those of the record.
         imports: modules to import first.
         options: pairs of a name and a value, as they were typed, without those above.
 
@@ -97,29 +96,27 @@ class CommandLine:
         typed = [(_CHOICES.get(name, name), value) for name, value in _pairs(words)]
         self.options = [(name, value) for name, value in typed if name not in _READ_HERE]
         self.configs = [value for name, value in typed if name == "config"]
-        self.imports = [value for name, value in typed if name == "import"]
-        self.in_files: dict[str, Any] = {}
+        self.in_configs: dict[str, Any] = {}
         for path in self.configs:
-            self.in_files |= read_options(path)
-        self.in_configs = dict(self.in_files)
+            self.in_configs |= read_options(path)
+        choices = self.in_configs | dict(typed)
+        self._choose(choices)
         self.ckpt_path: Path | None = None
-        self.record: Path | None = None
-        typed_choices = dict(typed)
-        self._choose(typed_choices)
-        if wanted := (self.in_files | typed_choices).get("ckpt_path"):
+        self.record: dict[str, Any] = {}
+        if wanted := choices.get("ckpt_path"):
             self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)
             record = self.ckpt_path.parent.parent / "config.yaml"
             if self.ckpt_path.parent.name == "checkpoints" and record.is_file():
-                self.record = record
-                self.in_files = read_options(str(record)) | self.in_files
-                self._choose(typed_choices)
-        modules = self.in_files.get("import") or []
+                self.configs.insert(0, str(record))
+                self.record = read_options(str(record))
+                self._choose(self.record | choices)
+        modules = (self.record | self.in_configs).get("import") or []
+        self.imports = [value for name, value in typed if name == "import"]
         self.imports += [modules] if isinstance(modules, str) else modules
         self._check_names()
 
-    def _choose(self, typed_choices: dict[str, str]) -> None:
+    def _choose(self, choices: dict[str, Any]) -> None:
         """Set what the run consists of; folders and records have no alias of a head."""
-        choices = self.in_files | typed_choices
         model = choices.get("model.class_path", "vae")
         self.model_path = MODELS[model].path if model in MODELS else model
         names = {recipe.path: name for name, recipe in MODELS.items()}

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -24,9 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.fisher_monitor_sb3 import write_now
 from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
-from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
 from catnat.cli.options import Recipe
 from catnat.cli.run import RunCLI, numbers
@@ -327,10 +325,9 @@ class RLCLI(RunCLI):
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         self.folder.begin(self.config_text)
-        first_step = self.step + 1 if self.folder.resumed else None
-        writer = open_writer(self.folder.path, first_step)
-        self.at_end.callback(writer.close)
-        model.logger.output_formats.append(_Output(writer))
+        logger = self.make_logger(self.step + 1)
+        self.at_end.callback(logger.experiment.close)
+        model.logger.output_formats.append(_Output(logger.experiment))
         model.learn(
             max(training.total_steps - self.step, 0),
             CallbackList([fisher, *(training.callbacks or ()), self.trainer]),
@@ -338,16 +335,15 @@ class RLCLI(RunCLI):
             reset_num_timesteps=False,
             progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
         )
-        tested = self.test()
+        tested = self.evaluate("test")
         self.trainer.keep_best(tested["test/return"])
-        hparams = self.hparams() | {"steps": self.step, "actions": model.action_space}
-        for name, value in hparams.items():
-            hparams[name] = value if isinstance(value, int | float) else str(value)
-        write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, self.step)
+        self.write_hparams(logger, tested, self.step, actions=model.action_space)
         return tested | recent_return(model) | dict(fisher.latest)
 
-    def test(self) -> dict[str, Any]:
+    def evaluate(self, command: str) -> dict[str, Any]:
         """Play."""
+        if command != "test":
+            raise ValueError(f"{self.line.model} has no command {command}")
         self.trainer.signals.listen()
         return {f"test/{name}": value for name, value in self.trainer.evaluate().items()}
 

@@ -16,12 +16,14 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.files import load_checkpoint
 from catnat.callbacks.signals import Stopped
+from catnat.callbacks.tensorboard import RunLogger
 from catnat.checks import require_choice
-from catnat.cli.end_of_run import show_metrics
+from catnat.cli.end_of_run import show_metrics, warnings_of
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
 from catnat.cli.options import (
@@ -33,7 +35,6 @@ from catnat.cli.options import (
     flat,
     import_module,
     load,
-    read_options,
 )
 from catnat.head import REGISTRY
 from catnat.heads import head_names
@@ -49,12 +50,13 @@ _FIXED = re.compile(
     r"|model\.(class_path|head|head_options|optimizer|lr_decay|lr_decay_steps))\b"
 )
 
+print_once = rank_zero_only(print)  # in the first of several processes that train together
+
 
 class RunCLI(LightningCLI):
     """A LightningCLI with short names of options, and a folder for each run.
 
-    ``model`` and ``config`` are what a command line describes. A subclass has a method for each
-    command, such as ``fit``.
+    ``model`` and ``config`` are what a command line describes.
 
     Args:
         line: the command line.
@@ -130,6 +132,14 @@ class RunCLI(LightningCLI):
         """The number of steps done."""
         raise NotImplementedError
 
+    def fit(self) -> dict[str, Any]:
+        """Train, then test; the metrics of the run."""
+        raise NotImplementedError
+
+    def evaluate(self, command: str) -> dict[str, Any]:
+        """Validate, test or predict; the metrics."""
+        raise NotImplementedError
+
     # -- from words to options -----------------------------------------------------------------
 
     def _find_recipe(self) -> Recipe:
@@ -178,7 +188,8 @@ class RunCLI(LightningCLI):
         """Parse the words, or show the page of help."""
         line = self.line
         self.typed_options = [(self._full_name(*option), option[1]) for option in line.options]
-        self.chosen_options = line.in_files | dict(self.typed_options)
+        self.new_options = line.in_configs | dict(self.typed_options)
+        self.chosen_options = line.record | self.new_options
         words = self._words()
         if "help" in self.chosen_options:
             print(re.sub(r".*Path to a configuration file\.\n", "", self.page.format_help()))
@@ -211,11 +222,11 @@ class RunCLI(LightningCLI):
         files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
         if line.record:
             # A list on the command line replaces that of the resumed run, a length its length.
-            typed_names = {name for name, _ in self.typed_options}
+            typed_names = dict(self.typed_options).keys()
             replaced = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
             if typed_names & _LENGTHS.keys():
                 replaced |= _LENGTHS
-            files = [("config", line.record), *replaced.items(), *files]
+            files[1:1] = replaced.items()
         choices = {
             "model": line.model_path,
             "data": line.data,
@@ -243,9 +254,13 @@ class RunCLI(LightningCLI):
         self.title = f"{line.command} {line.model}{f' with {head}' if head else ''}"
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._changes()}"
-        if self.until == "end" and self.keeps and self.is_first:
-            self.folder.open()
-            self.at_end.callback(self.folder.close)
+        if self.until == "end" and self.keeps:
+            self._open_folder()
+
+    @rank_zero_only
+    def _open_folder(self) -> None:
+        self.folder.open()
+        self.at_end.callback(self.folder.close)
 
     def instantiate_classes(self) -> None:
         """Build the objects, where they are asked for."""
@@ -262,9 +277,8 @@ class RunCLI(LightningCLI):
         if self.checkpoint_key not in self.checkpoint:
             raise ValueError(f"checkpoint {line.ckpt_path} belongs to another model")
         options = self.options
-        if line.record:
-            before = read_options(str(line.record))
-        else:
+        before = dict(line.record)
+        if not before:
             hparams = self.checkpoint.get("hyper_parameters", {})
             hparams = flat({"model": hparams, "data": hparams})
             before = {name: hparams.get(name, options[name]) for name in options}
@@ -291,41 +305,53 @@ class RunCLI(LightningCLI):
         leaves_nothing = trainer.get("fast_dev_run") or trainer.get("barebones")
         return self.line.command == "fit" and not leaves_nothing
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process prints and reports, of several that may train together."""
-        return getattr(rank_zero_only, "rank", 0) == 0
-
     def _run(self) -> None:
         """Do what the command line says."""
         command = self.line.command
-        if not hasattr(self, command):
-            raise ValueError(f"{self.line.model} has no command {command}")
         if command != "fit" and self.line.ckpt_path is None:
             raise ValueError(f"{command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
         folder = self.folder.path if self.keeps or self.folder.resumed else None
-        if self.is_first:
-            remark = self.remark if command == "fit" else ""
-            print(f"{self.title}{f': {folder}' if folder else ''}{remark}", flush=True)
+        remark = self.remark if command == "fit" else ""
+        print_once(f"{self.title}{f': {folder}' if folder else ''}{remark}", flush=True)
         try:
-            metrics = getattr(self, command)()
+            metrics = self.fit() if command == "fit" else self.evaluate(command)
         except Stopped as stop:
-            if self.is_first:
-                print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
+            again = f"{command_words()} --ckpt_path {stop.path}"
+            print_once(f"{stop}; resume with: {again}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except Exception as error:
             self.in_batches |= self.step > self.began
-            if self.in_batches and self.is_first:
+            if self.in_batches:
                 last = self.folder.path / "checkpoints" / "last.ckpt"
                 saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
                 ended = f"{self.title} ended after step {self.step}: {one_line(error)}{saved}"
-                print(f"catnat: {ended}", file=sys.stderr)
-            if self.in_batches and isinstance(error, (OSError, FloatingPointError)):
-                raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
+                print_once(f"catnat: {ended}", file=sys.stderr)
+                if isinstance(error, (OSError, FloatingPointError)):
+                    raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
             raise
-        if self.is_first and metrics:
+        if metrics:
             show_metrics(metrics, folder, keep=self.keeps)
+
+    # -- TensorBoard ---------------------------------------------------------------------------
+
+    def make_logger(self, first_step: int) -> RunLogger:
+        """The logger of the run's event file; a resumed run writes from the first step on."""
+        folder = self.folder.path  # its name in full, so that "name" adds none
+        logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
+        logger.resumed_at = first_step if self.folder.resumed else None
+        return logger
+
+    @rank_zero_only
+    def write_hparams(
+        self, logger: TensorBoardLogger, metrics: dict[str, Any], step: int, **hparams: Any
+    ) -> None:
+        """Fill TensorBoard's hparams tab; warnings go to TEXT."""
+        tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        logger.log_hyperparams(self.hparams() | {"steps": self.step} | hparams, tested, step)
+        for sentence in warnings_of(metrics):
+            logger.experiment.add_text("warnings", sentence, step)
+        logger.save()
 
     def hparams(self) -> dict[str, Any]:
         """The options of model and data, for checkpoints and TensorBoard."""
