@@ -58,8 +58,7 @@ def main(words: list[str]) -> int:
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
     options = dict.fromkeys(name for row in rows for name in row if "/" not in name)
-    names = [name for name in options if len({row.get(name) for row in rows}) > 1]
-    names = [name for name in names if name not in _IGNORED]
+    names = [x for x in options if x not in _IGNORED and len({row.get(x) for row in rows}) > 1]
     groups: Groups = defaultdict(list)
     for row in rows:
         groups[tuple(row.get(name, "") for name in names)].append(row)

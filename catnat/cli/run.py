@@ -44,6 +44,7 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_
 
 # Options that give a run its length, and their values where another one gives it.
 _LENGTHS = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
+_OF_ANY_CLASS = (".class_path", ".dict_kwargs")  # beside the options of its own
 # Options that a resumed run cannot change.
 _FIXED = re.compile(
     r"(optimizer|lr_scheduler|data\.(env|num_actions|normalize)"
@@ -77,7 +78,6 @@ class RunCLI(LightningCLI):
         self.at_end = ExitStack()  # what the run holds
         self.remark = ""
         self.full_names: dict[str, str] = {}  # of options, by all their names
-        self.sources: dict[str, str] = {}  # options of the data that those of the model follow
         try:
             for module in line.imports:
                 import_module(module)
@@ -156,7 +156,6 @@ class RunCLI(LightningCLI):
         usage = f"{command_words()} --model MODEL ..."
         self.page = self.init_parser(usage=usage, description="Options by their full names:")
         self._add_arguments(self.page)
-        self._find_names()
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has; the first page of help explains them."""
@@ -164,32 +163,14 @@ class RunCLI(LightningCLI):
         parser.add_argument("--ckpt_path", type=str | None)
         parser.add_argument("--save_every", type=PositiveInt | None)
 
-    def _find_names(self) -> None:
-        """Find the names of options, and let some of the model follow from those of the data."""
-        names = {action.dest for action in self.page._actions}
-        self.full_names = {name: name for name in names}
-        self.full_names["max_steps"] = "trainer.total_steps"
-        for group in ("trainer.", "model.", "data."):
-            of_group = [name for name in names if name.startswith(group)]
-            self.full_names |= {name.removeprefix(group): name for name in of_group}
-        derived = getattr(self.data_type, "derived_options", {})
-        for target in getattr(self.model_type, "options_of_data", ()):
-            source, function = derived.get(target, (target, None))
-            if f"data.{source}" in names:
-                self.sources[target] = source
-                ends = (f"data.init_args.{source}", f"model.init_args.{target}")
-                self.parser.link_arguments(*ends, function)
-        for name in self.full_names.keys() - self.sources.keys():
-            if {f"model.{name}", f"data.{name}"} <= names:
-                del self.full_names[name]  # of two options: write one in full
-        self.full_names["seed"] = "seed_everything"
-
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the words, or show the page of help."""
         line = self.line
+        self.full_names = self._find_names()
         self.typed_options = [(self._full_name(*option), option[1]) for option in line.options]
         self.new_options = line.in_configs | dict(self.typed_options)
         self.chosen_options = line.record | self.new_options
+        self._link_options()
         words = self._words()
         if "help" in self.chosen_options:
             print(re.sub(r".*Path to a configuration file\.\n", "", self.page.format_help()))
@@ -197,6 +178,30 @@ class RunCLI(LightningCLI):
         if line.head:  # modules that may define it are imported now
             require_choice(head_names(), head=line.head)
         self.config = parser.parse_args(words)
+
+    def _find_names(self) -> dict[str, str]:
+        """The full names of options, by all their names."""
+        names = {action.dest for action in self.page._actions}
+        full_names = {name: name for name in names} | {"max_steps": "trainer.total_steps"}
+        for group in ("trainer.", "model.", "data."):
+            of_group = [name for name in names if name.startswith(group)]
+            full_names |= {name.removeprefix(group): name for name in of_group}
+        for name in full_names.keys() - getattr(self.model_type, "options_of_data", ()):
+            if {f"model.{name}", f"data.{name}"} <= names:
+                del full_names[name]  # of two options: write one in full
+        return full_names | {"seed": "seed_everything"}
+
+    def _link_options(self) -> None:
+        """Let options of the model follow from those of the data."""
+        derived_options = getattr(self.data_type, "derived_options", {})
+        for target in getattr(self.model_type, "options_of_data", ()):
+            source, function = derived_options.get(target, (target, None))
+            if f"data.{source}" not in self.full_names:
+                continue
+            if f"model.{target}" in self.chosen_options:
+                raise ValueError(f"--model.{target} follows from --data.{source}: set that")
+            ends = (f"data.init_args.{source}", f"model.init_args.{target}")
+            self.parser.link_arguments(*ends, function)
 
     def _full_name(self, name: str, value: str) -> str:
         # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
@@ -207,14 +212,10 @@ class RunCLI(LightningCLI):
     def _words(self) -> list[str]:
         """Defaults, files and options, in this order, with full names."""
         line = self.line
-        names = set(self.full_names.values())
-        for target, source in self.sources.items():
-            if f"model.{target}" in self.chosen_options:
-                raise ValueError(f"--model.{target} follows from --data.{source}: set that")
         for name in line.in_configs:  # the parser would drop options of another class
-            group, option = (*name.split("."), "")[:2]
-            is_option = option in ("class_path", "dict_kwargs") or f"{group}.{option}" in names
-            if group in ("model", "data") and not is_option:
+            option = ".".join(name.split(".")[:2])
+            is_accepted = option in self.full_names or option.endswith(_OF_ANY_CLASS)
+            if option.startswith(("model.", "data.")) and not is_accepted:
                 raise ValueError(f"unrecognized option {name!r} in a file: {line.model} has none")
         defaults = self.defaults()
         defaults = {name: defaults[name] for name in defaults if name in self.full_names}
@@ -356,8 +357,11 @@ class RunCLI(LightningCLI):
     def hparams(self) -> dict[str, Any]:
         """The options of model and data, for checkpoints and TensorBoard."""
         options = self.options
-        names = [name for name in options if name.startswith(("model.", "data."))]
-        hparams = {name.partition(".")[2]: options[name] for name in names}
+        hparams = {
+            name.partition(".")[2]: value
+            for name, value in options.items()
+            if name.startswith(("model.", "data."))
+        }
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
 
 
