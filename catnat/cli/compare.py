@@ -14,9 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
 
-import yaml
-
-from catnat.cli.options import flat
+from catnat.cli.options import read_options
 from catnat.sweeps.runs import (
     ABOUT,
     OBSERVING,
@@ -87,10 +85,9 @@ def rows_of(path: Path) -> list[Row]:
     if not (path / "metrics.json").is_file():
         print(f"{path} has not finished and is left out")
         return []
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
-    config = yaml.load((path / "config.yaml").read_text(), loader)
+    config = read_options(str(path / "config.yaml"))
     row: Row = {}
-    for name, value in flat(config).items():
+    for name, value in config.items():
         group, _, option = name.partition(".")
         if option == "class_path":
             row[group] = value.rpartition(".")[2]

@@ -72,9 +72,6 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
-        max_steps = config.trainer.max_steps
-        if self.line.command == "fit" and 0 <= max_steps < self.began:
-            raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
         if config.lr_scheduler and not config.optimizer:
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
         if not config.optimizer or not issubclass(self.model_type, StepModule):
@@ -188,13 +185,13 @@ class CatnatCLI(RunCLI):
         if self._can("test_step", "test_dataloader"):
             metrics |= self.evaluate("test")
         metrics |= self.config_init.fisher.latest
-        if source := getattr(self.datamodule, "hparams", {}).get("source"):
+        source = getattr(self.datamodule, "hparams", {}).get("source")
+        if source:
             metrics["data_source"] = source
         self._write_options()
-        hparams = {"data_source": metrics.get("data_source")}
-        for name, value in self.hparams().items():
-            if value is None:  # the model may have a default for each head
-                hparams[name] = self.model.hparams.get(name)
+        unset = [name for name, value in self.hparams().items() if value is None]
+        # The model may have a default for each head.
+        hparams = {name: self.model.hparams.get(name) for name in unset} | {"data_source": source}
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):

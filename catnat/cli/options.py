@@ -60,9 +60,8 @@ _CHOICES = {
     "head": "model.head",
     "data": "data.class_path",
     "default_root_dir": "trainer.default_root_dir",
-    "ckpt_path": "ckpt_path",
 }
-_READ_HERE = {*_CHOICES.values(), "config", "import"}
+_READ_HERE = {*_CHOICES.values(), "ckpt_path", "config", "import"}
 
 
 class CommandLine:
@@ -178,8 +177,9 @@ def read_options(path: str) -> dict[str, Any]:
     """The options in a file, by full name."""
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
     try:
-        config = yaml.safe_load(Path(path).read_text())
+        config = yaml.load(Path(path).read_text(), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(config, dict) or isinstance(config.get("model"), str):

@@ -246,18 +246,14 @@ class RLCLI(RunCLI):
         """
         config = self.config
         options = config.model.init_args
-        total_steps = config.trainer.total_steps
         rollout = max(options.n_steps * config.data.num_envs, 1)
-        if self.line.command == "fit" and total_steps <= self.began - rollout:
-            raise ValueError(
-                f"the checkpoint has {self.began} steps already, more than --total_steps "
-                f"{total_steps}"
-            )
+        self.steps_at_once = rollout
         if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
         every = self.model_type.every
         if every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
-            config.fisher.every_n_rollouts = max(1, min(every, total_steps // rollout // 10))
+            rollouts = config.trainer.total_steps // rollout
+            config.fisher.every_n_rollouts = max(1, min(every, rollouts // 10))
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Make environments, the model in them, and what evaluates and saves it."""

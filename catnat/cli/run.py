@@ -70,6 +70,7 @@ class RunCLI(LightningCLI):
 
     checkpoint_key: str  # which every checkpoint has
     has_optimizer = True  # whether there are the options of LightningCLI for one
+    steps_at_once = 1  # after which a run can end
     in_batches = False  # whether everything is built, and batches are computed
 
     def __init__(self, line: CommandLine, until: str = "end") -> None:
@@ -243,6 +244,11 @@ class RunCLI(LightningCLI):
         """Check the options, and the run that is resumed; make the folder of a new run."""
         line = self.line
         self.complete_options()
+        length = self.full_names["max_steps"]
+        steps = self.config[length]
+        if line.command == "fit" and 0 <= steps <= self.began - self.steps_at_once:
+            option = length.removeprefix("trainer.")
+            raise ValueError(f"the checkpoint has {self.began} steps, --{option} is {steps}")
         model_options = self.config.model.get("init_args") or {}
         head = model_options.get("head")
         if head in REGISTRY:
