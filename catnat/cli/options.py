@@ -131,8 +131,11 @@ class CommandLine:
         defined_elsewhere = self.imports or self.model not in MODELS or "torch" in sys.modules
         if self.head and not defined_elsewhere:
             require_choice(HEADS, head=self.head)
-        if self.data and self.model in RL_MODELS:
-            raise ValueError(f"--data {self.data}: {self.model} plays in environments; see --env")
+        if self.model in RL_MODELS:
+            require_choice(("fit", "test"), command=self.command)
+            if self.data:
+                reason = f"{self.model} plays in environments; see --env"
+                raise ValueError(f"--data {self.data}: {reason}")
         if self.data and "." not in self.data:
             names = MODELS[self.model].data if self.model in MODELS else DATA
             require_choice((*names, "or my_module.MyData"), data=self.data)
