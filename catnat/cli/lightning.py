@@ -77,7 +77,7 @@ class CatnatCLI(RunCLI):
         if not config.optimizer or not issubclass(self.model_type, StepModule):
             return
         options = config.model.init_args
-        for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
+        for name in _OPTIMIZER_OPTIONS:
             is_chosen = f"model.{name}" in self.new_options
             if is_chosen and options[name] != self.page.get_default(f"model.{name}"):
                 raise ValueError(
