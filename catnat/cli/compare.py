@@ -14,9 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, stdev
 
-import yaml
-
-from catnat.cli.options import flat
+from catnat.cli.options import read_options
 from catnat.sweeps.runs import (
     ABOUT,
     OBSERVING,
@@ -58,8 +56,7 @@ def main(words: list[str]) -> int:
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
     options = dict.fromkeys(name for row in rows for name in row if "/" not in name)
-    names = [name for name in options if len({row.get(name) for row in rows}) > 1]
-    names = [name for name in names if name not in _IGNORED]
+    names = [x for x in options if x not in _IGNORED and len({row.get(x) for row in rows}) > 1]
     groups: Groups = defaultdict(list)
     for row in rows:
         groups[tuple(row.get(name, "") for name in names)].append(row)
@@ -88,10 +85,9 @@ def rows_of(path: Path) -> list[Row]:
     if not (path / "metrics.json").is_file():
         print(f"{path} has not finished and is left out")
         return []
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster in C
-    config = yaml.load((path / "config.yaml").read_text(), loader)
+    config = read_options(str(path / "config.yaml"))
     row: Row = {}
-    for name, value in flat(config).items():
+    for name, value in config.items():
         group, _, option = name.partition(".")
         if option == "class_path":
             row[group] = value.rpartition(".")[2]

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
 from catnat.callbacks.files import write_whole
 
 
+@rank_zero_only
 def show_metrics(metrics: dict[str, Any], folder: Path | None, keep: bool = True) -> None:
     """Print the metrics of a run, and where to look further.
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from catnat import CategoricalHead
@@ -17,14 +18,22 @@ from catnat.callbacks import FisherMonitor
 from catnat.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
-from catnat.callbacks.tensorboard import RunLogger, RunRecord
+from catnat.callbacks.tensorboard import RunRecord
 from catnat.checks import require_at_least, require_positive
-from catnat.cli.end_of_run import warnings_of
 from catnat.cli.run import RunCLI, numbers
 from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}
 _OPTIMIZER_OPTIONS = {"optimizer", "lr_decay", "lr_decay_steps", "lr_schedule"} | _RATES
+_LEAST = {  # options of the Trainer, which checks the others
+    "num_sanity_val_steps": -1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
+    "min_steps": 0,
+    "min_epochs": 0,
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+}
 _COUNT_OR_SHARE = int | float | None
 
 
@@ -63,17 +72,13 @@ class CatnatCLI(RunCLI):
             ValueError: an option would have no effect.
         """
         config = self.config
-        max_steps = config.trainer.max_steps
-        if self.line.command == "fit" and 0 <= max_steps < self.began:
-            raise ValueError(f"the checkpoint has {self.began} steps, --max_steps is {max_steps}")
         if config.lr_scheduler and not config.optimizer:
             raise ValueError("--lr_scheduler needs an --optimizer CLASS, such as Adam")
         if not config.optimizer or not issubclass(self.model_type, StepModule):
             return
         options = config.model.init_args
-        chosen_options = dict(self.typed_options) if self.line.record else self.chosen_options
-        for name in _OPTIMIZER_OPTIONS.intersection(options.keys()):
-            is_chosen = f"model.{name}" in chosen_options
+        for name in _OPTIMIZER_OPTIONS:
+            is_chosen = f"model.{name}" in self.new_options
             if is_chosen and options[name] != self.page.get_default(f"model.{name}"):
                 raise ValueError(
                     f"--{name} {options[name]} is for the optimizer of the model itself, not for "
@@ -89,11 +94,8 @@ class CatnatCLI(RunCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with our logger, callbacks and checkpoints where they are not refused."""
         options = {**self.config_init.trainer, **kwargs}
-        at_least_0 = ("gradient_clip_val", "log_every_n_steps", "min_steps", "min_epochs")
-        at_least_1 = ("accumulate_grad_batches", "check_val_every_n_epoch", "num_nodes")
-        require_at_least(-1, **numbers(options, "num_sanity_val_steps"))
-        require_at_least(0, **numbers(options, *at_least_0))
-        require_at_least(1, **numbers(options, *at_least_1))
+        for name, least in _LEAST.items():
+            require_at_least(least, **numbers(options, name))
         set_validation_interval(options)
         callbacks = _as_list(options["callbacks"])
         shows_progress = options["enable_progress_bar"] is not False
@@ -101,6 +103,8 @@ class CatnatCLI(RunCLI):
         on_terminal = has_bar or sys.stdout.isatty()
         options["enable_progress_bar"] = shows_progress and on_terminal
         self.record = RunRecord(lines=shows_progress and not on_terminal)
+        self.logger = self.make_logger(self.began)
+        self.logger.begun = False
         if not options["barebones"]:
             callbacks = [self.record, Figures(), *callbacks]
             if any(isinstance(module, CategoricalHead) for module in self.model.modules()):
@@ -109,15 +113,14 @@ class CatnatCLI(RunCLI):
                 callbacks += self._checkpoints(options["max_steps"])
             options["plugins"] = [AtomicCheckpointIO(), *_as_list(options["plugins"])]
             if options["logger"] in (None, True) and self.line.command == "fit":
-                options["logger"] = self._logger()
+                options["logger"] = self.logger
             options["logger"] = options["logger"] or False
         if self.keeps:  # where Lightning saves the run before SLURM requeues it
             options["default_root_dir"] = str(self.folder.path)
         phases = LambdaCallback(
-            on_train_start=self._open_loggers,
+            on_train_start=self._open_logger,
             on_train_batch_start=self._enter_batches,
             on_train_batch_end=self._write_options,
-            on_sanity_check_start=self._enter_batches,
             on_sanity_check_end=self._leave_batches,
             on_validation_start=self._enter_batches,
             on_test_start=self._enter_batches,
@@ -131,13 +134,12 @@ class CatnatCLI(RunCLI):
             )
         return trainer
 
-    def _open_loggers(self, trainer: Trainer, *_: Any) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.begun = True
+    def _open_logger(self, *_: Any) -> None:
+        self.logger.begun = True
 
+    @rank_zero_only
     def _write_options(self, *_: Any) -> None:
-        if self.keeps and self.is_first:
+        if self.keeps:
             self.folder.begin(self.config_text)
 
     def _enter_batches(self, *_: Any) -> None:
@@ -152,13 +154,6 @@ class CatnatCLI(RunCLI):
         best.dirpath = best.dirpath or str(folder)
         every = self.config.save_every or default_interval(max_steps)
         return [best, LastCheckpoint(folder, every)]
-
-    def _logger(self) -> RunLogger:
-        folder = self.folder.path  # its name in full, so that "name" adds none
-        logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
-        logger.begun = False
-        logger.resumed_at = self.began if self.folder.resumed else None
-        return logger
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -179,63 +174,42 @@ class CatnatCLI(RunCLI):
         if trainer.global_step == self.began:
             # The run had ended before: what follows belongs to its last step.
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.began
-            self._open_loggers(trainer)
+            self._open_logger()
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
         metrics: dict[str, Any] = dict(self.record.validated)
         if not metrics and self._can("validation_step", "val_dataloader"):
-            metrics = self.validate()
+            metrics = self.evaluate("validate")
         if self._can("test_step", "test_dataloader"):
-            metrics |= self.test()
+            metrics |= self.evaluate("test")
         metrics |= self.config_init.fisher.latest
-        if source := getattr(self.datamodule, "hparams", {}).get("source"):
+        source = getattr(self.datamodule, "hparams", {}).get("source")
+        if source:
             metrics["data_source"] = source
         self._write_options()
-        if self.is_first:
-            self._write_hparams(metrics)
+        unset = [name for name, value in self.hparams().items() if value is None]
+        # The model may have a default for each head.
+        hparams = {name: self.model.hparams.get(name) for name in unset} | {"data_source": source}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                self.write_hparams(logger, metrics, step, **hparams)
         return metrics
 
-    def _write_hparams(self, metrics: dict[str, Any]) -> None:
-        """Fill TensorBoard's hparams tab; warnings go to TEXT."""
-        hparams = self.hparams() | {"steps": self.step, "data_source": metrics.get("data_source")}
-        for name, value in hparams.items():
-            if value is None:  # the model may have a default for each head
-                hparams[name] = self.model.hparams.get(name)
-        tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-        loop = self.trainer.fit_loop.epoch_loop
-        step = loop._batches_that_stepped  # as Lightning writes metrics
-        for logger in self.trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.log_hyperparams(hparams, tested, step)
-                for sentence in warnings_of(metrics):
-                    logger.experiment.add_text("warnings", sentence, step)
-                logger.save()
+    def evaluate(self, command: str) -> dict[str, Any]:
+        """Validate, test or predict with a checkpoint, or with what was trained.
 
-    def validate(self) -> dict[str, Any]:
-        """Validate the checkpoint."""
-        return self._first(self.trainer.validate)
-
-    def test(self) -> dict[str, Any]:
-        """Test the checkpoint."""
-        return self._first(self.trainer.test)
-
-    def predict(self) -> dict[str, Any]:
-        """Let the checkpoint predict; a callback such as BasePredictionWriter takes the result."""
-        self.trainer.predict(
+        The metrics are those of the first loader; predictions are for a callback such as
+        BasePredictionWriter.
+        """
+        quiet = {"return_predictions": False} if command == "predict" else {"verbose": False}
+        metrics = getattr(self.trainer, command)(
             self.model,
             datamodule=self.datamodule,
-            ckpt_path=self.line.ckpt_path,
-            return_predictions=False,
-        )
-        return {}
-
-    def _first(self, evaluate: Any) -> dict[str, Any]:
-        """Metrics of the first loader's evaluation, of a checkpoint or of what was trained."""
-        ckpt_path = self.line.ckpt_path if self.line.command != "fit" else None
-        metrics = evaluate(
-            self.model, datamodule=self.datamodule, ckpt_path=ckpt_path, verbose=False
+            ckpt_path=self.line.ckpt_path if self.line.command != "fit" else None,
+            **quiet,
         )
         return dict(metrics[0]) if metrics else {}
 

@@ -111,11 +111,11 @@ def command_line(words: list[str], until: str = "end") -> Any:
 
 def _announce(line: CommandLine) -> None:
     """Say what will be done, before imports take seconds."""
-    typed_names = {name for name, _ in line.options}
-    if "help" in typed_names:
-        print(_PAGE)
+    typed_options = dict(line.options)
     is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first_rank and not typed_names & {"help", "print_config"}:
+    if "help" in typed_options:
+        print(_PAGE)
+    elif is_first_rank and "print_config" not in typed_options:
         head = f" with {line.head}" if line.head else ""
         print(f"{line.command} {line.model}{head}: loading PyTorch ...", flush=True)
 

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.logger import HParam, Logger, TensorBoardOutputFormat
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -24,11 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from catnat.callbacks import FisherMonitorSB3
-from catnat.callbacks.fisher_monitor_sb3 import write_now
 from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
-from catnat.callbacks.tensorboard import open_writer
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.options import Recipe
 from catnat.cli.run import RunCLI, numbers
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
@@ -37,9 +34,18 @@ from catnat.sb3.distributions import MaskMode
 
 _RUN_ARGUMENTS = {"seed", "gamma"}  # arguments of make_env that are not options of the data
 # Arguments of Stable-Baselines3 that follow from others, or would do nothing here.
-_UNUSED = {"policy", "env", "seed", "device", "_init_setup_model"}
-_UNUSED |= {"rollout_buffer_class", "rollout_buffer_kwargs"}
-_UNUSED |= {"tensorboard_log", "use_sde", "sde_sample_freq"}
+_UNUSED = {
+    "policy",
+    "env",
+    "seed",
+    "device",
+    "_init_setup_model",
+    "rollout_buffer_class",
+    "rollout_buffer_kwargs",
+    "tensorboard_log",
+    "use_sde",
+    "sde_sample_freq",
+}
 _LONGEST_GAME = 10_000  # steps in an evaluation, where an environment has no time limit
 _MOST_EVALUATED = 16  # environments of an evaluation
 
@@ -78,8 +84,11 @@ class Algorithm:
         kwargs: options of the algorithm itself.
     """
 
-    atari: ClassVar[dict[str, Any]] = {}  # the recipe for Atari games
-    not_atari: ClassVar[dict[str, Any]] = {}  # the recipe for other environments
+    atari: ClassVar[dict[str, Any]] = {}  # defaults for Atari games, by full name
+    not_atari: ClassVar[dict[str, Any]] = {  # and for other environments
+        "trainer.total_steps": 50_000,
+        "trainer.eval_deterministic": True,
+    }
     # Rollouts between two rows of the log, and at most between two looks of the Fisher monitor.
     every = 1
 
@@ -133,24 +142,25 @@ class PPO(Algorithm):
 
     # CleanRL's value loss has a factor 1/2, so that its vf_coef is 0.5.
     atari: ClassVar = {
-        "learning_rate": 2.5e-4,
-        "anneal_lr": True,
-        "n_steps": 128,
-        "batch_size": 256,
-        "n_epochs": 4,
-        "clip_range": 0.1,
-        "ent_coef": 0.01,
-        "vf_coef": 0.25,
-        "value_loss": "cleanrl",
+        "model.learning_rate": 2.5e-4,
+        "model.anneal_lr": True,
+        "model.n_steps": 128,
+        "model.batch_size": 256,
+        "model.n_epochs": 4,
+        "model.clip_range": 0.1,
+        "model.ent_coef": 0.01,
+        "model.vf_coef": 0.25,
+        "model.value_loss": "cleanrl",
     }
     not_atari: ClassVar = {
-        "learning_rate": 1e-3,
-        "anneal_lr": True,
-        "n_steps": 32,
-        "batch_size": 256,
-        "n_epochs": 20,
-        "gamma": 0.98,
-        "gae_lambda": 0.8,
+        **Algorithm.not_atari,
+        "model.learning_rate": 1e-3,
+        "model.anneal_lr": True,
+        "model.n_steps": 32,
+        "model.batch_size": 256,
+        "model.n_epochs": 20,
+        "model.gamma": 0.98,
+        "model.gae_lambda": 0.8,
     }
 
     def make(self, *run: Any) -> HeadPPO:
@@ -225,12 +235,9 @@ class RLCLI(RunCLI):
 
     def defaults(self) -> dict[str, Any]:
         """Defaults that depend on the environment."""
-        atari = is_atari(self.chosen_options.get("data.env", self.page.get_default("data.env")))
-        recipe = self.model_type.atari if atari else self.model_type.not_atari
-        if not atari:
-            self.recipe = Recipe(self.recipe.path, steps=50_000, steps_on_cpu=50_000)
-        options = {f"model.{name}": value for name, value in recipe.items()}
-        return options | super().defaults() | {"trainer.eval_deterministic": not atari}
+        env = self.chosen_options.get("data.env", self.page.get_default("data.env"))
+        algorithm: type[Algorithm] = self.model_type
+        return algorithm.atari | super().defaults() if is_atari(env) else algorithm.not_atari
 
     def complete_options(self) -> None:
         """Let the monitor look at some of many short rollouts, once in the last tenth at least.
@@ -239,18 +246,14 @@ class RLCLI(RunCLI):
         """
         config = self.config
         options = config.model.init_args
-        total_steps = config.trainer.total_steps
         rollout = max(options.n_steps * config.data.num_envs, 1)
-        if self.line.command == "fit" and total_steps <= self.began - rollout:
-            raise ValueError(
-                f"the checkpoint has {self.began} steps already, more than --total_steps "
-                f"{total_steps}"
-            )
+        self.steps_at_once = rollout
         if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
         every = self.model_type.every
         if every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
-            config.fisher.every_n_rollouts = max(1, min(every, total_steps // rollout // 10))
+            rollouts = config.trainer.total_steps // rollout
+            config.fisher.every_n_rollouts = max(1, min(every, rollouts // 10))
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Make environments, the model in them, and what evaluates and saves it."""
@@ -327,10 +330,9 @@ class RLCLI(RunCLI):
         if self.masked:
             print(f"actions are masked: {self.config.data.env} has action_masks()", flush=True)
         self.folder.begin(self.config_text)
-        first_step = self.step + 1 if self.folder.resumed else None
-        writer = open_writer(self.folder.path, first_step)
-        self.at_end.callback(writer.close)
-        model.logger.output_formats.append(_Output(writer))
+        logger = self.make_logger(self.step + 1)
+        self.at_end.callback(logger.experiment.close)
+        model.logger.output_formats.append(_Output(logger.experiment))
         model.learn(
             max(training.total_steps - self.step, 0),
             CallbackList([fisher, *(training.callbacks or ()), self.trainer]),
@@ -338,15 +340,12 @@ class RLCLI(RunCLI):
             reset_num_timesteps=False,
             progress_bar=training.enable_progress_bar and sys.stdout.isatty(),
         )
-        tested = self.test()
+        tested = self.evaluate("test")
         self.trainer.keep_best(tested["test/return"])
-        hparams = self.hparams() | {"steps": self.step, "actions": model.action_space}
-        for name, value in hparams.items():
-            hparams[name] = value if isinstance(value, int | float) else str(value)
-        write_now(model.logger, {"hparams": HParam(hparams, tested)} | tested, self.step)
+        self.write_hparams(logger, tested, self.step, actions=model.action_space)
         return tested | recent_return(model) | dict(fisher.latest)
 
-    def test(self) -> dict[str, Any]:
+    def evaluate(self, command: str) -> dict[str, Any]:
         """Play."""
         self.trainer.signals.listen()
         return {f"test/{name}": value for name, value in self.trainer.evaluate().items()}

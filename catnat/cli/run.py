@@ -16,12 +16,14 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from catnat.callbacks.files import load_checkpoint
 from catnat.callbacks.signals import Stopped
+from catnat.callbacks.tensorboard import RunLogger
 from catnat.checks import require_choice
-from catnat.cli.end_of_run import show_metrics
+from catnat.cli.end_of_run import show_metrics, warnings_of
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
 from catnat.cli.options import (
@@ -33,7 +35,6 @@ from catnat.cli.options import (
     flat,
     import_module,
     load,
-    read_options,
 )
 from catnat.head import REGISTRY
 from catnat.heads import head_names
@@ -43,18 +44,20 @@ yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_
 
 # Options that give a run its length, and their values where another one gives it.
 _LENGTHS = {"trainer.max_steps": "-1", "trainer.max_epochs": "null", "trainer.max_time": "null"}
+_OF_ANY_CLASS = (".class_path", ".dict_kwargs")  # beside the options of its own
 # Options that a resumed run cannot change.
 _FIXED = re.compile(
     r"(optimizer|lr_scheduler|data\.(env|num_actions|normalize)"
     r"|model\.(class_path|head|head_options|optimizer|lr_decay|lr_decay_steps))\b"
 )
 
+print_once = rank_zero_only(print)  # in the first of several processes that train together
+
 
 class RunCLI(LightningCLI):
     """A LightningCLI with short names of options, and a folder for each run.
 
-    ``model`` and ``config`` are what a command line describes. A subclass has a method for each
-    command, such as ``fit``.
+    ``model`` and ``config`` are what a command line describes.
 
     Args:
         line: the command line.
@@ -67,6 +70,7 @@ class RunCLI(LightningCLI):
 
     checkpoint_key: str  # which every checkpoint has
     has_optimizer = True  # whether there are the options of LightningCLI for one
+    steps_at_once = 1  # after which a run can end
     in_batches = False  # whether everything is built, and batches are computed
 
     def __init__(self, line: CommandLine, until: str = "end") -> None:
@@ -75,7 +79,6 @@ class RunCLI(LightningCLI):
         self.at_end = ExitStack()  # what the run holds
         self.remark = ""
         self.full_names: dict[str, str] = {}  # of options, by all their names
-        self.sources: dict[str, str] = {}  # options of the data that those of the model follow
         try:
             for module in line.imports:
                 import_module(module)
@@ -130,6 +133,14 @@ class RunCLI(LightningCLI):
         """The number of steps done."""
         raise NotImplementedError
 
+    def fit(self) -> dict[str, Any]:
+        """Train, then test; the metrics of the run."""
+        raise NotImplementedError
+
+    def evaluate(self, command: str) -> dict[str, Any]:
+        """Validate, test or predict; the metrics."""
+        raise NotImplementedError
+
     # -- from words to options -----------------------------------------------------------------
 
     def _find_recipe(self) -> Recipe:
@@ -146,7 +157,6 @@ class RunCLI(LightningCLI):
         usage = f"{command_words()} --model MODEL ..."
         self.page = self.init_parser(usage=usage, description="Options by their full names:")
         self._add_arguments(self.page)
-        self._find_names()
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the options that every run has; the first page of help explains them."""
@@ -154,31 +164,14 @@ class RunCLI(LightningCLI):
         parser.add_argument("--ckpt_path", type=str | None)
         parser.add_argument("--save_every", type=PositiveInt | None)
 
-    def _find_names(self) -> None:
-        """Find the names of options, and let some of the model follow from those of the data."""
-        names = {action.dest for action in self.page._actions}
-        self.full_names = {name: name for name in names}
-        self.full_names["max_steps"] = "trainer.total_steps"
-        for group in ("trainer.", "model.", "data."):
-            of_group = [name for name in names if name.startswith(group)]
-            self.full_names |= {name.removeprefix(group): name for name in of_group}
-        derived = getattr(self.data_type, "derived_options", {})
-        for target in getattr(self.model_type, "options_of_data", ()):
-            source, function = derived.get(target, (target, None))
-            if f"data.{source}" in names:
-                self.sources[target] = source
-                ends = (f"data.init_args.{source}", f"model.init_args.{target}")
-                self.parser.link_arguments(*ends, function)
-        for name in self.full_names.keys() - self.sources.keys():
-            if {f"model.{name}", f"data.{name}"} <= names:
-                del self.full_names[name]  # of two options: write one in full
-        self.full_names["seed"] = "seed_everything"
-
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the words, or show the page of help."""
         line = self.line
+        self.full_names = self._find_names()
         self.typed_options = [(self._full_name(*option), option[1]) for option in line.options]
-        self.chosen_options = line.in_files | dict(self.typed_options)
+        self.new_options = line.in_configs | dict(self.typed_options)
+        self.chosen_options = line.record | self.new_options
+        self._link_options()
         words = self._words()
         if "help" in self.chosen_options:
             print(re.sub(r".*Path to a configuration file\.\n", "", self.page.format_help()))
@@ -186,6 +179,30 @@ class RunCLI(LightningCLI):
         if line.head:  # modules that may define it are imported now
             require_choice(head_names(), head=line.head)
         self.config = parser.parse_args(words)
+
+    def _find_names(self) -> dict[str, str]:
+        """The full names of options, by all their names."""
+        names = {action.dest for action in self.page._actions}
+        full_names = {name: name for name in names} | {"max_steps": "trainer.total_steps"}
+        for group in ("trainer.", "model.", "data."):
+            of_group = [name for name in names if name.startswith(group)]
+            full_names |= {name.removeprefix(group): name for name in of_group}
+        for name in full_names.keys() - getattr(self.model_type, "options_of_data", ()):
+            if {f"model.{name}", f"data.{name}"} <= names:
+                del full_names[name]  # of two options: write one in full
+        return full_names | {"seed": "seed_everything"}
+
+    def _link_options(self) -> None:
+        """Let options of the model follow from those of the data."""
+        derived_options = getattr(self.data_type, "derived_options", {})
+        for target in getattr(self.model_type, "options_of_data", ()):
+            source, function = derived_options.get(target, (target, None))
+            if f"data.{source}" not in self.full_names:
+                continue
+            if f"model.{target}" in self.chosen_options:
+                raise ValueError(f"--model.{target} follows from --data.{source}: set that")
+            ends = (f"data.init_args.{source}", f"model.init_args.{target}")
+            self.parser.link_arguments(*ends, function)
 
     def _full_name(self, name: str, value: str) -> str:
         # --optimizer sgd is an option of our models, --optimizer SGD a class, --optimizer.lr its.
@@ -196,14 +213,10 @@ class RunCLI(LightningCLI):
     def _words(self) -> list[str]:
         """Defaults, files and options, in this order, with full names."""
         line = self.line
-        names = set(self.full_names.values())
-        for target, source in self.sources.items():
-            if f"model.{target}" in self.chosen_options:
-                raise ValueError(f"--model.{target} follows from --data.{source}: set that")
         for name in line.in_configs:  # the parser would drop options of another class
-            group, option = (*name.split("."), "")[:2]
-            is_option = option in ("class_path", "dict_kwargs") or f"{group}.{option}" in names
-            if group in ("model", "data") and not is_option:
+            option = ".".join(name.split(".")[:2])
+            is_accepted = option in self.full_names or option.endswith(_OF_ANY_CLASS)
+            if option.startswith(("model.", "data.")) and not is_accepted:
                 raise ValueError(f"unrecognized option {name!r} in a file: {line.model} has none")
         defaults = self.defaults()
         defaults = {name: defaults[name] for name in defaults if name in self.full_names}
@@ -211,11 +224,11 @@ class RunCLI(LightningCLI):
         files: list[tuple[str, Any]] = [("config", path) for path in line.configs]
         if line.record:
             # A list on the command line replaces that of the resumed run, a length its length.
-            typed_names = {name for name, _ in self.typed_options}
+            typed_names = dict(self.typed_options).keys()
             replaced = {name.partition("+")[0]: "null" for name in typed_names if "+" in name}
             if typed_names & _LENGTHS.keys():
                 replaced |= _LENGTHS
-            files = [("config", line.record), *replaced.items(), *files]
+            files[1:1] = replaced.items()
         choices = {
             "model": line.model_path,
             "data": line.data,
@@ -231,6 +244,11 @@ class RunCLI(LightningCLI):
         """Check the options, and the run that is resumed; make the folder of a new run."""
         line = self.line
         self.complete_options()
+        length = self.full_names["max_steps"]
+        steps = self.config[length]
+        if line.command == "fit" and 0 <= steps <= self.began - self.steps_at_once:
+            option = length.removeprefix("trainer.")
+            raise ValueError(f"the checkpoint has {self.began} steps, --{option} is {steps}")
         model_options = self.config.model.get("init_args") or {}
         head = model_options.get("head")
         if head in REGISTRY:
@@ -243,9 +261,13 @@ class RunCLI(LightningCLI):
         self.title = f"{line.command} {line.model}{f' with {head}' if head else ''}"
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._changes()}"
-        if self.until == "end" and self.keeps and self.is_first:
-            self.folder.open()
-            self.at_end.callback(self.folder.close)
+        if self.until == "end" and self.keeps:
+            self._open_folder()
+
+    @rank_zero_only
+    def _open_folder(self) -> None:
+        self.folder.open()
+        self.at_end.callback(self.folder.close)
 
     def instantiate_classes(self) -> None:
         """Build the objects, where they are asked for."""
@@ -262,9 +284,8 @@ class RunCLI(LightningCLI):
         if self.checkpoint_key not in self.checkpoint:
             raise ValueError(f"checkpoint {line.ckpt_path} belongs to another model")
         options = self.options
-        if line.record:
-            before = read_options(str(line.record))
-        else:
+        before = dict(line.record)
+        if not before:
             hparams = self.checkpoint.get("hyper_parameters", {})
             hparams = flat({"model": hparams, "data": hparams})
             before = {name: hparams.get(name, options[name]) for name in options}
@@ -291,47 +312,62 @@ class RunCLI(LightningCLI):
         leaves_nothing = trainer.get("fast_dev_run") or trainer.get("barebones")
         return self.line.command == "fit" and not leaves_nothing
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process prints and reports, of several that may train together."""
-        return getattr(rank_zero_only, "rank", 0) == 0
-
     def _run(self) -> None:
         """Do what the command line says."""
         command = self.line.command
-        if not hasattr(self, command):
-            raise ValueError(f"{self.line.model} has no command {command}")
         if command != "fit" and self.line.ckpt_path is None:
             raise ValueError(f"{command} needs a checkpoint: --ckpt_path FILE, last or best")
         self.checkpoint = {}  # free the memory
         folder = self.folder.path if self.keeps or self.folder.resumed else None
-        if self.is_first:
-            remark = self.remark if command == "fit" else ""
-            print(f"{self.title}{f': {folder}' if folder else ''}{remark}", flush=True)
+        remark = self.remark if command == "fit" else ""
+        print_once(f"{self.title}{f': {folder}' if folder else ''}{remark}", flush=True)
         try:
-            metrics = getattr(self, command)()
+            metrics = self.fit() if command == "fit" else self.evaluate(command)
         except Stopped as stop:
-            if self.is_first:
-                print(f"{stop}; resume with: {command_words()} --ckpt_path {stop.path}", flush=True)
+            again = f"{command_words()} --ckpt_path {stop.path}"
+            print_once(f"{stop}; resume with: {again}", flush=True)
             raise SystemExit(128 + stop.signum) from None
         except Exception as error:
             self.in_batches |= self.step > self.began
-            if self.in_batches and self.is_first:
+            if self.in_batches:
                 last = self.folder.path / "checkpoints" / "last.ckpt"
                 saved = f"; the latest checkpoint is {last}" if last.is_file() else ""
                 ended = f"{self.title} ended after step {self.step}: {one_line(error)}{saved}"
-                print(f"catnat: {ended}", file=sys.stderr)
-            if self.in_batches and isinstance(error, (OSError, FloatingPointError)):
-                raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
+                print_once(f"catnat: {ended}", file=sys.stderr)
+                if isinstance(error, (OSError, FloatingPointError)):
+                    raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
             raise
-        if self.is_first and metrics:
+        if metrics:
             show_metrics(metrics, folder, keep=self.keeps)
+
+    # -- TensorBoard ---------------------------------------------------------------------------
+
+    def make_logger(self, first_step: int) -> RunLogger:
+        """The logger of the run's event file; a resumed run writes from the first step on."""
+        folder = self.folder.path  # its name in full, so that "name" adds none
+        logger = RunLogger(folder.parent, "", folder.name, default_hp_metric=False)
+        logger.resumed_at = first_step if self.folder.resumed else None
+        return logger
+
+    @rank_zero_only
+    def write_hparams(
+        self, logger: TensorBoardLogger, metrics: dict[str, Any], step: int, **hparams: Any
+    ) -> None:
+        """Fill TensorBoard's hparams tab; warnings go to TEXT."""
+        tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
+        logger.log_hyperparams(self.hparams() | {"steps": self.step} | hparams, tested, step)
+        for sentence in warnings_of(metrics):
+            logger.experiment.add_text("warnings", sentence, step)
+        logger.save()
 
     def hparams(self) -> dict[str, Any]:
         """The options of model and data, for checkpoints and TensorBoard."""
         options = self.options
-        names = [name for name in options if name.startswith(("model.", "data."))]
-        hparams = {name.partition(".")[2]: options[name] for name in names}
+        hparams = {
+            name.partition(".")[2]: value
+            for name, value in options.items()
+            if name.startswith(("model.", "data."))
+        }
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
 
 

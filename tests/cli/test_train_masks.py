@@ -1,24 +1,19 @@
 """train.py with an environment that has masks of actions."""
 
-from pathlib import Path
-
+import cases_ppo
 import gymnasium
 import numpy as np
 import pytest
-import torch
+from cases_cli import one_line
+from cases_ppo import (
+    QUICK,
+    _workspace,  # noqa: F401 - a fixture
+    last,
+)
 
 import train
 
-FOLDER = Path("runs/ppo/natural/version_0")
-QUICK = [
-    "--env=Corridor-v0",
-    "--num_envs=2",
-    "--n_steps=16",
-    "--n_epochs=1",
-    "--total_steps=64",
-    "--eval_games=2",
-    "--eval_every=32",
-]
+OPTIONS = [*QUICK, "--env=Corridor-v0", "--num_envs=2", "--total_steps=64", "--eval_every=32"]
 
 
 class Corridor(gymnasium.Env):
@@ -47,16 +42,15 @@ class Corridor(gymnasium.Env):
 
 
 @pytest.fixture(autouse=True)
-def _workspace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _corridor(monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", None)
     del gymnasium.registry["Corridor-v0"]
     gymnasium.register("Corridor-v0", Corridor)
     monkeypatch.setattr(Corridor, "forbidden", 0)
 
 
-def run(*argv, model="ppo", command=()):
-    return train.main([*command, f"--model={model}", "--head=natural", *QUICK, *argv])
+def run(*argv, **choices):
+    return cases_ppo.run(*OPTIONS, *argv, **choices)
 
 
 def test_masks_are_used_and_said_in_one_line(capfd):
@@ -64,24 +58,19 @@ def test_masks_are_used_and_said_in_one_line(capfd):
     out, err = capfd.readouterr()
     assert out.count("actions are masked: Corridor-v0 has action_masks()\n") == 1 and err == ""
     assert Corridor.forbidden == 0, "also in evaluations"
-    assert run("--ckpt_path=last", command=["test"]) == 0
+    assert train.main(["test", "--model=ppo", "--ckpt_path=last"]) == 0
     assert run("--total_steps=128", "--ckpt_path=last") == 0
     assert Corridor.forbidden == 0
-    state = torch.load(FOLDER / "checkpoints/last.ckpt", weights_only=True)
-    assert state["global_step"] == 128
+    assert last()["global_step"] == 128
 
 
 def test_masks_that_are_not_used(capfd):
     assert run("--masks=false") == 0
     assert Corridor.forbidden > 0
-    capfd.readouterr()
-    assert train.main(["--model=a2c", *(word for word in QUICK if "epochs" not in word)]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "HeadA2C does not mask actions" in line
-    assert not Path("runs/a2c").exists()
+    assert run(model="a2c") == 2
+    assert "HeadA2C does not mask actions" in one_line(capfd)
 
 
 def test_copies_of_actions_have_no_masks(capfd):
     assert run("--num_actions=7") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "masks need 7 entries for each of 2 states" in line
+    assert "masks need 7 entries for each of 2 states" in one_line(capfd)

@@ -215,7 +215,7 @@ def faulty(monkeypatch):
 @pytest.mark.parametrize("fault", ["rewards", "observations"])
 def test_numbers_of_an_environment_that_are_not_finite_are_named(fault, faulty, capfd):
     assert run(*faulty, f"--env_kwargs.fault={fault}", "--eval_every=0") == 1
-    (line,) = capfd.readouterr().err.splitlines()
+    line = one_line(capfd)
     assert f"ended after step 160: the environment gave {fault} that are not finite" in line
     assert "the latest checkpoint is" in line
     assert last()["global_step"] == 128

@@ -176,21 +176,17 @@ def trained(tmp_path_factory):
 
 def test_a_checkpoint_of_a_vae_is_refused_and_a_file_of_stable_baselines(trained, capfd):
     torch.save({"state_dict": {}, "hyper_parameters": {"head": "natural"}}, "vae.ckpt")
-    reasons = {
-        "vae.ckpt": "belongs to another model",
-        trained.with_suffix(".zip"): "take the .ckpt",
-    }
-    for path, reason in reasons.items():
-        assert run(*QUICK, f"--ckpt_path={path}") == 2
-        assert reason in one_line(capfd)
+    assert run(*QUICK, "--ckpt_path=vae.ckpt") == 2
+    assert "belongs to another model" in one_line(capfd)
+    assert run(*QUICK, f"--ckpt_path={trained.with_suffix('.zip')}") == 2
+    assert "take the .ckpt" in one_line(capfd)
 
 
 def test_numbers_that_are_not_finite_end_the_run_in_one_line(capfd):
     options = ["--learning_rate=1e30", "--total_steps=512", "--save_every=1"]
     assert run(*QUICK, *options, head="softmax") == 1
-    (line,) = capfd.readouterr().err.splitlines()
     pattern = r"(nan|inf) in the update after \d+ steps.* latest checkpoint is runs/ppo"
-    assert re.search(pattern, line)
+    assert re.search(pattern, one_line(capfd))
     state = last("runs/ppo/softmax/version_0")
     assert all(value.isfinite().all() for value in state["state_dict"].values())
 
