@@ -95,8 +95,8 @@ def likelihoods() -> Claims:
     lower = nll[TREES].max(axis=1) < nll["softmax"]
     gains = {head: nll["softmax"] - nll[head] for head in TREES}
     p_values = [p_of(gains[head]) for head in TREES]
-    of_all = [lower.sum(), len(lower), gaps.min(), gaps.max()]
-    yield "have a lower mean NLL than softmax in", of_all, p_values
+    words = "have a lower mean NLL than softmax in"
+    yield words, lower.sum(), len(lower), gaps.min(), gaps.max(), p_values
     gain = gains["sigmoid"]
     yield "lowers the test NLL on MNIST by", gain.min(), gain.max(), (gain > 0).sum(), len(gain)
     rates = vae(head="softmax", learning_rate=[0.0005, 0.001, 0.002, 0.003])
@@ -271,8 +271,8 @@ def noise_and_coupling() -> Claims:
     for words in ("with intervals that reach below 2: it is", "sigmoid at the third loss is"):
         yield words, factor(many), factor(unbiased)
     changes = [np.subtract(logs, one[: len(logs)]) for logs in (many, unbiased)]
-    numbers = [(factor(change)[0], p_of(change)) for change in changes]
-    yield "against one draw it changes times", numbers
+    words = "against one draw it changes times"
+    yield words, [(factor(change)[0], p_of(change)) for change in changes]
     one, eight = (log_factors(*noise(*setting), 20000) for setting in SETTINGS[:2])
     words = "which the plan does not name, the factor is"
     yield words, factor(one), factor(eight), p_of(np.subtract(eight, one))
@@ -402,16 +402,11 @@ def minatar() -> Claims:
 
 def digits() -> Claims:
     """Labels of digits, each head at its best rate."""
-    for head, rate in (
-        ("softmax", 0.001),
-        ("sigmoid", 0.001),
-        ("natural tail 0.05", 0.001),
-        ("natural", 0.0001),
-        ("sparsemax", 3e-05),
-    ):
-        where = {"plans": "classify", "output": head, "learning_rate": rate}
-        runs = select("language_model/runs.csv", **where)
-        yield row(head, rate), runs[["test/nll", "test/accuracy"]].mean()
+    runs = select("language_model/runs.csv", plans="classify")
+    runs = best(runs, runs, "val/nll", ["output"], ["learning_rate"])
+    means = runs.groupby(["output", "learning_rate"])[["test/nll", "test/accuracy"]].mean()
+    for cells, numbers in means.iterrows():
+        yield row(*cells), numbers
 
 
 def output_rows(words: str, layers: Runs) -> Claims:
@@ -461,17 +456,17 @@ def speed() -> Claims:
     small, large = (f"hybrid, F = {F}" for F in (1024, 4096))
     times = [ms[exact] / ms[layer] for layer in (large, small, adaptive)]
     yield "At 131,072 classes forward and backward are", times
-    yield "not refuted at commit 3f28ec5,", [times[1], *gb[[liger, cut, exact]]]
-    yield "is a small part of a step | `nn.Linear` and `cross_entropy` | |", [ms[exact], gb[exact]]
-    yield "the same function |", [ms[cut], gb[cut], ms[liger], gb[liger]]
-    yield "2.6 % lower (131,072 words, two) |", [ms[adaptive], gb[adaptive]]
-    yield "and 3.1 % lower (131,072 words) |", [ms[large], ms[small], gb[large]]
+    yield "not refuted at commit 3f28ec5,", times[1], gb[[liger, cut, exact]]
+    yield "is a small part of a step | `nn.Linear` and `cross_entropy` | |", ms[exact], gb[exact]
+    yield "the same function |", ms[cut], gb[cut], ms[liger], gb[liger]
+    yield "2.6 % lower (131,072 words, two) |", ms[adaptive], gb[adaptive]
+    yield "and 3.1 % lower (131,072 words) |", ms[large], ms[small], gb[large]
     uniform = select(path, targets="uniform", commit="b89688e+", layer=tree)[ms.name]
-    yield "7.7 % higher (32,768 words) |", [*uniform, ms[tree], gb[tree]]
+    yield "7.7 % higher (32,768 words) |", uniform, ms[tree], gb[tree]
     layers = select(path, targets="zipf", commit="b6f92d5+").set_index("layer")
     sample = layers["sample ms, batch 1"][[exact, tree, large, small]]
     megabytes = layers["MB a sample, batch 1"][[exact, tree, "hybrid, F = 64", large]]
-    yield "To draw one class takes", [*sample, *megabytes]
+    yield "To draw one class takes", sample, megabytes
     for head in TREES:
         yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]
     text = " ".join((PAPER / "speed/vae_speed_h200.txt").read_text().split())
