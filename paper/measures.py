@@ -62,8 +62,11 @@ def select(path: str, **options: Any) -> Runs:
 
 
 def pair(path: str, first: str = "softmax", second: str = "sigmoid", **options: Any) -> list[Runs]:
-    """The runs of two heads."""
-    return [select(path, head=head, **options).sort_index() for head in (first, second)]
+    """The runs of two heads, one of each seed."""
+    heads = [select(path, head=head, **options).sort_index() for head in (first, second)]
+    if not all(runs.index.is_unique for runs in heads):
+        raise ValueError(f"{path} has several runs of a seed for {first} or {second}, {options}")
+    return heads
 
 
 def best(search: Runs, runs: Runs, metric: str, cell: list[str], rates: list[str]) -> Runs:

@@ -54,7 +54,7 @@ OTHER_DATA = (  # study, words, N, K, steps
     ("frames", "frames of Breakout, 64 x 64, stopped early", 32, 32, 6250),
 )
 PROBING = {"plans": "probing", "optimizer": "", "decoder": "plain", "even": 0.0, "draws": 1}
-CHANGED_SETTINGS = {
+CHANGED_SETTINGS: dict[str, dict[str, Any]] = {
     "Adam, rate 0.0005": {"learning_rate": 0.0005},
     "Adam, rate 0.001": {},
     "Adam, rate 0.002": {"learning_rate": 0.002},

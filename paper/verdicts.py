@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -186,7 +186,7 @@ def factors() -> Claims:
         yield row(words), counts, ratios, elbo, nll
 
 
-def factor_row(cells: list[object], runs: list[Runs], *until: float) -> Claims:
+def factor_row(cells: Sequence[object], runs: list[Runs], *until: float) -> Claims:
     """A row of a table: seeds, the factor at each loss, and where the curves cross at last."""
     if all(map(len, runs)):
         logs = [log_factors(*runs, steps) for steps in until]
