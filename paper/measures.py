@@ -54,7 +54,7 @@ def read(path: str) -> Runs:
 
 
 def select(path: str, **options: Any) -> Runs:
-    """The runs of which each option has the value, or one of a list of values."""
+    """The runs of which each option has the value, or one of a list; seeds are the index."""
     runs = read(path)
     for name, value in options.items():
         runs = runs[runs[name].isin(value if isinstance(value, list) else [value])]
