@@ -86,14 +86,15 @@ def graph_replay(step: Step) -> Step:
     return replay
 
 
-def device_seconds(replay: Step) -> float:
-    """Device seconds of one step of a graph of ten."""
+def device_seconds(step: Step, calls: int) -> float:
+    """Device seconds of a call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    replay()
+    for _ in range(calls):
+        step()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e4
+    return start.elapsed_time(end) / 1e3 / calls
 
 
 def peak_memory(name: str, rows: int, K: int) -> int:
@@ -125,7 +126,10 @@ def compare(rows: int, K: int, device: str, rounds: int) -> list[dict[str, objec
                 on_host[name].append(host_seconds(step, calls))
         host = {name: statistics.median(each) for name, each in on_host.items()}
         steps = {name: graph_replay(step) for name, step in steps.items()}
-        timer = device_seconds
+
+        def timer(step: Step) -> float:
+            return device_seconds(step, 1) / 10  # a replay has ten steps
+
         memory = {name: peak_memory(name, rows, K) for name in names}
     else:
         calls = max(1, int(0.02 / host_seconds(steps["log_softmax"], 3)))
@@ -198,20 +202,9 @@ def path_steps(head: CategoricalHead, how: str, rows: int, device: str) -> dict[
     return {"sample": sample, "log_prob": log_prob}
 
 
-def eager_device_seconds(step: Step, calls: int) -> float:
-    """Device seconds of a call, without a graph."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
-
-
 def compare_paths(rows: int, K: int, device: str, rounds: int) -> list[dict[str, object]]:
     """Table rows for one shape: every catnat head, asked in every way."""
-    seconds = eager_device_seconds if device == "cuda" else host_seconds
+    seconds = device_seconds if device == "cuda" else host_seconds
     table = []
     for name in ("sigmoid", "natural"):
         head, many = make_head(name, K).to(device), K > 2**10

@@ -9,41 +9,29 @@ there as well. Rows of the file whose runs are not in that folder stay.
 
 from __future__ import annotations
 
-import csv
 import sys
+
+import pandas as pd
 
 from catnat.sweeps.figures import read_curve
 from catnat.sweeps.sweep import Sweep, plan_parser
 
-METRICS = ("val/loss", "val/kl")
-Point = dict[str, str]
 
-
-def curves(sweep: Sweep) -> list[Point]:
+def curves(sweep: Sweep) -> list[dict[str, str]]:
     """All validations of the runs that have begun."""
     plan = sweep.plan
-    varied = list(dict.fromkeys([*plan.cells[0], *plan.searched]))
-    rows = sweep.rows()
-    points: list[Point] = []
-    for run in plan.runs(rows):
+    varied = list(dict.fromkeys([*plan.cells[0], *plan.searched, "max_steps", "seed"]))
+    points = []
+    for run in plan.runs(sweep.rows()):
         if run.stage == "final":
-            options = {name: run.options.get(name) for name in (*varied, "max_steps", "seed")}
+            options = {name: run.options.get(name) for name in varied}
             text = {name: "" if value is None else str(value) for name, value in options.items()}
-            folder = sweep.folder / run.name
-            steps, *columns = (
-                read_curve(folder, METRICS[0])[0],
-                *(read_curve(folder, metric)[1] for metric in METRICS),
-            )
-            for step, *values in zip(steps, *columns, strict=False):
-                numbers = (f"{value:.3f}" for value in values)
-                named = zip(METRICS, numbers, strict=True)
-                points.append({**text, "step": str(int(step)), **dict(named)})
+            steps, losses = read_curve(sweep.folder / run.name, "val/loss")
+            _, kls = read_curve(sweep.folder / run.name, "val/kl")
+            for step, loss, kl in zip(steps, losses, kls, strict=False):
+                numbers = {"val/loss": f"{loss:.3f}", "val/kl": f"{kl:.3f}"}
+                points.append({**text, "step": str(int(step)), **numbers})
     return points
-
-
-def identity(point: Point) -> tuple[tuple[str, str], ...]:
-    """The run and the step of a point."""
-    return tuple(sorted((name, value) for name, value in point.items() if "/" not in name))
 
 
 def main() -> int:
@@ -52,20 +40,17 @@ def main() -> int:
     for name in args.plans:
         sweep = Sweep(name, args)
         path = sweep.rows_path.with_name("curves.csv")
-        points: dict[tuple[tuple[str, str], ...], Point] = {}
+        points = pd.DataFrame(curves(sweep))
         if path.is_file():
-            with path.open(newline="") as file:
-                points = {identity(point): point for point in csv.DictReader(file)}
-        points |= {identity(point): point for point in curves(sweep)}
-        if not points:
+            before = pd.read_csv(path, dtype=str, keep_default_na=False)
+            points = pd.concat([before, points])
+        if points.empty:
             continue
+        options = [column for column in points if "/" not in column]
+        points = points.drop_duplicates(options, keep="last")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        with partial.open("w", newline="") as file:
-            columns = list(next(iter(points.values())))
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(points.values())
+        points.to_csv(partial, index=False, lineterminator="\n")
         partial.replace(path)
         print(f"{path}: {len(points)} validations")
     return 0

@@ -15,21 +15,21 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
-from measures import PAPER, factor, log_factors, read, select
+from measures import PAPER, curves, factor, log_factors, read, select
 from studies import (
     ESTIMATORS,
     HEADS,
+    INTERVENTIONS,
     LONGEST,
     NETWORKS,
     OTHER_DATA,
     SETTINGS,
-    Pair,
-    interventions,
+    mechanism,
     networks,
     noise,
     other_data,
+    size,
 )
 
 COLORS = {"softmax": "#0072B2", "sigmoid": "#009E73", "natural": "#D55E00"}
@@ -57,21 +57,16 @@ def draw_factors(axes: Axes, rows: Mapping[str, Sequence[Logs]], title: str) -> 
     axes.set_axisbelow(True)
 
 
-def logs_of(pair: Pair, until: float = np.inf) -> Logs:
-    """The logarithms of the factors; none where one head was not run."""
-    return log_factors(*pair, until) if all(map(len, pair)) else []
-
-
 def other_studies() -> dict[str, list[Logs]]:
     """Sigmoid with less noise, in other networks and on other data, at K = 8, 16 and 32."""
     rows: dict[str, list[Logs]] = {}
     for estimator, count in SETTINGS:
-        logs = logs_of(noise((estimator, count)), 10000)
+        logs = log_factors(*noise(estimator, count), 10000)
         rows[f"{estimator}, draws: {count}"] = [logs, [], []]
     for encoder, decoder in NETWORKS:
-        rows[f"{encoder} to {decoder}"] = [[], logs_of(networks(encoder, decoder)), []]
+        rows[f"{encoder} to {decoder}"] = [[], log_factors(*networks(encoder, decoder)), []]
     for (study, _, _, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
-        logs = logs_of(other_data(study, K, estimator), steps)
+        logs = log_factors(*other_data(study, K, estimator), steps)
         if logs:
             rows.setdefault(f"{study}, {estimator}", [[], [], []])[list(MARKS).index(K)] = logs
     return rows
@@ -79,7 +74,10 @@ def other_studies() -> dict[str, list[Logs]]:
 
 def factors() -> None:
     """Factors by intervention."""
-    table = {words: [logs_of(pair) for pair in pairs] for words, pairs in interventions().items()}
+    table = {
+        words: [log_factors(*mechanism(K, **options)) for K in MARKS]
+        for words, options in INTERVENTIONS.items()
+    }
     first_head = list(table).index("natural")
     parts = list(table.items())
     figure, panels = plt.subplots(1, 3, figsize=(13, 5.2), layout="constrained")
@@ -95,16 +93,13 @@ def factors() -> None:
 def longest() -> None:
     """Validation loss over 192,000 steps."""
     figure, panels = plt.subplots(1, 4, figsize=(9.5, 2.6), layout="constrained")
-    for axes, (N, K, data) in zip(panels, LONGEST, strict=True):
+    for axes, (data, N, K) in zip(panels, LONGEST, strict=True):
         for head in HEADS:
-            size = {"num_latents": N, "num_categories": K, "variant": data}
-            runs = select("vae/longest_curve.csv", head=head, **size)
-            losses = runs.filter(regex=r"^val/loss_").astype(float).to_numpy()
-            columns = runs.filter(regex=r"^val/loss_").columns
-            thousands = [int(name.rpartition("_")[2]) / 1000 for name in columns]
+            losses = curves(select("vae/longest_curve.csv", head=head, **size(N, K, data)))
+            thousands = losses.columns / 1000
             style = "--" if head == "natural" else "-"
-            axes.plot(thousands, losses.mean(0), style, color=COLORS[head], label=head)
-            bounds = losses.min(0), losses.max(0)
+            axes.plot(thousands, losses.mean(), style, color=COLORS[head], label=head)
+            bounds = losses.min(), losses.max()
             axes.fill_between(thousands, *bounds, color=COLORS[head], alpha=0.2, lw=0)
         axes.set(title=f"({N}, {K}) {data}", xlabel="thousand steps")
     panels[0].set_ylabel("validation loss (nats)")
@@ -117,11 +112,13 @@ def breakout() -> None:
     """Returns of PPO in training, a line for each run."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True, layout="constrained")
     titles = ("CleanRL's settings (rate 0.00025)", "best of a short search")
-    for _, run in read("games/breakout_curve.csv").iterrows():
+    runs = read("games/breakout_curve.csv")
+    for (_, run), (_, returns) in zip(
+        runs.iterrows(), curves(runs, "rollout/ep_rew_mean").iterrows(), strict=True
+    ):
         axes = panels[int(run["learning_rate"] != 0.00025)]
-        returns = run.filter(regex=r"^rollout/ep_rew_mean_").dropna().astype(float)
-        millions = [int(name.rpartition("_")[2]) / 1e6 for name in returns.index]
-        axes.plot(millions, returns, color=COLORS[run["head"]], lw=1)
+        points = returns.dropna()
+        axes.plot(points.index / 1e6, points, color=COLORS[run["head"]], lw=1)
     for axes, title, rates in zip(panels, titles, (("", ""), (", 0.002", ", 0.001")), strict=True):
         axes.set(title=title, xlabel="million steps")
         for head, rate in zip(("softmax", "natural"), rates, strict=True):

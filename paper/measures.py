@@ -1,6 +1,6 @@
 """Rows of runs, statistics of them, and the numbers that pages state.
 
-Runs are tables with a row for each seed. A curve is the validation losses of a run, by step.
+Runs are tables with a row for each seed. A pair is the runs of softmax and those of another head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 from scipy import stats
 
 PAPER = Path(__file__).resolve().parent
@@ -27,77 +28,99 @@ Numbers = Sequence[float]
 
 # -- rows ------------------------------------------------------------------------------------------
 
+ORIGIN = {"plans", "status", "engine", "device", "commit"}  # of a row; not options of its run
+
 
 @cache
 def read(path: str) -> Runs:
-    """Finished rows. If a row is a validation (column step), its run gets columns METRIC_STEP."""
+    """Finished runs by seed; the last row where a run was repeated.
+
+    If a row is a validation (column step), its run gets columns METRIC_STEP.
+    """
     rows = pd.read_csv(PAPER / path)
     if "status" in rows:
         rows = rows[rows["status"] == "finished"]
-    options = [name for name in rows if "/" not in name]
-    rows[options] = rows[options].astype(object).fillna("")
-    if "step" not in rows:
+    options = [name for name in rows if "/" not in name and name != "step"]
+    empty = [name for name in options if rows[name].isna().any()]
+    rows[empty] = rows[empty].astype(object).fillna("")
+    if "step" in rows:
+        rows = rows.set_index([*options, "step"]).unstack()
+        rows.columns = [f"{metric}_{step}" for metric, step in rows.columns]
+        rows = rows.reset_index()
+    if "seed" not in rows:
         return rows
-    options.remove("step")
-    metrics = [name for name in rows if "/" in name]
-    runs = rows.pivot(index=options, columns="step", values=metrics)
-    runs.columns = [f"{metric}_{step}" for metric, step in runs.columns]
-    return runs.reset_index()
+    rows = rows.drop_duplicates([name for name in options if name not in ORIGIN], keep="last")
+    return rows.set_index("seed")
 
 
 def select(path: str, **options: Any) -> Runs:
-    """The rows in which each option has the value, or one of a list of values."""
-    rows = read(path)
+    """The runs of which each option has the value, or one of a list; seeds are the index."""
+    runs = read(path)
     for name, value in options.items():
-        rows = rows[rows[name].isin(value if isinstance(value, list) else [value])]
-    return rows
+        runs = runs[runs[name].isin(value if isinstance(value, list) else [value])]
+    return runs
 
 
-def by_seed(path: str, **options: Any) -> Runs:
-    """The selected runs by seed; the last one where a seed was run twice."""
-    runs = select(path, **options).drop_duplicates("seed", keep="last")
-    return runs.set_index("seed").sort_index()
+def pair(path: str, first: str = "softmax", second: str = "sigmoid", **options: Any) -> list[Runs]:
+    """The runs of two heads, one of each seed."""
+    heads = [select(path, head=head, **options).sort_index() for head in (first, second)]
+    if not all(runs.index.is_unique for runs in heads):
+        raise ValueError(f"{path} has several runs of a seed for {first} or {second}, {options}")
+    return heads
+
+
+def best(search: Runs, runs: Runs, metric: str, cell: list[str], rates: list[str]) -> Runs:
+    """The runs at the rates with which a search has the lowest mean of a metric, by cell."""
+    chosen = search.groupby([*cell, *rates])[metric].mean().groupby(cell).idxmin()
+    return runs[runs.set_index([*cell, *rates]).index.isin(chosen)]
+
+
+def by_cell(runs: Runs, metric: str, cell: str | list[str]) -> dict[Any, pd.Series[float]]:
+    """The values of a metric by one option or several."""
+    return dict(iter(runs.groupby(cell)[metric]))
 
 
 # -- statistics ------------------------------------------------------------------------------------
 
 
-def interval(numbers: Numbers) -> list[float]:
-    """Mean and 95 % t interval; one number alone has none."""
+def interval(samples: ArrayLike) -> list[float]:
+    """Mean and 95 % t interval of one or several samples together; one number alone has none."""
+    numbers = np.hstack(samples)
     if len(numbers) == 1:
         return [*numbers]
-    test = stats.ttest_1samp(numbers, 0)
-    return [float(np.mean(numbers)), *test.confidence_interval()]
+    return [numbers.mean(), *stats.ttest_1samp(numbers, 0).confidence_interval()]
 
 
-def factor(log_factors: Numbers) -> list[float]:
+def factor(log_factors: ArrayLike) -> list[float]:
     """Geometric mean and 95 % t interval of factors, from their logarithms."""
-    return [float(bound) for bound in np.exp(interval(log_factors))]
+    return [*np.exp(interval(log_factors))]
 
 
-def p_of(numbers: Numbers) -> float:
+def p_of(numbers: ArrayLike) -> float:
     """The p of a mean of 0."""
     return float(stats.ttest_1samp(numbers, 0).pvalue)
 
 
-def welch(first: Numbers, second: Numbers) -> list[float]:
-    """Difference of means, Welch's 95 % interval, and p."""
+def welch(first: ArrayLike, second: ArrayLike) -> list[float]:
+    """Difference of means, and Welch's 95 % interval."""
     test = stats.ttest_ind(first, second, equal_var=False)
-    difference = float(np.mean(first) - np.mean(second))
-    return [difference, *test.confidence_interval(), float(test.pvalue)]
+    return [np.mean(first) - np.mean(second), *test.confidence_interval()]
 
 
-def differences(first: Runs, second: Runs, metric: str) -> list[float]:
+def welch_p(first: ArrayLike, second: ArrayLike) -> float:
+    """The p of equal means."""
+    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
+
+
+def differences(first: Runs, second: Runs, metric: str) -> pd.Series[float]:
     """A metric of the first runs minus that of the second, by seed."""
-    return (first[metric] - second[metric]).dropna().tolist()
+    return (first[metric] - second[metric]).dropna()
 
 
-def curve(run: pd.Series[Any], until: float = np.inf) -> pd.Series[float]:
-    """The validation losses of a run by the logarithm of the step."""
-    losses = run.filter(regex=r"^val/loss_\d+$").dropna().astype(float)
-    losses.index = [int(name.rpartition("_")[2]) for name in losses.index]
-    losses = losses[losses.index <= until].sort_index()
-    return losses.set_axis(np.log(losses.index))
+def curves(runs: Runs, metric: str = "val/loss") -> Runs:
+    """A metric of each run by step."""
+    columns = runs.filter(regex=rf"^{metric}_\d+$")
+    return columns.rename(columns=lambda name: int(name.rpartition("_")[2])).sort_index(axis=1)
 
 
 def log_step_of(losses: pd.Series[float], target: float) -> float:
@@ -106,7 +129,7 @@ def log_step_of(losses: pd.Series[float], target: float) -> float:
     if after == 0:
         raise ValueError(f"the loss {target} is not between two validations of the run")
     points = losses.iloc[[after, after - 1]]
-    return float(np.interp(target, points, points.index))
+    return float(np.interp(target, points, np.log(points.index)))
 
 
 def log_factors(first: Runs, second: Runs, until: float = np.inf) -> list[float]:
@@ -116,28 +139,20 @@ def log_factors(first: Runs, second: Runs, until: float = np.inf) -> list[float]
     """
     logs = []
     for seed in first.index.intersection(second.index):
-        curves = [curve(runs.loc[seed], until) for runs in (first, second)]
-        target = max(losses.iloc[-1] for losses in curves)
-        one, other = (log_step_of(losses, target) for losses in curves)
+        both = [curves(runs).loc[seed, :until].dropna() for runs in (first, second)]
+        target = max(losses.iloc[-1] for losses in both)
+        one, other = (log_step_of(losses, target) for losses in both)
         logs.append(one - other)
     return logs
 
 
-def mean_curve(runs: Runs) -> pd.Series[float]:
-    """The mean of the curves, as far as all of them go."""
-    return pd.concat([curve(run) for _, run in runs.iterrows()], axis=1).dropna().mean(axis=1)
-
-
-def crossing(first: Runs, second: Runs) -> list[int]:
-    """The last step at which the mean curves change places, to a hundred; none if they never do."""
-    seeds = first.index.intersection(second.index)
-    ahead = (mean_curve(first.loc[seeds]) - mean_curve(second.loc[seeds])).dropna()
-    signs = np.sign(ahead.to_numpy())
-    changes = np.flatnonzero(signs[:-1] != signs[1:])
-    if not len(changes):
-        return []
-    points = ahead.iloc[changes[-1] : changes[-1] + 2].sort_values()
-    return [int(round(np.exp(np.interp(0, points, points.index)), -2))]
+def crossings(first: Runs, second: Runs) -> np.ndarray:
+    """The steps, to a hundred, at which the mean curves of two heads change places."""
+    gaps = (curves(first) - curves(second)).dropna(how="all").dropna(axis=1).mean()
+    before = np.flatnonzero(np.diff(np.sign(gaps)))
+    log_steps = np.log(gaps.index)
+    slopes = np.diff(gaps) / np.diff(log_steps)
+    return np.exp(log_steps[before] - gaps.iloc[before] / slopes[before]).round(-2)
 
 
 def interquartile_mean(*games: np.ndarray, axis: int = -1) -> Any:
@@ -145,12 +160,18 @@ def interquartile_mean(*games: np.ndarray, axis: int = -1) -> Any:
     return stats.trim_mean(np.concatenate(games, axis), 0.25, axis)
 
 
+def iqm_difference(*games: np.ndarray, axis: int = -1) -> Any:
+    """The interquartile mean of the first half of the games minus that of the second."""
+    half = len(games) // 2
+    ours, theirs = (interquartile_mean(*x, axis=axis) for x in (games[:half], games[half:]))
+    return ours - theirs
+
+
 def bootstrap(samples: Sequence[Numbers], statistic: Callable[..., Any]) -> list[float]:
     """A statistic of some samples and its 95 % interval, by the percentiles of 5,000 draws."""
-    arrays = [np.array(sample) for sample in samples]
     rng = np.random.default_rng(1)
-    drawn = stats.bootstrap(arrays, statistic, method="percentile", n_resamples=5000, rng=rng)
-    return [float(statistic(*arrays)), *map(float, drawn.confidence_interval)]
+    drawn = stats.bootstrap(samples, statistic, method="percentile", n_resamples=5000, rng=rng)
+    return [statistic(*samples), *drawn.confidence_interval]
 
 
 # -- pages -----------------------------------------------------------------------------------------

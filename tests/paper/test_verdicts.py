@@ -2,7 +2,6 @@
 
 import re
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,10 @@ SETTINGS = re.compile(
 @pytest.fixture(scope="module")
 def claims():
     """Words, numbers, and the places that state them."""
-    claims = []
-    for words, numbers in chain.from_iterable(study() for study in verdicts.STUDIES):
-        computed = [float(number) for number in numbers]
-        claims.append((words, computed, list(measures.statements(words, len(computed)))))
-    return claims
+    return [
+        (words, computed, list(measures.statements(words, len(computed))))
+        for _, words, computed in verdicts.claims()
+    ]
 
 
 def test_pages_state_what_the_rows_say(claims):
@@ -106,8 +104,10 @@ def test_a_factor_is_the_ratio_of_steps_to_the_same_loss():
 
 def test_curves_cross_where_their_means_change_places():
     ahead_early, ahead_late = curves(9, 7, 6), curves(10, 8, 5)
-    assert measures.crossing(ahead_early, ahead_late) == [300]  # 10^2.5
-    assert measures.crossing(ahead_early, curves(10, 8, 7)) == []
-    ((words, numbers),) = verdicts.factor_row(["words"], [ahead_early, ahead_late], 1000)
-    assert words == "| words |"
-    assert numbers == pytest.approx([1, 10 ** (1 / 3), 300])
+    assert list(measures.crossings(ahead_early, ahead_late)) == [300]  # 10^2.5
+    assert not len(measures.crossings(ahead_early, curves(10, 8, 7)))
+    ((words, count, (ratio,), crossing),) = verdicts.factor_row(
+        ["words"], [ahead_early, ahead_late], 1000
+    )
+    assert (words, count, *crossing) == ("| words |", 1, 300)
+    assert ratio == pytest.approx([10 ** (1 / 3)])
