@@ -31,7 +31,7 @@ from torch import Tensor, nn
 FREQUENT = 1024  # words whose perplexity is reported apart, whatever the output
 NUMBERS = ("val", "test", "test_frequent", "test_rare", "accuracy", "tokens_per_s", "seconds")
 SEEN = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)  # least counts of the bins of by_count.csv
-OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "tree", "tree-apart")
+OUTPUTS = ("softmax", "adaptive-1", "adaptive-2", "adaptive-wide", "tree", "tree-apart")
 OUTPUTS += ("hybrid-64", "hybrid-256", "hybrid-1024", "hybrid-4096", "hybrid-8192")
 Searches = dict[str, tuple[int, list[float]]]  # by output: steps, and rates to begin with
 
@@ -93,7 +93,8 @@ def make_output(name: str, data: TextData, width: int) -> Any:
     if kind == "softmax":
         output = LinearOutput(width, K, "softmax")
     elif kind == "adaptive":
-        output = AdaptiveOutput(width, K, [K // 16, K // 4] if number == "2" else [K // 4])
+        cutoffs = [K // 16, K // 4] if number == "2" else [K // 4]
+        output = AdaptiveOutput(width, K, cutoffs, 1.0 if number == "wide" else 4.0)
     elif name == "tree-apart":
         output = TreeOutput(width, K, "sigmoid", frequent_apart(data))
     else:

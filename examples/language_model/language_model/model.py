@@ -48,8 +48,10 @@ class TreeOutput(TreeLinear):
 class AdaptiveOutput(nn.AdaptiveLogSoftmaxWithLoss):
     """Torch's adaptive softmax: few scores for frequent words, more for others."""
 
-    def __init__(self, width: int, vocabulary: int, cutoffs: list[int]) -> None:
-        super().__init__(width, vocabulary, cutoffs, head_bias=True)
+    def __init__(
+        self, width: int, vocabulary: int, cutoffs: list[int], div_value: float = 4.0
+    ) -> None:
+        super().__init__(width, vocabulary, cutoffs, div_value, head_bias=True)
 
     def start_from_counts(self, counts: Tensor) -> None:
         """Let the biases say how frequent the first words and the groups of others are."""
