@@ -142,10 +142,10 @@ def _split_level(
         ranked.append(part.gather(1, best))
     order = torch.cat(ranked)
     place = torch.arange(int(sizes.max()), device=order.device)
-    to_left = torch.where(place < sizes[0, :, None], order[:, : len(place)], -1)
-    at = (sizes[0, :, None] + place).clamp_max(m - 1)
-    to_right = torch.where(place < sizes[1, :, None], order.gather(1, at), -1)
-    return torch.stack((to_left, to_right), 1).view(2 * n, -1)
+    begin = torch.stack((torch.zeros_like(sizes[0]), sizes[0]), 1)  # of the two children, (n, 2)
+    at = (begin.view(2 * n, 1) + place).clamp_max(m - 1)
+    children = order.repeat_interleave(2, 0).gather(1, at)
+    return torch.where(place < sizes.T.reshape(2 * n, 1), children, -1)
 
 
 def _principal(points: Tensor, inside: Tensor, start: Tensor) -> Tensor:

@@ -133,9 +133,8 @@ class CatnatHead(CategoricalHead):
         for u in uniform(key, (self.num_scores.bit_length(), *shape), dtype):
             is_inner = place < K
             node = jnp.where(is_inner, place - 1, 0)[..., None]
-            left, right = self._log_activation(scores_at(node), node)
-            left = left[..., 0]
-            right = right[..., 0]
+            logs = self._log_activation(scores_at(node), node)
+            left, right = (log[..., 0] for log in logs)
             bit = (u < jnp.exp(jnp.minimum(left, right))) == (right < left)
             place = jnp.where(is_inner, 2 * place + bit, place)
             is_nan |= is_inner & jnp.isnan(left)

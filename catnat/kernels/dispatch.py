@@ -23,9 +23,7 @@ SOFTMAX_TRITON_LIMIT = 32768
 _is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not known to torch 2.6
 
 
-def tree_log_probs(
-    scores: Tensor, activation: Activation, constants: Tensor | None = None
-) -> Tensor:
+def tree_log_probs(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor:
     """Log-probability of every leaf, (*, K-1) -> (*, K), for float32 or float64 scores.
 
     Args:
@@ -39,9 +37,7 @@ def tree_log_probs(
     return _log_probs("tree", scores, None, activation, constants, fused)
 
 
-def tree_fisher(
-    scores: Tensor, activation: Activation, constants: Tensor | None = None
-) -> Tensor | None:
+def tree_fisher(scores: Tensor, activation: Activation, constants: Tensor | None) -> Tensor | None:
     """Diagonal of the Fisher matrix by the C kernel, (*, K-1) -> (*, K-1), without gradient.
 
     None where there is no such kernel. Arguments as in :func:`tree_log_probs`.
@@ -56,7 +52,7 @@ def tree_fisher(
 
 
 def tree_log_prob(
-    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None = None
+    scores: Tensor, leaf: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
     """Log-probability of one leaf per row, by the O(log K) nodes of its path alone.
 
@@ -73,7 +69,7 @@ def tree_log_prob(
 
 
 def tree_sample(
-    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None = None
+    scores: Tensor, uniforms: Tensor, activation: Activation, constants: Tensor | None
 ) -> Tensor:
     """One random leaf per row of uniforms, by the O(log K) nodes of its path alone.
 
