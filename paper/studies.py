@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 from measures import Runs, best, pair, read, select
 
 TREES = ["sigmoid", "natural"]
@@ -51,7 +52,7 @@ NETWORKS = (  # encoder, decoder
 OTHER_DATA = (  # study, words, N, K, steps
     ("glyphs", "letters of free fonts", 20, 16, 20000),
     ("glyphs", "letters of free fonts", 20, 32, 20000),
-    ("frames", "frames of Breakout, 64 x 64, stopped early", 32, 32, 6250),
+    ("frames", "frames of 26 games, 64 x 64", 32, 32, 10000),
 )
 PROBING = {"plans": "probing", "optimizer": "", "decoder": "plain", "even": 0.0, "draws": 1}
 CHANGED_SETTINGS: dict[str, dict[str, Any]] = {
@@ -105,9 +106,10 @@ def noise(estimator: str, draws: int, *heads: str) -> list[Runs]:
     return pair("without_noise/curves.csv", *heads, estimator=estimator, draws=draws)
 
 
-def networks(encoder: str, decoder: str) -> list[Runs]:
+def networks(encoder: str, decoder: str, steps: int = 20000) -> list[Runs]:
     """Softmax and sigmoid with an encoder and a decoder."""
-    return pair("architecture/curves.csv", encoder=encoder, decoder=decoder)
+    where = {"encoder": encoder, "decoder": decoder, "max_steps": steps}
+    return pair("architecture/curves.csv", **where)
 
 
 def other_data(study: str, K: int, estimator: str, head: str = "sigmoid") -> list[Runs]:
@@ -118,11 +120,23 @@ def other_data(study: str, K: int, estimator: str, head: str = "sigmoid") -> lis
 
 # -- output layers ---------------------------------------------------------------------------------
 
-STEPS = {"words": 1000, "pairs": 1000, "docs": 800}
-EQUAL_TIME = [("softmax", 427), ("adaptive-2", 646), ("hybrid-1024", 800)]  # on "docs"
+STEPS = {"words": 1000, "pairs": 1000, "docs": 800, "docs-before": 800, "small": 1000}
 
 
 def output_layers() -> Runs:
     """Output layers at the rates with the best validation of seed 0."""
     runs = read("language_model/outputs.csv")
     return best(runs.loc[[0]], runs, "val", ["text", "output", "steps"], ["rate"])
+
+
+def step_times(text: str) -> pd.Series[float]:
+    """The milliseconds of a whole training step, by output."""
+    return select("language_model/step_times_h200.csv", text=text).set_index("output")["ms"]
+
+
+def at_equal_time(layers: Runs, text: str) -> Runs:
+    """The runs for which each output has the time that the fastest one needs for all steps."""
+    ms = step_times(text)
+    steps = (STEPS[text] * ms.min() / ms).astype(int)
+    layers = layers[layers["text"] == text]
+    return layers[layers["steps"] == layers["output"].map(steps)]

@@ -48,7 +48,6 @@ from measures import (
 from scipy import stats
 from studies import (
     COLUMN,
-    EQUAL_TIME,
     ESTIMATORS,
     GUMBEL,
     HEADS,
@@ -63,12 +62,14 @@ from studies import (
     SMALL,
     STEPS,
     TREES,
+    at_equal_time,
     longest,
     mechanism,
     networks,
     noise,
     other_data,
     output_layers,
+    step_times,
     vae,
 )
 
@@ -222,9 +223,14 @@ def other_networks() -> Claims:
     """Factors in other networks, and on other data."""
     for encoder, decoder in NETWORKS:
         runs = networks(encoder, decoder)
-        yield from factor_row([encoder, decoder, rates_of(runs)], runs, 20000)
+        yield from factor_row([encoder, decoder, "20,000", rates_of(runs)], runs, 20000)
         model = f"{encoder} encoder, {decoder} decoder, (10, 16)"
         yield from latent_row("MNIST", model, GUMBEL, 20000, runs)
+    for encoder, decoder in NETWORKS[:2]:
+        runs = networks(encoder, decoder, 60000)
+        yield from factor_row([encoder, decoder, "60,000", rates_of(runs)], runs, 60000)
+        model = f"{encoder} encoder, {decoder} decoder, (10, 16)"
+        yield from latent_row("MNIST", model, GUMBEL, 60000, runs)
     for (study, data, N, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
         for head in TREES:
             runs = other_data(study, K, estimator, head)
@@ -301,21 +307,22 @@ def architectures() -> Claims:
 
 
 def elsewhere() -> Claims:
-    """Other data: how far straight-through is behind Gumbel; frames where their runs stopped."""
+    """Other data: how far straight-through is behind Gumbel; frames of games."""
     runs = select("glyphs/runs.csv", stage="final", head=["softmax", "sigmoid"])
     elbo = runs.groupby(["estimator", "head", "num_categories"])["test/elbo"].mean()
     gaps = elbo["gumbel"] - elbo["straight-through"]
     for words in ("Straight-through with unimix ends", "on letters, with 1 % unimix,"):
         yield words, gaps.min(), gaps.max()
-    pair = other_data("frames", 32, "gumbel")
-    gap = interval(differences(*pair, "val/loss_6250"))
-    yield "After 6,250 steps softmax's validation loss is", gap
-    yield "The KL is", [runs["val/kl_6250"].mean() for runs in pair]
-    last = pd.concat(curves(runs).loc[:, 4250:6250] for runs in pair)
-    yield "apart by up to", last.diff(axis=1).abs().max(axis=None), len(crossings(*pair))
-    losses = read("frames/runs.csv").pivot_table("val/loss", "head", "learning_rate")
-    behind = (losses[0.001] - losses[0.003])[["softmax", "sigmoid"]]
-    yield "It was chosen with seed 0, where 0.001 is", behind
+    runs = select("frames/runs.csv", stage="final")
+    yield "Softmax's mean KL there is", runs.loc[runs["head"] == "softmax", "val/kl"].mean()
+    elbo = by_cell(runs, "test/elbo", ["estimator", "head"])
+    gaps = [
+        welch(elbo[estimator, head], elbo[estimator, "softmax"])
+        for estimator, head in product(ESTIMATORS, TREES)
+    ]
+    yield "Beside softmax's, the ELBO of sigmoid and natural is", gaps
+    losses = read("frames/runs.csv").loc[0].pivot_table("val/loss", "head", "learning_rate")
+    yield "is lower at 0.003 than at 0.001 by", (losses[0.001] - losses[0.003])[HEADS]
 
 
 # -- graphs, games ---------------------------------------------------------------------------------
@@ -422,51 +429,72 @@ def outputs() -> Claims:
     """Test perplexities of output layers, at equal steps and at equal time."""
     layers = output_layers()
     full = layers[layers["steps"] == layers["text"].map(STEPS)]
-    for text, runs in full.groupby("text"):
+    for text, runs in full[full["text"] != "docs-before"].groupby("text"):
         yield from output_rows(text, runs)
-    of_docs = layers[layers["text"] == "docs"].set_index(["output", "steps"])
-    yield from output_rows("docs, equal time", of_docs.loc[EQUAL_TIME].reset_index())
     tests = full.pivot_table("test", "output", "text")
     above = 100 * (tests / tests.loc["softmax"] - 1)
-    hybrid = above.loc["hybrid-4096", ["words", "pairs"]]
-    below = -above.loc["hybrid-1024", "docs"]
-    adaptive = [-above.loc["adaptive-1", "words"], above.loc["adaptive-1", "pairs"]]
-    adaptive.append(-above.loc["adaptive-2", "docs"])
-    yield "Beside softmax's, its test perplexity is", hybrid, below, adaptive
-    yield "With byte pairs it is", hybrid["pairs"]
+    faster = {}
+    for text in ("words", "docs"):
+        runs = at_equal_time(layers, text)
+        yield from output_rows(f"{text}, equal time", runs)
+        means = runs.groupby("output")["test"].mean()
+        faster[text] = 100 * (1 - means / means["softmax"])
+    texts = ["words", "pairs", "docs"]
+    small, large = (above.loc[f"hybrid-{F}", texts] for F in (1024, 4096))
+    adaptive = [*above.loc["adaptive-1", texts[:2]], above.loc["adaptive-2", "docs"]]
+    gains = faster["docs"][["hybrid-4096", "adaptive-2"]]
+    yield "its test perplexity is higher than softmax's by", large
+    yield "adaptive softmax's differs by", adaptive
+    yield "With 131,072 words and equal time it is", gains  # below softmax
+    yield "`nn.AdaptiveLogSoftmaxWithLoss` |", adaptive, gains["adaptive-2"]
+    yield "`TreeLinear(..., frequent=4096)` |", large, gains["hybrid-4096"], small
+    yield "`TreeLinear(...)`, a tree alone |", above.loc["tree", "words"]
+    yield "on a text whose making was not recorded", -above.loc["hybrid-1024", "docs-before"]
     ratios = tests.loc["hybrid-1024"] / tests.loc["hybrid-4096"]
     words = "not refuted by the rule, F = 1,024 is"
     yield words, 100 * (ratios[["pairs", "words"]] - 1)
-    yield "`nn.AdaptiveLogSoftmaxWithLoss` |", adaptive
-    smaller = above.loc["hybrid-1024", ["words", "pairs"]]
-    yield "`TreeLinear(..., frequent=4096)` |", hybrid, smaller, below
-    yield "`TreeLinear(...)`, a tree alone |", above.loc["tree", "words"]
+    yield 'F = 4,096 brings on "docs"', 100 * (1 - 1 / ratios["docs"])
+    ratios = tests.loc["hybrid-8192"] / tests.loc["adaptive-1"]
+    yield "the same shortlist has a mean higher by", 100 * (ratios["words"] - 1)
+
+
+def by_count() -> Claims:
+    """How often a rare class was trained on, and its loss beside softmax's."""
+    rows = read("language_model/by_count.csv").query("rare")
+    rows = rows.assign(bin=rows["seen"].clip(lower=1))  # never seen, and seen one to three times
+    rows = rows.assign(total=rows["loss"] * rows["tokens"])
+    sums = rows.groupby(["output", "bin"])[["total", "tokens"]].sum()
+    losses = (sums["total"] / sums["tokens"]).unstack()
+    for output in ("adaptive-1", "tree", "hybrid-1024"):
+        yield row(output, "nats above softmax"), losses.loc[output] - losses.loc["softmax"]
 
 
 def speed() -> Claims:
     """Times and memory of output layers, of paths and of a step of the VAE."""
-    step_times = select("language_model/step_times_h200.csv", text="docs")["ms"]
-    yield "with the GPU to itself (", step_times
-    yield "A whole training step of a Transformer with 131,072 words took", step_times
+    for text in ("docs", "words"):
+        yield f'on "{text}" with the GPU to itself', step_times(text)
+    yield "A whole training step of a Transformer with 131,072 words took", step_times("docs")
     path = "speed/output_layer_frequent_h200.csv"
-    layers = select(path, targets="zipf", commit="3f28ec5").set_index("layer")
+    layers = select(path, targets="zipf", commit="b533849").set_index("layer")
     ms, gb = layers["forward + backward ms"], layers["memory GB"]
-    exact, liger, cut = "linear + cross_entropy", "liger", "cut-cross-entropy"
+    exact, half = "linear + cross_entropy", "linear + cross_entropy in bfloat16"
     adaptive, tree = "adaptive softmax", "tree sigmoid"
-    small, large = (f"hybrid, F = {F}" for F in (1024, 4096))
-    times = [ms[exact] / ms[layer] for layer in (large, small, adaptive)]
-    yield "At 131,072 classes forward and backward are", times
-    yield "not refuted at commit 3f28ec5,", times[1], gb[[liger, cut, exact]]
-    yield "is a small part of a step | `nn.Linear` and `cross_entropy` | |", ms[exact], gb[exact]
-    yield "the same function |", ms[cut], gb[cut], ms[liger], gb[liger]
-    yield "2.6 % lower (131,072 words, two) |", ms[adaptive], gb[adaptive]
-    yield "and 3.1 % lower (131,072 words) |", ms[large], ms[small], gb[large]
-    uniform = select(path, targets="uniform", commit="b89688e+", layer=tree)[ms.name]
-    yield "7.7 % higher (32,768 words) |", uniform, ms[tree], gb[tree]
-    layers = select(path, targets="zipf", commit="b6f92d5+").set_index("layer")
-    sample = layers["sample ms, batch 1"][[exact, tree, large, small]]
-    megabytes = layers["MB a sample, batch 1"][[exact, tree, "hybrid, F = 64", large]]
+    hybrids = [f"hybrid, F = {F}" for F in (1024, 4096, 8192)]
+    times = ms[half] / ms[[hybrids[1], adaptive]]
+    yield "There forward and backward are", times
+    softmax = [ms[half], gb[half], ms[exact], gb[exact]]
+    yield "is a small part of a step | `nn.Linear` and `cross_entropy` | |", softmax
+    yield "lower at equal time, with two cutoffs |", ms[adaptive], gb[adaptive]
+    small, large, largest = ms[hybrids]
+    yield "and 3.2 % |", small, large, largest, gb[hybrids[1]]
+    sample = layers["sample ms, batch 1"][[exact, tree, *hybrids[:2]]]
+    megabytes = layers["MB a sample, batch 1"][[exact, tree, *hybrids[:2]]]
     yield "To draw one class takes", sample, megabytes
+    earlier = select(path, targets="zipf", commit="3f28ec5").set_index("layer")
+    earlier["times"] = earlier[ms.name] / earlier.loc[exact, ms.name]
+    yield "the same function |", earlier.loc[["cut-cross-entropy", "liger"], ["times", gb.name]]
+    uniform = select(path, targets="uniform", commit="b89688e+", layer=tree)[ms.name]
+    yield "all in the tree) |", uniform, ms[tree], gb[tree]
     for head in TREES:
         yield row(head), select("speed/paths_cpu.csv", K=2**20, head=head)["ratio"]
     text = " ".join((PAPER / "speed/vae_speed_h200.txt").read_text().split())
@@ -481,7 +509,7 @@ STUDIES = (
     *(likelihoods, longer_runs, other_optimizers, estimators, draws),
     *(factors, less_noise, other_networks, longer_latents),
     *(rotation, noise_and_coupling, architectures, elsewhere),
-    *(graphs, atari, minatar, digits, outputs, speed),
+    *(graphs, atari, minatar, digits, outputs, by_count, speed),
 )
 
 
