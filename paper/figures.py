@@ -64,7 +64,9 @@ def other_studies() -> dict[str, list[Logs]]:
         logs = log_factors(*noise(estimator, count), 10000)
         rows[f"{estimator}, draws: {count}"] = [logs, [], []]
     for encoder, decoder in NETWORKS:
-        rows[f"{encoder} to {decoder}"] = [[], log_factors(*networks(encoder, decoder)), []]
+        for steps in (20000, 60000):
+            if len((runs := networks(encoder, decoder, steps))[0]):
+                rows[f"{encoder} to {decoder}, {steps:,}"] = [[], log_factors(*runs), []]
     for (study, _, _, K, steps), estimator in product(OTHER_DATA, ESTIMATORS):
         logs = log_factors(*other_data(study, K, estimator), steps)
         if logs:
