@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from catnat.sweeps import run_command
+from catnat.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = sorted((ROOT / "paper" / "plans").glob("*.yaml"))
@@ -58,6 +58,11 @@ def arguments(path, *more):
     """Words for the commands sweep, status and tables."""
     folder = path.parent
     return [str(path), "--results", str(folder / "results"), "--runs", str(folder / "runs"), *more]
+
+
+def run_command(command, words):
+    """The exit code of a command in this process."""
+    return main([command, *words])
 
 
 def run_sweep(path, *more):

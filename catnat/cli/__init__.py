@@ -2,6 +2,6 @@
 
 ``options`` reads words and files once, before PyTorch is loaded; ``run`` is what all runs have: the
 parser, resuming, what is printed. ``lightning`` and ``rl`` train, with Lightning and with
-Stable-Baselines3; ``folder`` has the folder of a run and its lock, ``end_of_run`` what is printed
-and kept at the end, ``errors`` the one line for a mistake; ``compare`` compares runs.
+Stable-Baselines3; ``folder`` has the folder of a run and its lock, ``errors`` the one line for a
+mistake.
 """

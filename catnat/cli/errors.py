@@ -1,7 +1,5 @@
 """Mistakes of users end with one line and an exit code, without a traceback."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from argparse import ArgumentError

@@ -1,7 +1,5 @@
 """The folder of a run: its number, its lock, and the options that the run began with."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -1,12 +1,10 @@
 """Training with Lightning: what a LightningCLI does, with recipes, and a test at the end."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -20,7 +18,8 @@ from catnat.callbacks.files import AtomicCheckpointIO
 from catnat.callbacks.images import Figures
 from catnat.callbacks.tensorboard import RunRecord
 from catnat.checks import require_at_least, require_positive
-from catnat.cli.run import RunCLI, numbers
+from catnat.cli.options import Options
+from catnat.cli.run import Metrics, RunCLI, numbers
 from catnat.lit_modules.step_module import StepModule
 
 _RATES = {"learning_rate", "psi_learning_rate"}
@@ -110,7 +109,11 @@ class CatnatCLI(RunCLI):
             if any(isinstance(module, CategoricalHead) for module in self.model.modules()):
                 callbacks.insert(0, self.config_init.fisher)
             if options["enable_checkpointing"] is not False and not options["fast_dev_run"]:
-                callbacks += self._checkpoints(options["max_steps"])
+                folder = self.folder.path / "checkpoints"
+                best = self.config_init.checkpoint
+                best.dirpath = best.dirpath or str(folder)
+                every = self.config.save_every or default_interval(options["max_steps"])
+                callbacks += [best, LastCheckpoint(folder, every)]
             options["plugins"] = [AtomicCheckpointIO(), *_as_list(options["plugins"])]
             if options["logger"] in (None, True) and self.line.command == "fit":
                 options["logger"] = self.logger
@@ -148,13 +151,6 @@ class CatnatCLI(RunCLI):
     def _leave_batches(self, *_: Any) -> None:
         self.in_batches = False  # the loader of training is built after the sanity check
 
-    def _checkpoints(self, max_steps: int) -> list[Callback]:
-        folder = self.folder.path / "checkpoints"
-        best = self.config_init.checkpoint
-        best.dirpath = best.dirpath or str(folder)
-        every = self.config.save_every or default_interval(max_steps)
-        return [best, LastCheckpoint(folder, every)]
-
     # -- commands ------------------------------------------------------------------------------
 
     @property
@@ -162,7 +158,7 @@ class CatnatCLI(RunCLI):
         """The number of steps done."""
         return self.trainer.global_step
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> Metrics:
         """Train, then validate (to select by) and test what was learned last."""
         trainer = self.trainer
         try:
@@ -179,7 +175,7 @@ class CatnatCLI(RunCLI):
             raise ValueError("the data have no training batch: nothing was learned")
         if self.config.trainer.fast_dev_run:
             return {}
-        metrics: dict[str, Any] = dict(self.record.validated)
+        metrics: Metrics = dict(self.record.validated)
         if not metrics and self._can("validation_step", "val_dataloader"):
             metrics = self.evaluate("validate")
         if self._can("test_step", "test_dataloader"):
@@ -189,16 +185,17 @@ class CatnatCLI(RunCLI):
         if source:
             metrics["data_source"] = source
         self._write_options()
-        unset = [name for name, value in self.hparams().items() if value is None]
-        # The model may have a default for each head.
-        hparams = {name: self.model.hparams.get(name) for name in unset} | {"data_source": source}
+        hparams = {"data_source": source}
+        for name, value in self.hparams().items():
+            if value is None:  # the model may have a default for each head
+                hparams[name] = self.model.hparams.get(name)
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning writes metrics
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 self.write_hparams(logger, metrics, step, **hparams)
         return metrics
 
-    def evaluate(self, command: str) -> dict[str, Any]:
+    def evaluate(self, command: str) -> Metrics:
         """Validate, test or predict with a checkpoint, or with what was trained.
 
         The metrics are those of the first loader; predictions are for a callback such as
@@ -219,7 +216,7 @@ class CatnatCLI(RunCLI):
         return is_overridden(step, self.model) and is_overridden(loader, owner)
 
 
-def set_validation_interval(options: dict[str, Any]) -> None:
+def set_validation_interval(options: Options) -> None:
     """Validate by steps in a run that is as long as a number of steps; at the latest, at the end.
 
     A run of epochs validates after each, as Lightning does.

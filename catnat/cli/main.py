@@ -1,12 +1,12 @@
 """The program behind ``python train.py`` and the command ``catnat``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +20,6 @@ from catnat.cli.options import (
     CommandLine,
     command_words,
 )
-from catnat.sweeps import run_command
 
 # Messages of Lightning that a user of this program can do nothing about.
 _UNHELPFUL = re.compile(
@@ -63,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         if words and words[0] in COMMANDS:
-            return run_command(words[0], words[1:])
+            with _usage_errors("sweep"):
+                return int(import_module(f"catnat.sweeps.{words[0]}").main(words[1:]))
         if "--version" in words:
             print(f"catnat {__version__}")
         elif not words or words in (["-h"], ["--help"]):
@@ -92,7 +92,7 @@ def command_line(words: list[str], until: str = "end") -> Any:
     Raises:
         UsageError: a ValueError of one line.
     """
-    try:
+    with _usage_errors("train"):
         line = CommandLine(words)
         if until == "end":
             _announce(line)
@@ -100,13 +100,22 @@ def command_line(words: list[str], until: str = "end") -> Any:
             cli = import_module("catnat.cli.rl").RLCLI
         else:
             cli = import_module("catnat.cli.lightning").CatnatCLI
-    except ModuleNotFoundError as error:
-        message = f'{error.name} is missing: pip install "catnat[train]"'
-        raise UsageError(ImportError(message)) from error
-    except ValueError as error:
-        raise UsageError(error) from error
     _silence()
     return cli(line, until)
+
+
+@contextmanager
+def _usage_errors(extra: str) -> Iterator[None]:
+    """Raise what is wrong as a UsageError; a missing package comes with an extra of ours."""
+    try:
+        yield
+    except (BrokenPipeError, UsageError):
+        raise
+    except ModuleNotFoundError as error:
+        message = f'{error.name} is missing: pip install "catnat[{extra}]"'
+        raise UsageError(ImportError(message)) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(error) from error
 
 
 def _announce(line: CommandLine) -> None:

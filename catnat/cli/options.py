@@ -1,7 +1,5 @@
 """What a command line asks for, read once. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -12,6 +10,7 @@ from typing import Any
 
 from catnat.checks import did_you_mean, require_choice
 
+Options = dict[str, Any]  # by their names
 COMMANDS = ("fit", "validate", "test", "predict")
 HEADS = ("softmax", "sparsemax", "sigmoid", "natural")
 DATA = {
@@ -39,7 +38,7 @@ class Recipe:
     data: tuple[str, ...] = ()
     steps: int = 60_000
     steps_on_cpu: int = 2_000
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: Options = field(default_factory=dict)
 
 
 MODELS = {
@@ -95,28 +94,28 @@ class CommandLine:
         typed = [(_CHOICES.get(name, name), value) for name, value in _pairs(words)]
         self.options = [(name, value) for name, value in typed if name not in _READ_HERE]
         self.configs = [value for name, value in typed if name == "config"]
-        self.in_configs: dict[str, Any] = {}
+        self.in_configs: Options = {}
         for path in self.configs:
             self.in_configs |= read_options(path)
         choices = self.in_configs | dict(typed)
         self._choose(choices)
         self.ckpt_path: Path | None = None
-        self.record: dict[str, Any] = {}
+        self.record: Options = {}
         if wanted := choices.get("ckpt_path"):
             self.ckpt_path = find_checkpoint(Path(self.root, self.model), self.head, wanted)
             record = self.ckpt_path.parent.parent / "config.yaml"
             if self.ckpt_path.parent.name == "checkpoints" and record.is_file():
                 self.configs.insert(0, str(record))
-                self.record = read_options(str(record))
+                self.record = read_options(record)
                 self._choose(self.record | choices)
         modules = (self.record | self.in_configs).get("import") or []
         self.imports = [value for name, value in typed if name == "import"]
         self.imports += [modules] if isinstance(modules, str) else modules
         self._check_names()
 
-    def _choose(self, choices: dict[str, Any]) -> None:
+    def _choose(self, choices: Options) -> None:
         """Set what the run consists of; folders and records have no alias of a head."""
-        model = choices.get("model.class_path", "vae")
+        model: str = choices.get("model.class_path", "vae")
         self.model_path = MODELS[model].path if model in MODELS else model
         names = {recipe.path: name for name, recipe in MODELS.items()}
         self.model = names.get(self.model_path, model)
@@ -170,13 +169,19 @@ def find_checkpoint(home: Path, head: str | None, wanted: str) -> Path:
         if not Path(wanted).is_file():
             raise ValueError(f"there is no checkpoint {wanted!r}; give a file, last or best")
         return Path(wanted)
-    checkpoints = list(home.glob(f"{head or '*'}/version_*/checkpoints/{wanted}.ckpt"))
-    if not checkpoints:
-        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / (head or '*')}")
-    return max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
+    head_folder = head or "*"
+    path = newest(home, f"{head_folder}/version_*/checkpoints/{wanted}.ckpt")
+    if path is None:
+        raise ValueError(f"there is no {wanted}.ckpt in any run under {home / head_folder}")
+    return path
 
 
-def read_options(path: str) -> dict[str, Any]:
+def newest(folder: Path, pattern: str) -> Path | None:
+    """The newest of the files in a folder whose paths match a pattern."""
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def read_options(path: str | Path) -> Options:
     """The options in a file, by full name."""
     import yaml
 
@@ -190,13 +195,13 @@ def read_options(path: str) -> dict[str, Any]:
     return flat(config)
 
 
-def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(options: Options, prefix: str = "") -> Options:
     """Options by their full names.
 
     >>> flat({"model": {"class_path": "my.VAE", "init_args": {"head": "natural"}}})
     {'model.class_path': 'my.VAE', 'model.head': 'natural'}
     """
-    flat_options: dict[str, Any] = {}
+    flat_options: Options = {}
     for name, value in options.items():
         full_name = prefix if name == "init_args" else f"{prefix}{name}."
         if isinstance(value, dict):

@@ -4,8 +4,6 @@ A new algorithm is a subclass of :class:`Algorithm` with a method ``make``, and 
 ``options.RL_MODELS``.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
@@ -26,7 +24,8 @@ from torch.optim import Optimizer
 from catnat.callbacks import FisherMonitorSB3
 from catnat.callbacks.sb3_run import EVALUATION_SEED, RunSB3, recent_return
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.cli.run import RunCLI, numbers
+from catnat.cli.options import Options
+from catnat.cli.run import Metrics, RunCLI, numbers
 from catnat.datamodules.environments import is_atari, make_env
 from catnat.sb3 import HeadA2C, HeadPPO, cleanrl_schedule
 from catnat.sb3.algorithms import load_state
@@ -64,11 +63,11 @@ class PolicyOptions(TypedDict, total=False):
     activation_fn: type[nn.Module]
     ortho_init: bool
     features_extractor_class: type[BaseFeaturesExtractor]
-    features_extractor_kwargs: dict[str, Any]
+    features_extractor_kwargs: Options
     share_features_extractor: bool
     normalize_images: bool
     optimizer_class: type[Optimizer]
-    optimizer_kwargs: dict[str, Any]
+    optimizer_kwargs: Options
     mask_mode: MaskMode
 
 
@@ -84,8 +83,8 @@ class Algorithm:
         kwargs: options of the algorithm itself.
     """
 
-    atari: ClassVar[dict[str, Any]] = {}  # defaults for Atari games, by full name
-    not_atari: ClassVar[dict[str, Any]] = {  # and for other environments
+    atari: ClassVar[Options] = {}  # defaults for Atari games, by full name
+    not_atari: ClassVar[Options] = {  # and for other environments
         "trainer.total_steps": 50_000,
         "trainer.eval_deterministic": True,
     }
@@ -95,7 +94,7 @@ class Algorithm:
     def __init__(
         self,
         head: str = "natural",
-        head_options: dict[str, Any] | None = None,
+        head_options: Options | None = None,
         policy_kwargs: PolicyOptions | None = None,
         learning_rate: float = 7e-4,
         anneal_lr: bool = False,
@@ -115,7 +114,7 @@ class Algorithm:
         self.anneal_lr = anneal_lr
         self.kwargs = kwargs
 
-    def arguments(self, env: VecEnv, total_steps: int, device: str, seed: int) -> dict[str, Any]:
+    def arguments(self, env: VecEnv, total_steps: int, device: str, seed: int) -> Options:
         """Arguments of the algorithm that follow from the run, with a policy that suits it."""
         policy = "MlpPolicy"
         if isinstance(env.observation_space, spaces.Dict):
@@ -233,7 +232,7 @@ class RLCLI(RunCLI):
         parser.add_class_arguments(Training, "trainer")
         parser.add_class_arguments(FisherMonitorSB3, "fisher")
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> Options:
         """Defaults that depend on the environment."""
         env = self.chosen_options.get("data.env", self.page.get_default("data.env"))
         algorithm: type[Algorithm] = self.model_type
@@ -250,10 +249,9 @@ class RLCLI(RunCLI):
         self.steps_at_once = rollout
         if "batch_size" in options and "model.batch_size" not in self.chosen_options:
             options.batch_size = min(options.batch_size, rollout)
-        every = self.model_type.every
-        if every > 1 and "fisher.every_n_rollouts" not in self.chosen_options:
+        if "fisher.every_n_rollouts" not in self.chosen_options:
             rollouts = config.trainer.total_steps // rollout
-            config.fisher.every_n_rollouts = max(1, min(every, rollouts // 10))
+            config.fisher.every_n_rollouts = max(1, min(self.model_type.every, rollouts // 10))
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Make environments, the model in them, and what evaluates and saves it."""
@@ -322,7 +320,7 @@ class RLCLI(RunCLI):
         """The number of steps of all environments together."""
         return int(self.model.num_timesteps)
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> Metrics:
         """Learn, then play."""
         model = self.model
         training = self.config_init.trainer
@@ -345,7 +343,7 @@ class RLCLI(RunCLI):
         self.write_hparams(logger, tested, self.step, actions=model.action_space)
         return tested | recent_return(model) | dict(fisher.latest)
 
-    def evaluate(self, command: str) -> dict[str, Any]:
+    def evaluate(self, command: str) -> Metrics:
         """Play."""
         self.trainer.signals.listen()
         return {f"test/{name}": value for name, value in self.trainer.evaluate().items()}

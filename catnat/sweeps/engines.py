@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from catnat.cli.options import Options, newest
 from catnat.sweeps.runs import Row, Run, claim
 
 JOBS_PER_GPU = 2
@@ -36,9 +37,7 @@ class Job:
     rows_path: Path
 
 
-def execute(
-    job: Job, environment: Mapping[str, str] | None = None, stopping: Event | None = None
-) -> Row:
+def execute(job: Job, environment: Mapping[str, str] = {}, stopping: Event | None = None) -> Row:
     """Do a run to its end; once more if it fails, but not if its options are wrong.
 
     Returns metrics, or a note that says why there are none, and the device; nothing if the run is
@@ -57,18 +56,18 @@ def execute(
     stopping = stopping or Event()
     program = job.run.options.get("program", "-m catnat").split()
     folders = [os.environ.get("PYTHONPATH"), *job.run.path]
-    modules = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **environment}
     with lock:
         for _ in range(_ATTEMPTS):
             command = [sys.executable, *program, *job.run.arguments(job.folder)]
-            if checkpoint := newest(job.folder, "last.ckpt"):
+            if checkpoint := newest(job.folder, "**/last.ckpt"):
                 command.append(f"--ckpt_path={checkpoint}")
             with log_path.open("wb") as log:
                 process = subprocess.Popen(
                     command,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **modules, **(environment or {})},
+                    env={**os.environ, **variables},
                     pass_fds=[lock.fileno()],  # the run may outlive this process
                     start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
                 )
@@ -80,7 +79,7 @@ def execute(
                 process.terminate()
                 process.wait()
                 return {}
-            metrics_path = newest(job.folder, "metrics.json")
+            metrics_path = newest(job.folder, "**/metrics.json")
             if process.returncode == 0 and metrics_path:
                 return {**json.loads(metrics_path.read_text()), "device": device_name()}
             if process.returncode == 2:  # wrong options stay wrong
@@ -88,11 +87,6 @@ def execute(
     lines = log_path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     note = f"exit code {process.returncode}: {lines[-1][:200]}"
     return {"note": note, "device": device_name()}
-
-
-def newest(folder: Path, name: str) -> Path | None:
-    """The newest file of a name in the folder of a run."""
-    return max(folder.glob(f"**/{name}"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def device_name() -> str:
@@ -148,12 +142,12 @@ class Ray:
 
     jobs = MOST_JOBS
 
-    def __init__(self, resources: dict[str, Any]) -> None:
+    def __init__(self, resources: Options) -> None:
         import ray
 
         ray.init(log_to_driver=False, ignore_reinit_error=True)  # another plan may have started it
         gpus = 1 / JOBS_PER_GPU if ray.cluster_resources().get("GPU") else 0
-        options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 3} | resources
+        options: Options = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 3} | resources
         self._execute = ray.remote(**options)(execute)
         self._references: list[Any] = []
 
@@ -186,7 +180,7 @@ class Slurm:
             or timeout_min=120.
     """
 
-    def __init__(self, folder: Path, jobs: int | None, resources: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, jobs: int | None, resources: Options) -> None:
         import submitit
 
         class Task(submitit.helpers.Checkpointable):

@@ -19,9 +19,9 @@ from jsonargparse import ArgumentError, ArgumentParser, get_loader
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from catnat.checks import require_choice
+from catnat.cli.options import Options
 from catnat.sweeps.runs import Rows, Run
 
-Options = dict[str, Any]
 Value = str | Any  # Any alone would read quoted text as YAML once more
 Better = Literal["lower", "higher"]
 SET_BY_SWEEP = ("seed", "seed_everything", "default_root_dir", "ckpt_path", "model", "program")
@@ -310,8 +310,8 @@ def _read(path: Path, scale: str = "") -> Options:
     try:
         content = _mapping(get_loader("yaml")(path.read_text()))
         layer = _mapping(_mapping(content.get("scales")).get(scale))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
     base = content.pop("base", None)
     result = {} if base is None else _read(path.parent / str(base), scale)
     for above in (content, layer):
@@ -327,11 +327,11 @@ def _mapping(value: Any) -> Options:
     return value or {}
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Options:
+def merged(below: Options, above: Options) -> Options:
     """Mappings laid over each other at every depth; None takes a key away."""
     result = dict(below)
     for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
             result[key] = merged(result[key], value)
         elif value is None:
             result.pop(key, None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from catnat import __version__
+from catnat.cli.options import Options
 
 OBSERVING = {  # options that change neither what is learned nor how it is tested
     "accelerator",
@@ -53,7 +54,7 @@ class Run:
         path: folders of modules that the options name.
     """
 
-    options: dict[str, Any]
+    options: Options
     plan: str
     stage: str
     path: Sequence[str] = ()
@@ -106,7 +107,7 @@ def text_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def key_of(options: dict[str, Any]) -> str:
+def key_of(options: Options) -> str:
     """All options that decide what a run learns and how it is tested, as one text.
 
     It is equal for a run and its row.
@@ -177,14 +178,13 @@ def read(path: Path) -> list[Row]:
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        for column in ("seed", "status"):
-            if column not in (reader.fieldnames or ()):
-                raise ValueError(f"{path} has no column {column}")
         for number, line in enumerate(reader, 2):
             try:
                 if None in line or None in line.values():
                     raise ValueError("not as many values as columns")
                 row: Row = {name: text for name, text in line.items() if text}
+                if not row.keys() >= {"seed", "status"}:
+                    raise ValueError("not the row of a run: it has no seed or no status")
                 rows.append(row | {name: float(text) for name, text in metrics_of(row).items()})
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
@@ -256,13 +256,14 @@ def make_row(run: Run, outcome: Row) -> Row:
         for name, value in metrics_of(outcome).items()
         if isinstance(value, int | float)
     }
-    about = {name: outcome.get(name, "") for name in ABOUT} | {
+    about = {
         "plans": run.plan,
         "stage": run.stage,
         "status": "finished" if numbers else "failed",
         "commit": commit(),
     }
-    return {name: text for name, text in about.items() if text} | options | numbers
+    reported = {name: outcome[name] for name in ABOUT if outcome.get(name)}
+    return reported | about | options | numbers
 
 
 @cache

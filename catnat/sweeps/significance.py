@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from statistics import mean
+from statistics import fmean, mean, stdev
 
 from scipy import stats
 
@@ -11,6 +11,12 @@ SIGNIFICANT = 0.05
 BEST = math.inf  # in place of the p-value of the best sample, which has no test
 
 Sample = Sequence[float]
+
+
+def mean_and_spread(values: Sample, mean_format: str, spread_format: str) -> str:
+    """Mean ± standard deviation, of one value the value alone."""
+    text = f"{fmean(values):{mean_format}}"
+    return f"{text} ± {stdev(values):{spread_format}}" if len(values) > 1 else text
 
 
 def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
@@ -28,9 +34,9 @@ def against_best(samples: Sequence[Sample], better: str | None) -> list[float]:
         return [math.nan] * len(samples)
     best = samples[means.index(best_mean)]
     with warnings.catch_warnings(action="ignore"):  # of samples that are constant, or one value
-        tests = [stats.ttest_ind(sample, best, equal_var=False) for sample in samples]
-    p_values = zip(means, (float(test.pvalue) for test in tests), strict=True)
-    return [BEST if sample_mean == best_mean else p for sample_mean, p in p_values]
+        p_values = [stats.ttest_ind(x, best, equal_var=False).pvalue for x in samples]
+    pairs = zip(means, p_values, strict=True)
+    return [BEST if sample_mean == best_mean else float(p) for sample_mean, p in pairs]
 
 
 def bold(p_values: Sequence[float]) -> list[bool]:
@@ -47,5 +53,5 @@ def bold(p_values: Sequence[float]) -> list[bool]:
 def interval(a: Sample, b: Sample) -> tuple[float, float]:
     """Welch's 95 % interval of the difference of means, a minus b."""
     test = stats.ttest_ind(a, b, equal_var=False)
-    low, high = test.confidence_interval(1 - SIGNIFICANT)
-    return float(low), float(high)
+    ends: tuple[float, float] = test.confidence_interval(1 - SIGNIFICANT)
+    return ends

@@ -28,6 +28,7 @@ import yaml
 from jsonargparse.typing import PositiveInt
 
 from catnat.checks import require_choice
+from catnat.cli.options import RL_MODELS
 from catnat.sweeps import plan as plans
 from catnat.sweeps import runs
 from catnat.sweeps.engines import Engine, Job, Local, Ray, Slurm, device_name
@@ -205,7 +206,7 @@ class Sweep:
         from catnat.sweeps import batched
 
         program = self.plan.program or self.plan.model
-        if self.plan.program or program in ("ppo", "a2c"):
+        if program in (self.plan.program, *RL_MODELS):
             raise ValueError(f"--engine batched needs a LightningModule, not {program}")
         while pending := {self.folder / run.name: run for run in self.pending()}:
             self._started |= {run.key for run in pending.values()}

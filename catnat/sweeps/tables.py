@@ -10,12 +10,12 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
 
+from catnat.cli.options import Options
 from catnat.sweeps import plan as plans
-from catnat.sweeps.plan import Options, Plan
+from catnat.sweeps.plan import Plan
 from catnat.sweeps.runs import Row, Rows, Run, is_finished, metrics_of
-from catnat.sweeps.significance import SIGNIFICANT, against_best, bold
+from catnat.sweeps.significance import SIGNIFICANT, against_best, bold, mean_and_spread
 from catnat.sweeps.sweep import SMOKE, Sweep, plan_parser
 
 MISSING = "—"
@@ -29,7 +29,6 @@ def main(words: list[str]) -> int:
     """Print the table of each plan; at scale "all" one for each scale that has rows."""
     args = plan_parser("tables", __doc__).parse_args(words)
     wants_all = args.scale == "all"
-    tables = []
     for name in args.plans:
         scales = [args.scale]
         if wants_all:
@@ -39,8 +38,7 @@ def main(words: list[str]) -> int:
             sweep = Sweep(name, args)
             cells = cells_of(sweep.plan, sweep.rows())
             if not wants_all or any(cell.rows for cell in cells):
-                tables.append(markdown(sweep.plan, cells))
-    print("\n".join(tables), end="")
+                print(markdown(sweep.plan, cells))
     return 0
 
 
@@ -73,9 +71,7 @@ class Cell:
         values = self.values(metric)
         if not values:
             return MISSING
-        text = f"{fmean(values):.{digits}f}"
-        if len(values) > 1:
-            text += f" ± {stdev(values):.{digits}f}"
+        text = mean_and_spread(values, f".{digits}f", f".{digits}f")
         return f"**{text}**" if self.bold[metric] else text
 
 

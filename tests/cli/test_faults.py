@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,8 +218,12 @@ def test_a_full_disk_is_one_line_with_the_file_and_leaves_what_was_there(
     assert run(*workspace) == 0
     before = last()
     capfd.readouterr()
-    disk = [None, OSError(28, "No space left on device")]  # config.yaml, then last.ckpt
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=disk))
+
+    def fill(descriptor):
+        if "last.ckpt" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill)
     more = ["--max_steps=6", "--ckpt_path=last", "--checkpoint.monitor=none"]
     assert run(*workspace, *more) == 1
     line = one_line(capfd)

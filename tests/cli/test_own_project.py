@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from cases_sweep import run_command
 
-from catnat.sweeps import run_command, runs
+from catnat.sweeps import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = ROOT / "examples" / "own_project"

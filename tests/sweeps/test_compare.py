@@ -4,9 +4,10 @@ import json
 
 import pytest
 import yaml
+from cases_sweep import run_command
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat.sweeps import run_command, runs, significance
+from catnat.sweeps import runs, significance
 
 NLL = {"softmax": [104.0, 105.0, 104.5], "sigmoid": [100.0, 100.4, 100.2]}
 
@@ -65,4 +66,4 @@ def test_rows_are_compared_like_runs_but_have_no_curves(tmp_path, capsys):
 def test_mistakes_are_one_line(words, folders, capsys):
     assert run_command("compare", [*folders, *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("catnat compare: ") and error.count("\n") == 1
+    assert error.startswith("catnat: ") and error.count("\n") == 1

@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
-from cases_sweep import PLANS, ROOT
+from cases_sweep import PLANS, ROOT, run_command
 
-from catnat.sweeps import plan, run_command, runs, sweep
+from catnat.sweeps import plan, runs, sweep
 
 WHOLE = {
     "title": "T",

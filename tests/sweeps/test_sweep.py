@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import yaml
-from cases_sweep import ROOT, arguments, run_sweep, start_sweep, wait_for, write_plan
+from cases_sweep import ROOT, arguments, run_command, run_sweep, start_sweep, wait_for, write_plan
 
-from catnat.sweeps import engines, plan, run_command, runs, sweep
+from catnat.sweeps import engines, plan, runs, sweep
 
 SEARCH = {"grid": {"rate": [0.0, 1.0, 4.0]}, "seeds": [0]}
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import scipy.stats
-from cases_sweep import ROOT, arguments, write_plan
+from cases_sweep import ROOT, arguments, run_command, write_plan
 from torch.utils.tensorboard import SummaryWriter
 
-from catnat.sweeps import figures, plan, run_command, runs, significance, tables
+from catnat.sweeps import figures, plan, runs, significance, tables
 
 HEADS = ("softmax", "sigmoid", "natural")
 NLL = {

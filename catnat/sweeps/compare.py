@@ -5,15 +5,14 @@ catnat compare results/mine/runs.csv --only num_latents=10     # or rows of a sw
 catnat compare runs/vae/*/version_* --plot curves.png --tag val/loss
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections import defaultdict
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+from catnat.checks import require_choice
 from catnat.cli.options import read_options
 from catnat.sweeps.runs import (
     ABOUT,
@@ -27,10 +26,10 @@ from catnat.sweeps.runs import (
     read_pairs,
     text_of,
 )
-from catnat.sweeps.significance import interval
+from catnat.sweeps.significance import interval, mean_and_spread
 
-_LOWER = r"(loss|nll|mae|mse|gap|energy_score)(_2x)?$"  # ends of names of metrics
-_HIGHER = r"(elbo|return|accuracy)$"
+_HIGHER = r".*(elbo|return|accuracy)$"  # metrics of which higher values are better
+_DIRECTED = rf"{_HIGHER}|.*(loss|nll|mae|mse|gap|energy_score)(_2x)?$"
 _IGNORED = {*ABOUT, *OBSERVING, "folder", "seed", "default_root_dir", "download", "verbose"}
 _LEGEND = """\
 Mean ± standard deviation over n runs; beside it the difference from the best mean with its 95 %
@@ -55,17 +54,21 @@ def main(words: list[str]) -> int:
         rows = [row for row in rows if row.get(name) in values.split(",")]
     if not rows:
         raise ValueError(" ".join(["no finished run to compare", *args.only]))
-    options = dict.fromkeys(name for row in rows for name in row if "/" not in name)
-    names = [x for x in options if x not in _IGNORED and len({row.get(x) for row in rows}) > 1]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    possible = metrics_of(columns)
+    ignored = _IGNORED | possible.keys()
+    names = [x for x in columns if x not in ignored and len({row.get(x) for row in rows}) > 1]
     groups: Groups = defaultdict(list)
     for row in rows:
         groups[tuple(row.get(name, "") for name in names)].append(row)
-    directed = [name for name in rows[0] if re.match(f"test/.*({_LOWER}|{_HIGHER})", name)]
-    metrics = args.metric or directed or list(metrics_of(rows[0]))
-    columns = [column(metric, groups) for metric in metrics]
+    directed = [x for x in possible if x.startswith("test/") and re.match(_DIRECTED, x)]
+    metrics = args.metric or directed or list(possible)
+    for metric in metrics:
+        require_choice(possible, metric=metric)
+    entries = [column(metric, groups) for metric in metrics]
     lines = [[*names, "n", *metrics]]
-    for key in dict.fromkeys([*columns[0], *groups]):
-        lines.append([*key, str(len(groups[key])), *(texts.get(key, "-") for texts in columns)])
+    for key in dict.fromkeys([*entries[0], *groups]):
+        lines.append([*key, str(len(groups[key])), *(texts.get(key, "-") for texts in entries)])
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
@@ -85,7 +88,7 @@ def rows_of(path: Path) -> list[Row]:
     if not (path / "metrics.json").is_file():
         print(f"{path} has not finished and is left out")
         return []
-    config = read_options(str(path / "config.yaml"))
+    config = read_options(path / "config.yaml")
     row: Row = {}
     for name, value in config.items():
         group, _, option = name.partition(".")
@@ -102,21 +105,14 @@ def column(metric: str, groups: Groups) -> dict[Key, str]:
     """Mean ± standard deviation of each group, and its difference from the best; best first."""
     samples = {key: [row[metric] for row in rows if metric in row] for key, rows in groups.items()}
     means = {key: fmean(values) for key, values in samples.items() if values}
-    if not means:
-        raise ValueError(
-            f"no run has {metric}; choices: {', '.join(metrics_of(next(iter(groups.values()))[0]))}"
-        )
-    is_higher = re.search(_HIGHER, metric) is not None
-    has_best = len(means) > 1 and (is_higher or re.search(_LOWER, metric) is not None)
-    sign = -1 if is_higher else 1
+    has_best = len(means) > 1 and re.match(_DIRECTED, metric)
+    sign = -1 if re.match(_HIGHER, metric) else 1
     order = sorted(means, key=lambda key: (math.isnan(means[key]), sign * means[key]))
     best = order[0]
     texts = {}
     for key in order:
         values = samples[key]
-        texts[key] = f"{means[key]:.5g}"
-        if len(values) > 1:
-            texts[key] += f" ± {stdev(values):.2g}"
+        texts[key] = mean_and_spread(values, ".5g", ".2g")
         if has_best and key == best:
             texts[key] += "  * best"
         elif has_best:
