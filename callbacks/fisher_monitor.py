@@ -97,7 +97,7 @@ class FisherMonitor(Callback):
         self._steps_to_write = 0
         self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
-        self._undrawn: dict[str, tuple[int, Draw]] = {}  # a head's latest step, by tag
+        self._pictures: dict[str, tuple[int, Draw]] = {}  # of a head's latest step, by tag
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
@@ -124,9 +124,7 @@ class FisherMonitor(Callback):
         limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
         self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
-        if self._replayed:
-            observers: Any = pl_module.step_observers
-            observers.append(self)
+        getattr(pl_module, "step_observers", []).append(self)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
@@ -183,8 +181,9 @@ class FisherMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for tag in list(self._undrawn) if self.image_every_n_steps else ():
-            self._draw(trainer, tag)
+        for tag, (step, draw) in self._pictures.items():
+            if self.image_every_n_steps and not is_drawn(step, self.image_every_n_steps):
+                add_image(trainer.loggers, tag, draw, step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
@@ -213,18 +212,13 @@ class FisherMonitor(Callback):
             for step, row, picture_tag, draw in receive():
                 self.latest |= row
                 if trainer.is_global_zero:
-                    self._undrawn[picture_tag] = (step, draw)
+                    self._pictures[picture_tag] = (step, draw)
                     for logger in trainer.loggers:
                         write_row(logger, row, step)
                     if is_drawn(step, self.image_every_n_steps):
-                        self._draw(trainer, picture_tag)
+                        add_image(trainer.loggers, picture_tag, draw, step)
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
-
-    def _draw(self, trainer: Trainer, tag: str) -> None:
-        """Give the loggers a picture of the latest G, unless G is not finite or too large."""
-        step, draw = self._undrawn.pop(tag)
-        add_image(trainer.loggers, tag, draw, step)

@@ -104,9 +104,6 @@ class FisherMonitorSB3(BaseCallback):
         if is_drawn(number, self.image_every_n_rollouts):
             self._draw()
 
-    def _on_training_end(self) -> None:
-        self._draw()
-
     def _distribution(self) -> Any:
         """The policy's distribution in states of the rollout, with the masks or memory it had."""
         policy: Any = self.model.policy
@@ -139,6 +136,8 @@ class FisherMonitorSB3(BaseCallback):
                 row = {tag: Image(picture, "HWC")}
                 write_now(self.logger, row, self._step, TensorBoardOutputFormat)
         self._undrawn = {}
+
+    _on_training_end = _draw
 
 
 def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:

@@ -68,8 +68,7 @@ class FromHeads:
         if masks is not None:
             allowed = checked_masks(masks, self.sizes, self.scores.shape[:-1])
             masks_of_parts = allowed.to(self.scores.device).split(self.sizes, -1)
-        triples = zip(self.heads, scores, masks_of_parts, strict=True)
-        self.parts = [self._part(*triple) for triple in triples]
+        self.parts = list(map(self._part, self.heads, scores, masks_of_parts))
         self.distribution = self.parts if self.several else self.parts[0]
 
     def _part(self, head: CategoricalHead, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
