@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -87,7 +87,7 @@ class FisherMonitor(Callback):
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
-        self._probe: HeadProbe | None = None
+        self._attached = ExitStack()  # to be undone when a run ends
         self._reset()
 
     def _reset(self) -> None:
@@ -117,18 +117,20 @@ class FisherMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
-        self._probe = HeadProbe(pl_module).attach()
+        self._probe = self._attached.enter_context(HeadProbe(pl_module))
         heads = self._probe.heads
         seed = f"0 {trainer.global_rank}"
         self._histories = histories_of(heads, self.num_samples, self._sums, seed)
         limit = _MAX_RESULTS // sum(3 * head.num_scores**2 for head in heads.values())
         self._steps_at_once = max(1, min(self.write_every_n_steps, limit))  # on all ranks
         self._replayed = getattr(pl_module, "replays", False)
-        getattr(pl_module, "step_observers", []).append(self)
+        if self._replayed:
+            observers: Any = pl_module.step_observers
+            observers.append(self)
+            self._attached.callback(observers.remove, self)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
-        assert self._probe is not None
         self._probe.scores = {}
         self._step = trainer.global_step
 
@@ -142,7 +144,6 @@ class FisherMonitor(Callback):
 
     def look(self) -> dict[str, Tensor]:
         """Scores that the heads saw in this batch, by the head's name."""
-        assert self._probe is not None
         return dict(self._probe.scores)
 
     def note(self, step: int, seen: dict[str, Tensor]) -> None:
@@ -173,7 +174,7 @@ class FisherMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write the steps before the exception; several ranks would wait for each other."""
-        if trainer.world_size == 1 and self._probe is not None:
+        if trainer.world_size == 1:
             with suppress(Exception):  # the exception itself is what the user has to see
                 self._write_everything(trainer)
         self.teardown(trainer, pl_module, "fit")
@@ -187,11 +188,7 @@ class FisherMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
-        if self._probe is not None:
-            self._probe.detach()
-        observers = getattr(pl_module, "step_observers", [])
-        if self in observers:
-            observers.remove(self)
+        self._attached.close()
 
     def _write(self, trainer: Trainer, wait: bool) -> None:
         """Write the steps that were kept, which are the same on every rank.

@@ -21,7 +21,6 @@ from catnat.checks import did_you_mean, require_at_least, require_choice, requir
 
 Backend = Literal["native", "sb3"]
 _FRAME_SKIP = 4
-_NOOP_MAX = 30
 _MAX_FRAMES = 108_000  # a game is cut off after so many
 
 
@@ -113,7 +112,7 @@ class NativeAtariVecEnv(VecEnv):
             rom,
             num_envs,
             max_num_frames_per_episode=_MAX_FRAMES,
-            noop_max=_NOOP_MAX,
+            noop_max=30,
             frameskip=_FRAME_SKIP,
             repeat_action_probability=0.0,
             autoreset_mode=AutoresetMode.SAME_STEP,
@@ -181,7 +180,6 @@ class NativeAtariVecEnv(VecEnv):
         lives = info["lives"]
         # A game can be at 0 lives some steps before it is over (Qbert): that is not a lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
-        frames = info["episode_frame_number"]
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for i in np.flatnonzero(over):
             length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
@@ -194,7 +192,7 @@ class NativeAtariVecEnv(VecEnv):
         for i in np.flatnonzero(lost):
             infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
         self.lives = lives
-        self._frames = frames
+        self._frames = info["episode_frame_number"]
         self.forced_actions = np.where(lost, self._fire, -1)
         return observations, np.sign(rewards).astype(np.float32), over | lost, infos
 
