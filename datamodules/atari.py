@@ -21,6 +21,7 @@ from catnat.checks import did_you_mean, require_at_least, require_choice, requir
 
 Backend = Literal["native", "sb3"]
 _FRAME_SKIP = 4
+_NOOP_MAX = 30
 _MAX_FRAMES = 108_000  # a game is cut off after so many
 
 
@@ -112,7 +113,7 @@ class NativeAtariVecEnv(VecEnv):
             rom,
             num_envs,
             max_num_frames_per_episode=_MAX_FRAMES,
-            noop_max=30,
+            noop_max=_NOOP_MAX,
             frameskip=_FRAME_SKIP,
             repeat_action_probability=0.0,
             autoreset_mode=AutoresetMode.SAME_STEP,
