@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -87,7 +87,7 @@ class FisherMonitor(Callback):
         self.image_every_n_steps = image_every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self.latest: dict[str, float] = {}  # latest value of every tag; the same on all ranks
-        self._probe: HeadProbe | None = None
+        self._attached = ExitStack()  # to be undone when a run ends
         self._reset()
 
     def _reset(self) -> None:
@@ -97,7 +97,7 @@ class FisherMonitor(Callback):
         self._steps_to_write = 0
         self._silent = True  # no head was called so far, and no warning says so
         self._accumulates = False  # within a step of several batches
-        self._undrawn: dict[str, tuple[int, Draw]] = {}  # a head's latest step, by tag
+        self._pictures: dict[str, tuple[int, Draw]] = {}  # of a head's latest step, by tag
 
     # -- Lightning's hooks -------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class FisherMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach before the first call: a hook that a compiled model gets later never fires."""
-        self._probe = HeadProbe(pl_module).attach()
+        self._probe = self._attached.enter_context(HeadProbe(pl_module))
         heads = self._probe.heads
         seed = f"0 {trainer.global_rank}"
         self._histories = histories_of(heads, self.num_samples, self._sums, seed)
@@ -127,10 +127,10 @@ class FisherMonitor(Callback):
         if self._replayed:
             observers: Any = pl_module.step_observers
             observers.append(self)
+            self._attached.callback(observers.remove, self)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Forget scores that the heads saw outside of training, such as in validation."""
-        assert self._probe is not None
         self._probe.scores = {}
         self._step = trainer.global_step
 
@@ -144,7 +144,6 @@ class FisherMonitor(Callback):
 
     def look(self) -> dict[str, Tensor]:
         """Scores that the heads saw in this batch, by the head's name."""
-        assert self._probe is not None
         return dict(self._probe.scores)
 
     def note(self, step: int, seen: dict[str, Tensor]) -> None:
@@ -175,7 +174,7 @@ class FisherMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write the steps before the exception; several ranks would wait for each other."""
-        if trainer.world_size == 1 and self._probe is not None:
+        if trainer.world_size == 1:
             with suppress(Exception):  # the exception itself is what the user has to see
                 self._write_everything(trainer)
         self.teardown(trainer, pl_module, "fit")
@@ -183,16 +182,13 @@ class FisherMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write everything, with a picture of the last step."""
         self._write_everything(trainer)
-        for tag in list(self._undrawn) if self.image_every_n_steps else ():
-            self._draw(trainer, tag)
+        for tag, (step, draw) in self._pictures.items():
+            if self.image_every_n_steps and not is_drawn(step, self.image_every_n_steps):
+                add_image(trainer.loggers, tag, draw, step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the hooks."""
-        if self._probe is not None:
-            self._probe.detach()
-        observers = getattr(pl_module, "step_observers", [])
-        if self in observers:
-            observers.remove(self)
+        self._attached.close()
 
     def _write(self, trainer: Trainer, wait: bool) -> None:
         """Write the steps that were kept, which are the same on every rank.
@@ -213,18 +209,13 @@ class FisherMonitor(Callback):
             for step, row, picture_tag, draw in receive():
                 self.latest |= row
                 if trainer.is_global_zero:
-                    self._undrawn[picture_tag] = (step, draw)
+                    self._pictures[picture_tag] = (step, draw)
                     for logger in trainer.loggers:
                         write_row(logger, row, step)
                     if is_drawn(step, self.image_every_n_steps):
-                        self._draw(trainer, picture_tag)
+                        add_image(trainer.loggers, picture_tag, draw, step)
 
     def _write_everything(self, trainer: Trainer) -> None:
         self._write(trainer, wait=True)
         for logger in trainer.loggers:
             logger.save()  # TensorBoard's writer keeps values for two minutes
-
-    def _draw(self, trainer: Trainer, tag: str) -> None:
-        """Give the loggers a picture of the latest G, unless G is not finite or too large."""
-        step, draw = self._undrawn.pop(tag)
-        add_image(trainer.loggers, tag, draw, step)

@@ -13,7 +13,6 @@ from catnat import HeadProbe
 from catnat.callbacks.fisher_diagnostics import histories_of, seed_of
 from catnat.callbacks.images import Draw, is_drawn
 from catnat.checks import require_at_least
-from catnat.sb3.distributions import unchecked
 
 
 class FisherMonitorSB3(BaseCallback):
@@ -89,7 +88,8 @@ class FisherMonitorSB3(BaseCallback):
         self._step = self.num_timesteps
         policy: Any = self.model.policy
         # Unchecked: a probability that is NaN is for the training to report, not for the monitor.
-        with torch.no_grad(), unchecked(policy), HeadProbe(policy) as probe:
+        unchecked = policy.action_dist.using(validate_args=False)
+        with torch.no_grad(), unchecked, HeadProbe(policy) as probe:
             entropy = self._distribution().entropy().mean()
         self.latest = {"train/entropy": float(entropy)}
         for name, _, scores in probe:
@@ -103,9 +103,6 @@ class FisherMonitorSB3(BaseCallback):
             self.logger.record(tag, value, exclude="tensorboard")
         if is_drawn(number, self.image_every_n_rollouts):
             self._draw()
-
-    def _on_training_end(self) -> None:
-        self._draw()
 
     def _distribution(self) -> Any:
         """The policy's distribution in states of the rollout, with the masks or memory it had."""
@@ -139,6 +136,8 @@ class FisherMonitorSB3(BaseCallback):
                 row = {tag: Image(picture, "HWC")}
                 write_now(self.logger, row, self._step, TensorBoardOutputFormat)
         self._undrawn = {}
+
+    _on_training_end = _draw
 
 
 def write_now(logger: Logger, values: Mapping[str, Any], step: int, kind: type = KVWriter) -> None:

@@ -8,7 +8,7 @@ TAGS: dict[str, dict[str, str]] = yaml.safe_load("""
 Every model:
   train/loss: Loss of the latest batch.
   val/loss: Mean loss of the validation set.
-  (val, test)/saturated:
+  val/saturated, test/saturated:
     Share of the scores in a flat region of the head, where they get no gradient; see
     fim/saturated.
 The Fisher matrix:
@@ -40,9 +40,9 @@ The Fisher matrix:
     keeps it above 0 for every head. Compare it with other code that draws.
 Discrete VAEs:
   train/temperature: Temperature of the relaxed samples.
-  (val, test)/elbo: Evidence lower bound of an image in nats; higher is better.
-  (val, test)/kl: KL divergence of q(z | x) from the uniform prior, summed over latents, in nats.
-  (val, test)/perplexity: >-
+  val/elbo, test/elbo: Evidence lower bound of an image in nats; higher is better.
+  val/kl, test/kl: KL divergence of q(z | x) from the uniform prior, summed over latents, in nats.
+  val/perplexity, test/perplexity: >-
     Usage of the categories, from 1 (one category) to K (all equally often): exp of the entropy of
     q(z_n | x) averaged over all images, then the mean over the latents n.
   test/nll: Negative log-likelihood of an image in nats, importance-weighted; lower is better.
@@ -55,25 +55,26 @@ Discrete VAEs:
   latents/usage: >-
     Mean probability of each category (columns) of each latent (rows): black never, white always.
 Graphs:
-  (val, test)/energy_score: Energy score of the predictions; lower is better.
-  (val, test)/pp_mae: Absolute error of the median prediction.
-  (val, test)/pp_mse: Squared error of the mean prediction.
-  (val, test)/theta_mae: Mean absolute error of the edge probabilities, against the true ones.
-  (val, test)/dead_edges: True edges whose learned probability is exactly 0.
-  (val, test)/energy_score_2x: Twice the energy score, as in the paper's table.
+  val/energy_score, test/energy_score: Energy score of the predictions; lower is better.
+  val/pp_mae, test/pp_mae: Absolute error of the median prediction.
+  val/pp_mse, test/pp_mse: Squared error of the mean prediction.
+  val/theta_mae, test/theta_mae:
+    Mean absolute error of the edge probabilities, against the true ones.
+  val/dead_edges, test/dead_edges: True edges whose learned probability is exactly 0.
+  val/energy_score_2x, test/energy_score_2x: Twice the energy score, as in the paper's table.
   test/gap_2x: Twice the energy score, minus that of the true model; 0 is perfect.
-  (val, test)/calibration: Calibration error of the edge probabilities, over ten bins.
+  val/calibration, test/calibration: Calibration error of the edge probabilities, over ten bins.
   graph/theta: >-
     Edge probabilities, black 0 and white 1: learned on the left, true on the right. An edge goes
     from the row's node to the column's.
 PPO and A2C:
   train/entropy: Mean entropy of the policy in the states of a rollout.
-  (eval, test)/return: Mean return of the evaluated games; higher is better.
-  (eval, test)/return_std: Standard deviation of the return over the evaluated games.
-  (eval, test)/length:
+  eval/return, test/return: Mean return of the evaluated games; higher is better.
+  eval/return_std, test/return_std: Standard deviation of the return over the evaluated games.
+  eval/length, test/length:
     Mean length of the evaluated games, in steps; of Atari games in frames of the emulator, four
     in a step.
-  (eval, test)/unfinished:
+  eval/unfinished, test/unfinished:
     Games that had not ended after 10,000 steps, where an environment has no time limit; they
     count as they are.
   rollout/ep_rew_mean: Mean return of the last 100 games of training.
@@ -95,11 +96,10 @@ PPO and A2C:
 """)
 
 _DESCRIPTIONS = {
-    f"{group}/{name}": f"{section}: {text}"
+    tag: f"{section}: {text}"
     for section, texts in TAGS.items()
-    for tag, text in texts.items()
-    for groups, name in [tag.split("/")]
-    for group in groups.strip("()").split(", ")
+    for tags, text in texts.items()
+    for tag in tags.split(", ")
 }
 
 

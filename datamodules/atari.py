@@ -181,7 +181,6 @@ class NativeAtariVecEnv(VecEnv):
         lives = info["lives"]
         # A game can be at 0 lives some steps before it is over (Qbert): that is not a lost life.
         lost = (lives < self.lives) & (lives > 0) & ~over
-        frames = info["episode_frame_number"]
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for i in np.flatnonzero(over):
             length = int(self._frames[i]) + _FRAME_SKIP  # the last step counts as a whole
@@ -194,7 +193,7 @@ class NativeAtariVecEnv(VecEnv):
         for i in np.flatnonzero(lost):
             infos[i] |= {"terminal_observation": observations[i], "TimeLimit.truncated": False}
         self.lives = lives
-        self._frames = frames
+        self._frames = info["episode_frame_number"]
         self.forced_actions = np.where(lost, self._fire, -1)
         return observations, np.sign(rewards).astype(np.float32), over | lost, infos
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from catnat.checks import require_at_least, require_positive, require_within
-from catnat.datamodules.loader import GRAPH_DATA, InMemoryDataModule, InMemoryLoader, mixed_seed
+from catnat.datamodules.loader import GRAPH_DATA, InMemoryDataModule, InMemoryLoader, seeded
 from catnat.graphs import GCN, sample_graphs
 from catnat.metrics import prediction_errors, prediction_means
 
@@ -96,7 +96,7 @@ class CommunityGraphDataModule(InMemoryDataModule):
 
     def make_parts(self) -> Iterable[tuple[Tensor, ...]]:
         """Generate and split the pairs."""
-        generator = torch.Generator().manual_seed(mixed_seed(GRAPH_DATA, self.seed))
+        generator = seeded(GRAPH_DATA, self.seed)
         psi = torch.empty(self.in_features, self.out_features)
         nn.init.xavier_uniform_(psi, generator=generator)
         scale = _SCALE_OF_TABLE.get(self.theta, _SCALE)

@@ -17,9 +17,10 @@ BINARIZATION = 3
 GRAPH_DATA = 4
 
 
-def mixed_seed(*numbers: int) -> int:
-    """One well-mixed seed of some numbers >= 0: torch uses only the low 32 bits of a CPU seed."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+def seeded(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator with one seed of some numbers >= 0, well-mixed: torch uses the low 32 bits."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    return torch.Generator(device).manual_seed(seed)
 
 
 class InMemoryLoader:
@@ -99,7 +100,7 @@ class InMemoryLoader:
         self._resumed = False
         order = torch.arange(self.size)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(mixed_seed(_ORDER, self.seed, self.epoch))
+            generator = seeded(_ORDER, self.seed, self.epoch)
             order = torch.randperm(self.size, generator=generator)
         batches = order.to(self.items[0].device).split(self.stride)
         self._shares = [batch[self.rank :: self.world_size] for batch in batches]
@@ -139,8 +140,6 @@ class InMemoryDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self.parts: dict[str, tuple[Tensor, ...]] = {}
-        self._train_loader: InMemoryLoader | None = None
-        self._train_state: dict[str, Any] = {}
 
     def make_loader(self, part: str, device: torch.device, **options: Any) -> InMemoryLoader:
         """A loader of one part that gives out batches on a device."""
@@ -153,8 +152,8 @@ class InMemoryDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Make the parts, and forget the loader of an earlier run."""
-        self._train_loader = None
-        self._train_state = {}
+        self._train_loader: InMemoryLoader | None = None
+        self._train_state: dict[str, Any] = {}
         if not self.parts:
             self.parts = dict(zip(("train", "val", "test"), self.make_parts(), strict=False))
 

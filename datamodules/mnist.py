@@ -21,7 +21,7 @@ from catnat.datamodules.loader import (
     SPLIT,
     InMemoryDataModule,
     InMemoryLoader,
-    mixed_seed,
+    seeded,
 )
 
 Variant = Literal["gray", "binary", "stochastic"]
@@ -58,8 +58,8 @@ class ImageLoader(InMemoryLoader):
         gray = images.float().div_(255)
         if self.variant == "gray":
             return gray
-        seed = mixed_seed(BINARIZATION, self.seed, self.epoch, batch, self.rank)
-        generator = torch.Generator(gray.device).manual_seed(seed)
+        numbers = (self.seed, self.epoch, batch, self.rank)
+        generator = seeded(BINARIZATION, *numbers, device=gray.device)
         return torch.bernoulli(gray, generator=generator)
 
 
@@ -124,7 +124,7 @@ class MNISTDataModule(InMemoryDataModule):
 
     def make_parts(self) -> Iterable[tuple[Tensor]]:
         """Read and split the images."""
-        generator = torch.Generator().manual_seed(mixed_seed(SPLIT, self.seed))
+        generator = seeded(SPLIT, self.seed)
         if files := self._files():
             self.source = "files"
             train, test = (read_images(path) for path in files)

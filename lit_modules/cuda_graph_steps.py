@@ -1,7 +1,5 @@
 """ReplayedSteps: training steps as CUDA graphs, several of them for each batch of Lightning's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ class ReplayedSteps:
         module: whose steps are taken.
     """
 
-    def __init__(self, module: StepModule) -> None:
+    def __init__(self, module: "StepModule") -> None:
         self._module = module
         self._trainer = module.trainer
         self._graph: StepGraph[tuple[Tensor, list[Any]]] = StepGraph(self._optimize)

@@ -1,7 +1,5 @@
 """Replayed training steps where there is no CUDA, and short runs."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

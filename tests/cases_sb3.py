@@ -1,7 +1,5 @@
 """What the tests of Stable-Baselines3's side share: small environments and short runs."""
 
-from __future__ import annotations
-
 import gymnasium as gym
 import numpy as np
 import torch

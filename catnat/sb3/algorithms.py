@@ -85,8 +85,7 @@ class HeadAlgorithm(OnPolicyAlgorithm):
             self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones
         with torch.no_grad():
-            obs_tensor = obs_as_tensor(new_obs, self.device)  # type: ignore[arg-type]
-            values = self.policy.predict_values(obs_tensor)
+            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         callback.update_locals(locals())
         callback.on_rollout_end()

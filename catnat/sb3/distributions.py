@@ -1,7 +1,7 @@
 """Action distributions of Stable-Baselines3, made by heads."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -48,7 +48,8 @@ class FromHeads:
         """Set the distribution from scores (B, sum of S).
 
         A probability that is NaN raises a ValueError, as in the policies of Stable-Baselines3. The
-        host waits for the device here. See :func:`unchecked` for code that must not wait.
+        host waits for the device here. Code that must not wait does so within
+        ``using(validate_args=False)``.
         """
         self.scores = action_logits
         self.apply_masking(self.masks)
@@ -68,8 +69,7 @@ class FromHeads:
         if masks is not None:
             allowed = checked_masks(masks, self.sizes, self.scores.shape[:-1])
             masks_of_parts = allowed.to(self.scores.device).split(self.sizes, -1)
-        triples = zip(self.heads, scores, masks_of_parts, strict=True)
-        self.parts = [self._part(*triple) for triple in triples]
+        self.parts = list(map(self._part, self.heads, scores, masks_of_parts))
         self.distribution = self.parts if self.several else self.parts[0]
 
     def _part(self, head: CategoricalHead, scores: Tensor, mask: Tensor | None) -> HeadCategorical:
@@ -106,12 +106,6 @@ class HeadMultiDistribution(FromHeads, MultiCategoricalDistribution):
     """Distributions over the actions of ``MultiDiscrete`` or ``MultiBinary``, one head for each."""
 
     several = True
-
-
-def unchecked(policy: Any) -> AbstractContextManager[None]:
-    """Within this context a policy does not check for NaN, and so does not wait for the device."""
-    distribution: FromHeads = policy.action_dist
-    return distribution.using(validate_args=False)
 
 
 def draw(distribution: HeadCategorical) -> Tensor:

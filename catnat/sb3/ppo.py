@@ -27,7 +27,6 @@ from catnat.cuda_graph import (
     why_not_captured,
 )
 from catnat.sb3.algorithms import HeadAlgorithm, NonFinite, normalized
-from catnat.sb3.distributions import unchecked
 from catnat.sb3.masks import masks_of
 from catnat.sb3.policies import HeadPolicy
 
@@ -118,7 +117,7 @@ class HeadPPO(HeadAlgorithm, PPO):
     @torch.no_grad()
     def _forward(self, arguments: dict[str, Any]) -> Any:
         """Actions, values and log-probabilities, without any work on the host."""
-        with unchecked(self.policy):
+        with self.policy.action_dist.using(validate_args=False):  # a check would wait
             return self.policy(**arguments)
 
     # -- updates ---------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class HeadPPO(HeadAlgorithm, PPO):
         batch = tree_map(lambda x: x.index_select(0, indices), self._rollout)
         low, high, clip, clip_value, entropy_share, value_share = self._numbers.unbind()
         actions = batch["actions"].long().reshape(len(indices), *(self.action_space.shape or ()))
-        with unchecked(self.policy):
+        with self.policy.action_dist.using(validate_args=False):  # a check would wait
             values, log_prob, entropy = self.policy.evaluate_actions(
                 batch["observations"], actions, action_masks=batch.get("action_masks")
             )

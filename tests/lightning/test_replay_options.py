@@ -1,8 +1,6 @@
 """Where steps are replayed: precisions and strategies; elsewhere one line says why not."""
 # ruff: noqa: F811 - a fixture is an argument
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

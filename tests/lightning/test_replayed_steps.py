@@ -1,8 +1,6 @@
 """ReplayedSteps: on the CPU the bookkeeping, on CUDA the same curves as eager steps."""
 # ruff: noqa: F811 - a fixture is an argument
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """CUDA graphs of any step, and the numbers and optimizers that a captured step reads."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

@@ -1,7 +1,5 @@
 """FisherMonitorSB3: right numbers under the right tags and steps, and no influence."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Policies with a head inside Stable-Baselines3: its contracts, and numbers that stay numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

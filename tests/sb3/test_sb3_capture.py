@@ -1,7 +1,5 @@
 """HeadPPO with CUDA graphs: on the CPU the bookkeeping, on CUDA the graphs themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import HEADS

@@ -1,7 +1,5 @@
 """What users of Stable-Baselines3 rely on: NaN raises, zips interchange."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cases_sb3 import (

@@ -1,7 +1,5 @@
 """Masks of actions: in distributions and policies, in HeadPPO, and beside sb3-contrib's own PPO."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import product
 

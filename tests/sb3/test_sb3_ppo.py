@@ -1,7 +1,5 @@
 """HeadPPO: the steps of Stable-Baselines3, the options of CleanRL, and lost numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts: actions that an environment forces, callbacks that stop or edit, bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
