@@ -447,6 +447,8 @@ def outputs() -> Claims:
     adaptive = [*above.loc["adaptive-1", texts[:2]], above.loc["adaptive-2", "docs"]]
     gains = faster["docs"][["hybrid-4096", "adaptive-2"]]
     yield "After equal steps its test perplexity is", large.min(), large.max()
+    yield "frequent words with a tree over the others is", large.min(), large.max()
+    yield "half a percent on two texts, with byte pairs", large["pairs"]
     yield "adaptive softmax's is level or", -adaptive[0]
     yield "of training with 131,072 words it is", gains
     yield "`nn.AdaptiveLogSoftmaxWithLoss` |", adaptive, -gains["adaptive-2"]
