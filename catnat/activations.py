@@ -19,8 +19,6 @@ dtype and on the device of the scores, None where every C is 0. ``is_fused`` say
 know the formula, and that a(0) is exactly 1/2.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable

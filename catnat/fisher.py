@@ -8,8 +8,6 @@ Three different things, never to be confused:
 - averaging either over a batch of inputs is the *empirical* expectation over the data.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Softmax and sparsemax, the heads with one score per category."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

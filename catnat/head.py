@@ -8,8 +8,6 @@ one class::
     class MyHead(CategoricalHead, name="mine"): ...
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +26,7 @@ from catnat.numerics import (
     without_autocast,
 )
 
-REGISTRY: dict[str, type[CategoricalHead]] = {}
+REGISTRY: dict[str, type["CategoricalHead"]] = {}
 ALIASES: dict[str, str] = {}
 _MAX_NUMBERS = 2**22  # of the matrices that mean_fisher holds at a time
 

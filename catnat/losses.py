@@ -1,7 +1,5 @@
 """Likelihood of labels, energy score, the terms of the ELBO, importance-weighted likelihood."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """MixedHead: any head, with a little of the uniform distribution mixed in."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -21,8 +21,6 @@ Scores that are not finite follow the same rule in every implementation and dtyp
   with +inf, or with -inf alone, has no limit and is NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """HeadProbe: the latest scores of every head of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -42,7 +40,7 @@ class HeadProbe:
         self.scores: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
-    def attach(self) -> HeadProbe:
+    def attach(self) -> "HeadProbe":
         """Start to observe, and forget earlier scores; returns the probe."""
         if not self._handles:
             self.scores = {}
@@ -68,7 +66,7 @@ class HeadProbe:
         for name, scores in self.scores.items():
             yield name, self.heads[name], scores
 
-    def __enter__(self) -> HeadProbe:
+    def __enter__(self) -> "HeadProbe":
         return self.attach()
 
     def __exit__(self, *error: object) -> None:

@@ -27,8 +27,6 @@ The functions are plain differentiable torch, and so work under ``torch.func`` a
 ``torch.compile``; :mod:`catnat.kernels` has faster ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The catnat heads: a tree of binary splits, whose Fisher matrix is diagonal."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 With frequent classes it is a softmax over these and one more, "rare", and a tree over the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -240,7 +238,7 @@ class TreeLinear(nn.Module):
         return looked_up(place, self.classes).view((*sample_shape, *hidden.shape[:-1]))
 
     def path_kl(
-        self, hidden: Tensor, other: Tensor, value: Tensor, layer: TreeLinear | None = None
+        self, hidden: Tensor, other: Tensor, value: Tensor, layer: "TreeLinear | None" = None
     ) -> Tensor:
         """Estimate of a KL divergence from classes drawn at ``hidden``, (*) each, at O(D log K).
 
@@ -426,7 +424,7 @@ class TreeLinear(nn.Module):
         possible = (target >= 0) & (target < self.num_categories)
         return torch.where(possible, looked_up(target, self.order), -1)
 
-    def _fused(self, hidden: Tensor) -> FusedTree | None:
+    def _fused(self, hidden: Tensor) -> "FusedTree | None":
         """The tree for the fused kernels, where they take this layer."""
         if not (hidden.is_cuda and HAS_TRITON):
             return None

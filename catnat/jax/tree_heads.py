@@ -4,8 +4,6 @@
 indices 0..K-2, leaves the heap numbers K..2K-1; the children of node j are 2j and 2j + 1.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable

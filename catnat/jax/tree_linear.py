@@ -3,8 +3,6 @@
 The parameters are those of :class:`catnat.TreeLinear`, as a dictionary of arrays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
