@@ -252,11 +252,10 @@ class HeadCategorical(Categorical):
 def checked_value(value: Tensor, num_categories: int, name: str = "value") -> Tensor:
     """Categories as int64, after checking them where that does not wait for a device."""
     index = value.long()
-    if can_branch_on(value) and value.numel():
-        low, high = index.aminmax()
-        is_broken = value.is_floating_point() and bool((index != value).any())
-        if is_broken or low < 0 or high >= num_categories:
-            got = value[(index != value) | (index < 0) | (index >= num_categories)][0].item()
+    if can_branch_on(value):
+        wrong = index.clamp(0, num_categories - 1) != value
+        if bool(wrong.any()):
+            got = value[wrong][0].item()
             raise ValueError(f"{name} must be a category from 0 to {num_categories - 1}, got {got}")
     return index
 

@@ -139,7 +139,7 @@ def exp_of_log_probs(log_probs: Tensor) -> Tensor:
 
 def common_shape(values: torch.Size, batch: torch.Size) -> torch.Size:
     """``torch.broadcast_shapes``, but fast where the second shape is the end of the first."""
-    if len(values) >= len(batch) and values[len(values) - len(batch) :] == batch:
+    if values[len(values) - len(batch) :] == batch:
         return values
     return torch.Size(torch.broadcast_shapes(values, batch))
 

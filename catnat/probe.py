@@ -34,7 +34,12 @@ class HeadProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.heads = _heads_of(module)
+        self.heads: dict[str, CategoricalHead] = {}
+        inside: set[nn.Module] = set()
+        for name, part in module.named_modules():  # a head comes before the heads inside it
+            if isinstance(part, CategoricalHead) and part not in inside:
+                self.heads[name] = part
+                inside.update(part.modules())
         if not self.heads:
             raise ValueError(f"{type(module).__name__} contains no CategoricalHead")
         self.scores: dict[str, Tensor] = {}
@@ -76,14 +81,3 @@ class HeadProbe:
         self, name: str, head: nn.Module, inputs: tuple[Tensor, ...], output: HeadCategorical
     ) -> None:
         self.scores[name] = output.scores.detach().clone()
-
-
-def _heads_of(module: nn.Module) -> dict[str, CategoricalHead]:
-    """Heads by name, without those that are inside another head."""
-    heads: dict[str, CategoricalHead] = {}
-    inside: set[nn.Module] = set()
-    for name, part in module.named_modules():  # a head comes before the heads inside it
-        if isinstance(part, CategoricalHead) and part not in inside:
-            heads[name] = part
-            inside.update(part.modules())
-    return heads

@@ -163,7 +163,7 @@ class CatnatHead(CategoricalHead):
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
-        self._check(scores)
+        scores = self._checked(scores)
         blocked = path_sums(scores == torch.inf, scores == -torch.inf)[1]
         return self._from_leaves(~blocked)
 

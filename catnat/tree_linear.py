@@ -143,9 +143,10 @@ class TreeLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights and biases as ``nn.Linear`` does; after ``to_empty``, restore the order."""
         bound = 1 / math.sqrt(self.in_features)
-        for owner in (self, self.shortlist):
-            for parameter in () if owner is None else owner.parameters(recurse=False):
-                nn.init.uniform_(parameter, -bound, bound)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+        if self.shortlist is not None:
+            self.shortlist.reset_parameters()
         self._set_places(self._cpu_places)
 
     @torch.no_grad()

@@ -76,11 +76,8 @@ class CatnatHead(CategoricalHead):
         The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
         scores = self._checked(scores)
-        return self.log_prob_by(lambda node: pick(scores, node), value)
-
-    def log_prob_by(self, scores_at: Callable[[Array], Array], value: Array) -> Array:
-        """As :meth:`log_prob`, for scores that a function gives for the indices of nodes."""
-        return floored_sums(self.path_logs_by(scores_at, value)[0].sum(-1))
+        taken, _ = self.path_logs_by(lambda node: pick(scores, node), value)
+        return floored_sums(taken.sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array]:
         """Log-probabilities of the steps to categories and of the turns not taken, (*, H) each.
