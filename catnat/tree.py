@@ -116,10 +116,6 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
 
 def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor:
     """The leaf of each class, (K,) int64 on the CPU, after checking that every leaf occurs once."""
-    if isinstance(order, Tensor) and not order.is_floating_point() and not order.is_meta:
-        leaves = order.detach().to("cpu", torch.int64)
-        if torch.equal(leaves.sort().values, torch.arange(num_categories, device="cpu")):
-            return leaves
     return torch.tensor(checked_order(order, num_categories), device="cpu")
 
 

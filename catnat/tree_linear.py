@@ -253,10 +253,13 @@ class TreeLinear(nn.Module):
             layer: of the other distribution, with the same order of classes; None: this one.
         """
         layer = layer or self
-        orders = [x for x in (self._cpu_places, layer._cpu_places) if x is not None]
-        ordered_alike = len(orders) == 0 or (len(orders) == 2 and torch.equal(*orders))
+        places = self._cpu_places
+        other_places = layer._cpu_places
+        is_alike = places is other_places
+        if places is not None and other_places is not None:
+            is_alike = torch.equal(places, other_places)
         sizes = [(one.num_categories, one.num_frequent) for one in (self, layer)]
-        if sizes[0] != sizes[1] or not ordered_alike:
+        if sizes[0] != sizes[1] or not is_alike:
             raise ValueError("path_kl needs two layers with the same order of the same classes")
         ours = self._path_logs(hidden, value)
         theirs = layer._path_logs(other, value)

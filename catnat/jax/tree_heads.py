@@ -279,7 +279,11 @@ class NaturalHead(CatnatHead):
         outside = distance <= self.joint
         theta = jnp.maximum(distance * (self.rate / 2), 1e-30)  # its logarithm is finite
         sine = jnp.sin(jnp.where(outside, 1.0, theta))
-        beyond = self._tail_log(jnp.where(outside, distance, 0.0))
+        beyond: Array | float = log_never(distance.dtype)
+        if self.tail:
+            at_edge = math.log(self.tail) - self.steepness * self.joint
+            in_tail = at_edge + self.steepness * jnp.where(outside, distance, 0.0)
+            beyond = jnp.maximum(in_tail, -largest_score(distance.dtype))
         rare = jnp.where(outside, beyond, 2 * jnp.log(sine))
         likely = jnp.log1p(-jnp.where(outside, jnp.exp(beyond), sine * sine))
         return jnp.where(upper, rare, likely), jnp.where(upper, likely, rare)
@@ -323,13 +327,6 @@ class NaturalHead(CatnatHead):
         low = jnp.where(upper, constants[1], -constants[3])
         return jnp.where(upper, above, below) + low, upper
 
-    def _tail_log(self, distance: Array) -> Array:
-        """log p of the rarer bit in the tail, or of an impossible one."""
-        if not self.tail:
-            return jnp.full_like(distance, log_never(distance.dtype))
-        at_edge = math.log(self.tail) - self.steepness * self.joint
-        return jnp.maximum(at_edge + self.steepness * distance, -largest_score(distance.dtype))
-
 
 @lru_cache(maxsize=64)
 def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
@@ -337,8 +334,9 @@ def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
     K = head.num_categories
     centers = np.zeros(1)
     if K & (K - 1):  # not a power of two
-        shares = right_shares(K)
-        centers = -head.split_at(1 - shares, shares, np)
+        with jax.ensure_compile_time_eval():  # numbers, also where a caller is being traced
+            sides = subtree_sums(jnp.ones(K))
+        centers = -head.split_at(*np.asarray(sides, np.float64), np)
     return head.node_constants(centers, dtype)
 
 
@@ -379,16 +377,3 @@ def subtree_sums(leaves: Array) -> tuple[Array, Array]:
     _, transpose = jax.vjp(lambda left, right: path_sums(left, right)[1], nodes, nodes)
     left, right = transpose(leaves)
     return left, right
-
-
-def right_shares(num_categories: int) -> np.ndarray:
-    """Share of each node's leaves that lie below its bit-1 child, (K-1,) in float64.
-
-    >>> right_shares(3).round(2).tolist()
-    [0.33, 0.5]
-    """
-    leaves = np.ones(2 * num_categories)  # below every heap number
-    for node in range(num_categories - 1, 0, -1):
-        leaves[node] = leaves[2 * node] + leaves[2 * node + 1]
-    share: np.ndarray = leaves[3::2] / leaves[1:num_categories]
-    return share
