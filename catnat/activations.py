@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from catnat.numerics import largest_score, log_never
+from catnat.tree import Sides
 
 DEFAULT_TAIL = 0.05
 """Tail of natural where its name alone is given for a likelihood of labels."""
@@ -56,7 +57,7 @@ class SigmoidActivation(_OfCenters):
         """x = log(right / left); far out, but finite, where left or right is 0."""
         return _floored_log(right) - _floored_log(left)
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         x, _ = _centered(scores, constants)
         # Up to the threshold softplus is log1p(exp(x)): small values keep their relative accuracy.
@@ -160,7 +161,7 @@ class NaturalActivation:
         upper = above < below  # not torch.minimum: its gradient at a tie (s = C) would vanish
         return torch.where(upper, above, below), upper
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
         distance, upper = self.distance(scores, constants)
         theta, outside = self._angle(distance)
@@ -217,7 +218,7 @@ class CustomActivation(_OfCenters):
 
     is_fused: ClassVar[bool] = False
 
-    function: Callable[[Tensor], tuple[Tensor, Tensor]]
+    function: Callable[[Tensor], Sides]
 
     def inverse(self, left: Tensor, right: Tensor) -> Tensor:
         """x by search, |x| <= 1e6; an end of this range where left or right is 0.
@@ -253,7 +254,7 @@ class CustomActivation(_OfCenters):
         below, above = self.function(x)
         return above - below
 
-    def log_activation(self, scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]:
+    def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """The function itself; an infinite score makes one side certain."""
         infinite = scores.isinf()
         x, _ = _centered(scores, constants)
@@ -280,7 +281,7 @@ def _centered(scores: Tensor, constants: Tensor | None) -> tuple[Tensor, Tensor]
     return torch.where(beyond, bound * x.sign(), x), beyond
 
 
-def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _impossible_at_infinity(left: Tensor, right: Tensor, scores: Tensor) -> Sides:
     """The two logarithms, ``log_never`` for the side that an infinite score leaves empty."""
     never = log_never(left.dtype)
     left = left.masked_fill(scores == torch.inf, never)

@@ -34,6 +34,9 @@ from torch import Tensor
 
 from catnat.checks import checked_order
 
+Sides = tuple[Tensor, Tensor]
+"""Values of the bit-0 and of the bit-1 child of each node."""
+
 
 def levels(num_categories: int) -> Iterator[tuple[int, int]]:
     """Heap numbers ``first..last - 1`` of the internal nodes of each level, from the root down.
@@ -72,7 +75,7 @@ def path_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(nodes, -1), values
 
 
-def subtree_sums(leaves: Tensor) -> tuple[Tensor, Tensor]:
+def subtree_sums(leaves: Tensor) -> Sides:
     """Sum leaf values over both subtrees of every node: the adjoint of :func:`path_sums`.
 
     Args:
@@ -116,6 +119,10 @@ def leaf_paths(leaf: Tensor, num_categories: int) -> tuple[Tensor, Tensor, Tenso
 
 def checked_leaves(order: Tensor | Sequence[int], num_categories: int) -> Tensor:
     """The leaf of each class, (K,) int64 on the CPU, after checking that every leaf occurs once."""
+    if isinstance(order, Tensor) and not order.is_floating_point() and not order.is_meta:
+        leaves = order.detach().to("cpu", torch.int64)
+        if torch.equal(leaves.sort().values, torch.arange(num_categories, device="cpu")):
+            return leaves
     return torch.tensor(checked_order(order, num_categories), device="cpu")
 
 

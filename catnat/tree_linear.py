@@ -34,7 +34,7 @@ from catnat.numerics import (
 )
 from catnat.orders import checked_frequent
 from catnat.tree import checked_leaves, walk_down
-from catnat.tree_heads import CatnatHead, looked_up
+from catnat.tree_heads import CatnatHead, arranged, looked_up
 
 if TYPE_CHECKING:
     from catnat.kernels.triton_layer import FusedTree
@@ -310,7 +310,7 @@ class TreeLinear(nn.Module):
         if self.shortlist is not None:
             block = self._block(hidden)
             places = torch.cat((block[..., :-1], places + block[..., -1:]), -1)
-        return places if self.order is None else places.index_select(-1, self.order)
+        return arranged(places, self.order)
 
     def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
         """The k likeliest classes and their log-probabilities, (*, D) -> (*, k) each, sorted.

@@ -28,6 +28,8 @@ from catnat.jax.numerics import (
 )
 
 Constants = Array | np.ndarray
+Sides = tuple[Array, Array]
+"""Values of the bit-0 and of the bit-1 child of each node."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class CatnatHead(CategoricalHead):
         return self.num_categories - 1
 
     @abstractmethod
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """log(1 - a) and log a of finite scores; finite, with finite derivatives, elsewhere."""
 
     @abstractmethod
@@ -161,22 +163,18 @@ class CatnatHead(CategoricalHead):
         The other nodes get the centers at which zero scores give the uniform distribution over the
         allowed categories, in place of those they had before.
         """
-        left, right, center = self._shares(mask, scores.dtype)
-        _, _, center_before = self._shares(before, scores.dtype)
-        scores = scores + (center - center_before)  # exactly 0 where the mask changes nothing
+        left, right = subtree_sums(mask.astype(scores.dtype))
+        sides_before = subtree_sums(before.astype(scores.dtype))
+        shift = self._even_split(left, right) - self._even_split(*sides_before)
+        scores = scores + shift  # exactly 0 where the mask changes nothing
         one_sided = jnp.where(left > 0, -jnp.inf, jnp.where(right > 0, jnp.inf, 0.0))
         is_split = (left > 0) & (right > 0)
         return jnp.where(is_split, scores, one_sided.astype(scores.dtype))
 
-    def _shares(self, allowed: Array, dtype: Any) -> tuple[Array, Array, Array]:
-        """Allowed leaves on both sides of each node, and x that divides as they do.
-
-        Where a side has none, x divides into halves.
-        """
-        left, right = subtree_sums(allowed.astype(dtype))
+    def _even_split(self, left: Array, right: Array) -> Any:
+        """x that divides as the leaves on both sides do; into halves where a side has none."""
         is_split = (left > 0) & (right > 0)
-        center = self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
-        return left, right, center
+        return self.split_at(jnp.where(is_split, left, 1), jnp.where(is_split, right, 1))
 
     def allowed(self, scores: Array) -> Array:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""
@@ -184,7 +182,7 @@ class CatnatHead(CategoricalHead):
         forbidden: Array = path_sums((scores == jnp.inf) * 1, (scores == -jnp.inf) * 1)[1]
         return forbidden == 0
 
-    def _log_activation(self, scores: Array, node: Array | None = None) -> tuple[Array, Array]:
+    def _log_activation(self, scores: Array, node: Array | None = None) -> Sides:
         """log(1 - a) and log a of all nodes, or of the nodes with these indices.
 
         An infinite score, which a mask makes, has an impossible side.
@@ -208,7 +206,7 @@ class SigmoidHead(CatnatHead):
 
     name = "sigmoid"
 
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """log(1 - a) = -softplus(x) and log a = -softplus(-x)."""
         bound = largest_score(scores.dtype)
         x = scores - constants[0]
@@ -270,7 +268,7 @@ class NaturalHead(CatnatHead):
         """r, the slope of the rarer bit's logarithm in the tail."""
         return self.rate * math.sqrt((1 - self.tail) / self.tail)
 
-    def logs(self, scores: Array, constants: Constants) -> tuple[Array, Array]:
+    def logs(self, scores: Array, constants: Constants) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one.
 
         Outside, on an edge or beyond it or in the tail, theta is 1 and not used.
@@ -335,8 +333,8 @@ def constants_of(head: CatnatHead, dtype: Any) -> np.ndarray:
     centers = np.zeros(1)
     if K & (K - 1):  # not a power of two
         with jax.ensure_compile_time_eval():  # numbers, also where a caller is being traced
-            sides = subtree_sums(jnp.ones(K))
-        centers = -head.split_at(*np.asarray(sides, np.float64), np)
+            left, right = np.asarray(subtree_sums(jnp.ones(K)), np.float64)
+        centers = -head.split_at(left, right, np)
     return head.node_constants(centers, dtype)
 
 
@@ -364,7 +362,7 @@ def path_sums(left: Array, right: Array) -> tuple[Array, Array]:
     return jnp.concatenate(nodes, -1), level
 
 
-def subtree_sums(leaves: Array) -> tuple[Array, Array]:
+def subtree_sums(leaves: Array) -> Sides:
     """Sum leaf values over both subtrees of every node: the transpose of :func:`path_sums`.
 
     Args:
