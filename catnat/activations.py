@@ -164,8 +164,10 @@ class NaturalActivation:
     def log_activation(self, scores: Tensor, constants: Tensor | None) -> Sides:
         """2 log sin(theta) for the rarer bit, 2 log cos(theta) for the likelier one."""
         distance, upper = self.distance(scores, constants)
-        theta, outside = self._angle(distance)
-        sine = torch.sin(theta)
+        outside = distance <= self.joint  # on an edge or beyond it, or in the tail
+        theta = distance * (self.rate / 2)
+        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
+        sine = torch.sin(torch.where(outside, 1.0, theta))
         rare = torch.where(outside, log_never(sine.dtype), 2 * torch.log(sine))
         likely = torch.where(outside, 0.0, torch.log1p(-sine * sine))
         if self.tail:
@@ -187,16 +189,6 @@ class NaturalActivation:
             steep = torch.where(beyond, 0.0, self.steepness + 0 * p)
             information = torch.where(outside, steep * (steep * (p / (1 - p))), information)
         return information
-
-    def _angle(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """theta, and whether the score is outside: on an edge or beyond it, or in the tail.
-
-        theta is at least 1e-30, and 1 outside, where the callers do not use it.
-        """
-        outside = distance <= self.joint
-        theta = distance * (self.rate / 2)
-        theta = torch.where(theta < 1e-30, 1e-30, theta)  # steep, but finite; keeps NaN
-        return torch.where(outside, 1.0, theta), outside
 
     def _tail_log(self, distance: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
         """log p of the rarer bit in the tail, and where it was cut off at the largest score."""

@@ -121,12 +121,12 @@ class CatnatHead(CategoricalHead):
         centers at which zero scores give the uniform distribution over the allowed categories. The
         centers of the whole tree would favour categories whose neighbours are forbidden.
         """
-        leaves = self._allowed_leaves(mask, scores.dtype)
+        leaves = self._subtree_sums(mask.to(scores.dtype))
         if self.uniform_at_zero:
             if before is None:
                 old_leaves = self._cached(scores, "numbers of leaves", self._make_leaves)
             else:  # scores that were masked before have moved already
-                old_leaves = self._allowed_leaves(before, scores.dtype)
+                old_leaves = self._subtree_sums(before.to(scores.dtype))
             scores = scores + self._shift(leaves, old_leaves).to(scores.dtype)
         has_left, has_right = (number > 0 for number in leaves)
         one_sided = torch.where(has_left, -torch.inf, torch.where(has_right, torch.inf, 0.0))
@@ -156,10 +156,6 @@ class CatnatHead(CategoricalHead):
         """Numbers of leaves below the two children of each node, (S,) each."""
         ones = torch.ones(self.num_categories, dtype=torch.float64, device=device)
         return subtree_sums(ones)
-
-    def _allowed_leaves(self, mask: Tensor, dtype: torch.dtype) -> Sides:
-        """Numbers of allowed categories below the two children of each node, (*, S) each."""
-        return self._subtree_sums(mask.to(dtype))
 
     def allowed(self, scores: Tensor) -> Tensor:
         """The mask back from :meth:`masked` scores, (*, K-1) -> (*, K) bool."""

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from catnat.activations import DEFAULT_TAIL
-from catnat.checks import (
-    checked_categories,
-    require_at_least,
-    require_choice,
-    require_within,
-)
+from catnat.checks import checked_categories, require_at_least, require_choice, require_within
 from catnat.distributions import checked_value, draw, path_entropy, path_kl
 from catnat.head import CategoricalHead, require_tensor
 from catnat.heads import make_head

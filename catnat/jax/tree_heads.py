@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,14 +18,7 @@ from jax import Array
 
 from catnat.checks import require_tail, require_within
 from catnat.jax.head import CategoricalHead, checked_value
-from catnat.jax.numerics import (
-    LOG_ZERO,
-    floored_sums,
-    largest_score,
-    log_never,
-    pick,
-    uniform,
-)
+from catnat.jax.numerics import LOG_ZERO, floored_sums, largest_score, log_never, pick, uniform
 
 Constants = Array | np.ndarray
 Sides = tuple[Array, Array]
@@ -77,8 +70,7 @@ class CatnatHead(CategoricalHead):
 
         The shape of ``value`` broadcasts with the batch shape. NaN for one that is not a category.
         """
-        scores = self._checked(scores)
-        taken, _ = self.path_logs_by(lambda node: pick(scores, node), value)
+        taken, _ = self.path_logs_by(partial(pick, self._checked(scores)), value)
         return floored_sums(taken.sum(-1))
 
     def path_logs(self, scores: Array, value: Array) -> tuple[Array, Array]:
@@ -87,8 +79,7 @@ class CatnatHead(CategoricalHead):
         From the category up. If a path is shorter than H, its last entries are those of a certain
         step. They are NaN for a value that is not a category.
         """
-        scores = self._checked(scores)
-        taken, other = self.path_logs_by(lambda node: pick(scores, node), value)
+        taken, other = self.path_logs_by(partial(pick, self._checked(scores)), value)
         return floored_sums(taken), floored_sums(other)
 
     def path_logs_by(
@@ -118,7 +109,7 @@ class CatnatHead(CategoricalHead):
         """
         scores = self._checked(scores)
         shape = (*sample_shape, *scores.shape[:-1])
-        return self.sample_by(key, lambda node: pick(scores, node), shape, scores.dtype)
+        return self.sample_by(key, partial(pick, scores), shape, scores.dtype)
 
     def sample_by(
         self, key: Array, scores_at: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
